@@ -1,0 +1,245 @@
+"""The forward pass along a sequence: the chunk recurrence of the state, and the outputs.
+
+Per chunk, value head and sequence, with S the state before the chunk (notation of ALGORITHM.md; a is the gated inverse of
+kernels/prepare.py, C the chunk's last row, G_ij = exp(gamma_i - gamma_j) for i >= j):
+
+    X  = diag(beta) (V - diag(exp(gamma)) K S)              [64, V]
+    Vd = a X                                                [64, V]
+    O  = scale (diag(exp(gamma)) Q S + (Q K^T o G) Vd)      [64, V]
+    S' = exp(gamma_C) S + K^T diag(exp(gamma_C - gamma)) Vd [K, V]
+
+Everything is computed transposed, value columns in the rows of the accumulators: S^T, X^T and Vd^T then are, in registers,
+the A operands of the next wgmma, and neither the state nor an intermediate goes through shared memory.
+
+Plan, one block per (sequence, value head, tile of `value_tile` value columns), three stages of chunk tiles:
+
+    warpgroup       registers  work
+    0 (and 1)       208        64 value columns each: S^T in float32, the five products above that contain S or Vd
+    last            96         warp 0 loads Q, K, V, a with TMA; all: gates, P = scale Q K^T o G into shared memory, up to
+                               two chunks ahead of the state
+
+    barrier         arrives    waits              says
+    loaded[stage]   TMA        last, then state   the tiles are there
+    ready[stage]    last       state              gates and P are there, rows beyond the sequence are zero in K
+    free[stage]     state      last               the stage may be overwritten; O has left from V's tile
+
+Operations a chunk and head at K = V = 128: 10.5 MFLOP, 1.75 us of an SM's share of 790 TFLOP/s.
+"""
+
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+
+from jax_qla.kernels.common import CHUNK, PASS_CONFIGS, macros
+from jax_qla.kernels.specification import decay, gather_chunks, last_row, scan_slots, scatter_chunks
+
+__all__ = ["PASS_CONFIGS", "Config", "program", "specification"]
+
+
+@dataclass(frozen=True)
+class Config:
+    """Sizes this program is specialised for: `key_dim`, `value_dim` 64 or 128, `dtype` "bfloat16" or "float16", and
+    `value_tile`, the value columns of a block: 64, or 128 where V is."""
+
+    key_dim: int = 128
+    value_dim: int = 128
+    dtype: str = "bfloat16"
+    value_tile: int = 128
+
+
+def program(config: Config):
+    """The TileLang program. Numbers of tokens, heads and sequences are run-time values."""
+    import tilelang.language as T
+
+    C, K, V, W, dtype = CHUNK, config.key_dim, config.value_dim, config.value_tile, config.dtype
+    tiles = V // W  # blocks a head
+    stages = 3
+    S = 2 * W  # threads that hold the state: one warpgroup for every 64 value columns
+    policy = T.GemmWarpPolicy.FullRow
+    m = macros()
+    tokens, key_heads, value_heads, sequences = T.dynamic("tokens, key_heads, value_heads, sequences")
+    initial_states, final_states = T.dynamic("initial_states, final_states")  # sequences, or 0: not given, not wanted
+
+    @T.prim_func
+    def forward(
+        q: T.Tensor((tokens, key_heads, K), dtype),
+        k: T.Tensor((tokens, key_heads, K), dtype),
+        v: T.Tensor((tokens, value_heads, V), dtype),
+        a: T.Tensor((tokens, value_heads, C), dtype),
+        gamma: T.Tensor((tokens, value_heads), "float32"),
+        beta: T.Tensor((tokens, value_heads), "float32"),
+        initial_state: T.Tensor((initial_states, value_heads, K, V), "float32"),
+        segments: T.Tensor((sequences, 2), "int32"),
+        o: T.Tensor((tokens, value_heads, V), dtype),
+        final_state: T.Tensor((final_states, value_heads, K, V), "float32"),
+        ratio: T.int32,
+        scale: T.float32,
+    ):
+        with T.Kernel(sequences * tiles, value_heads, threads=S + 128) as (block, head):
+            T.annotate_min_blocks_per_sm(1)
+            n = T.alloc_var("int32")
+            start = T.alloc_var("int32")
+            end = T.alloc_var("int32")
+            count = T.alloc_var("int32")
+            key_head = T.alloc_var("int32")
+            n = block // tiles
+            start = segments[n, 0]
+            end = segments[n, 1]
+            count = (end - start + C - 1) // C
+            key_head = T.truncdiv(head, ratio)
+            first = (block % tiles) * W  # first value column of this block
+            tx = T.get_thread_binding()
+
+            q_s = T.alloc_shared((stages, C, K), dtype)
+            k_s = T.alloc_shared((stages, C, K), dtype)
+            v_s = T.alloc_shared((stages, C, W), dtype)  # V, then O on its way out
+            a_s = T.alloc_shared((stages, C, C), dtype)
+            p_s = T.alloc_shared((stages, C, C), dtype)
+            gamma_s = T.alloc_shared((stages, C), "float32")
+            rise_s = T.alloc_shared((stages, C), "float32")
+            fall_s = T.alloc_shared((stages, C), "float32")
+            beta_s = T.alloc_shared((stages, C), "float32")
+            loaded = T.alloc_barrier([32] * stages)
+            ready = T.alloc_barrier([128] * stages)
+            free = T.alloc_barrier([S] * stages)
+
+            if tx >= S:
+                T.set_max_nreg(96, 0)
+                p = T.alloc_fragment((C, C), "float32")
+                stage = T.alloc_var("int32")
+                row = T.alloc_var("int32")
+                rows = T.alloc_var("int32")
+                for step in T.serial(count + stages - 1):
+                    if step >= stages - 1:
+                        # Q K^T, gates and mask of a chunk that has arrived
+                        stage = (step - (stages - 1)) % stages
+                        row = start + (step - (stages - 1)) * C
+                        rows = T.min(end - row, C)
+                        m.chunk_gates(
+                            gamma, beta, row, rows, head, tx - S, stage, gamma_s, rise_s, fall_s, beta_s
+                        )
+                        T.barrier_wait(loaded[stage], ((step - (stages - 1)) // stages) % 2)
+                        if rows < C:
+                            m.zero_tail(k_s, stage, rows, K, tx - S, 128)
+                            T.fence_proxy_async()
+                        T.sync_threads(3, 128)
+                        T.gemm(q_s[stage, :, :], k_s[stage, :, :], p, transpose_B=True, clear_accum=True)
+                        for i, j in T.Parallel(C, C):
+                            p[i, j] = p[i, j] * scale * T.exp2(T.min(gamma_s[stage, i] - gamma_s[stage, j], T.float32(0)))
+                        for i, j in T.Parallel(C, C):
+                            p_s[stage, i, j] = T.Select(i >= j, T.cast(p[i, j], dtype), T.cast(0, dtype))
+                        T.fence_proxy_async()
+                        T.barrier_arrive(ready[stage])
+                    if step < count:
+                        # load a chunk into the stage that the state warpgroups left last
+                        stage = step % stages
+                        row = start + step * C
+                        if step >= stages:
+                            T.barrier_wait(free[stage], (step // stages + 1) % 2)
+                        if tx < S + 32:
+                            T.tma_copy(k[row : row + C, key_head, 0:K], k_s[stage, :, :], barrier=loaded[stage], leader_scope_threads=32)
+                            T.tma_copy(q[row : row + C, key_head, 0:K], q_s[stage, :, :], barrier=loaded[stage], leader_scope_threads=32)
+                            T.tma_copy(a[row : row + C, head, 0:C], a_s[stage, :, :], barrier=loaded[stage], leader_scope_threads=32)
+                            T.tma_copy(v[row : row + C, head, first : first + W], v_s[stage, :, :], barrier=loaded[stage], leader_scope_threads=32)
+                            T.barrier_arrive(loaded[stage])
+            else:
+                T.set_max_nreg(208, 1)
+                state = T.alloc_fragment((W, K), "float32")
+                state_b = T.alloc_fragment((W, K), dtype)
+                u = T.alloc_fragment((W, C), "float32")
+                x_b = T.alloc_fragment((W, C), dtype)
+                vd_b = T.alloc_fragment((W, C), dtype)
+                vk_b = T.alloc_fragment((W, C), dtype)
+                acc = T.alloc_fragment((W, C), "float32")
+                whole = T.alloc_var("float32")
+                at = T.alloc_var("int32")
+                line = T.alloc_var("int32")
+                lines = T.alloc_var("int32")
+                if initial_states > 0:
+                    for i, j in T.Parallel(W, K):
+                        state[i, j] = initial_state[n, head, j, first + i]
+                else:
+                    T.clear(state)
+                for c in T.serial(count):
+                    at = c % stages
+                    line = start + c * C
+                    lines = T.min(end - line, C)
+                    T.copy(state, state_b)
+                    T.barrier_wait(ready[at], (c // stages) % 2)
+                    T.barrier_wait(loaded[at], (c // stages) % 2)
+                    # U = S^T K^T and S^T Q^T
+                    T.wgmma_gemm(state_b, k_s[at, :, :], u, transpose_B=True, clear_accum=True, policy=policy)
+                    T.wgmma_gemm(state_b, q_s[at, :, :], acc, transpose_B=True, clear_accum=True, policy=policy)
+                    T.wait_wgmma(1)
+                    # X = beta (V^T - exp(gamma) U)
+                    for i, j in T.Parallel(W, C):
+                        x_b[i, j] = T.Select(
+                            j < lines, beta_s[at, j] * (T.cast(v_s[at, j, i], "float32") - rise_s[at, j] * u[i, j]), T.float32(0)
+                        )
+                    # Vd = X A^T
+                    T.wgmma_gemm(x_b, a_s[at, :, :], u, transpose_B=True, clear_accum=True, policy=policy)
+                    whole = rise_s[at, lines - 1]
+                    for i, j in T.Parallel(W, K):
+                        state[i, j] = state[i, j] * whole
+                    T.wait_wgmma(1)
+                    for i, j in T.Parallel(W, C):
+                        acc[i, j] = acc[i, j] * (rise_s[at, j] * scale)
+                    T.wait_wgmma(0)
+                    for i, j in T.Parallel(W, C):
+                        vd_b[i, j] = T.Select(j < lines, u[i, j], T.float32(0))
+                    for i, j in T.Parallel(W, C):
+                        vk_b[i, j] = T.Select(j < lines, u[i, j] * fall_s[at, j], T.float32(0))
+                    # S = exp(gamma_C) S + (exp(gamma_C - gamma) Vd) K and O = scale exp(gamma) S^T Q^T + Vd P^T
+                    T.wgmma_gemm(vk_b, k_s[at, :, :], state, policy=policy)
+                    T.wgmma_gemm(vd_b, p_s[at, :, :], acc, transpose_B=True, policy=policy)
+                    T.wait_wgmma(0)
+                    for i, j in T.Parallel(W, C):
+                        v_s[at, j, i] = T.cast(acc[i, j], dtype)
+                    T.fence_proxy_async()
+                    T.sync_threads(4, S)
+                    if lines == C:
+                        T.tma_copy(v_s[at, :, :], o[line : line + C, head, first : first + W], leader_scope_threads=S)
+                        T.tma_store_wait(0)
+                    else:
+                        m.store_rows(v_s, at, o, line, lines, head, first, W, tx, S)
+                    T.barrier_arrive(free[at])
+                if final_states > 0:
+                    for i, j in T.Parallel(W, K):
+                        final_state[n, head, j, first + i] = state[i, j]
+
+    return forward
+
+
+def specification(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    a: jax.Array,
+    gamma: jax.Array,
+    beta: jax.Array,
+    initial_state: jax.Array,
+    segments: jax.Array,
+    chunks: jax.Array,
+    *,
+    ratio: int,
+    scale: float,
+) -> tuple[jax.Array, jax.Array]:
+    """(o [tokens, Hv, V] in v's dtype, final_state [N, Hv, K, V])."""
+    keys, queries = (jnp.repeat(gather_chunks(x, chunks), ratio, axis=2) for x in (k, q))
+    values, inverse, gates, strength = (gather_chunks(x, chunks) for x in (v, a, gamma, beta))
+    p = scale * jnp.einsum("sihk,sjhk->sijh", queries, keys) * decay(gates)
+    end = last_row(gates, chunks)
+
+    def step(state, xs):
+        queries, keys, values, inverse, p, gates, strength, end = xs
+        rise = jnp.exp(gates)[..., None]
+        x = strength[..., None] * (values - rise * jnp.einsum("ihk,hkv->ihv", keys, state))
+        vd = jnp.einsum("ihj,jhv->ihv", inverse, x)
+        o = scale * rise * jnp.einsum("ihk,hkv->ihv", queries, state) + jnp.einsum("ijh,jhv->ihv", p, vd)
+        update = jnp.einsum("ihk,ihv->hkv", keys, jnp.exp(end - gates)[..., None] * vd)
+        return jnp.exp(end)[:, None, None] * state + update, o
+
+    xs = (queries, keys, values, inverse, p, gates, strength, end)
+    final_state, o = scan_slots(step, initial_state, segments, chunks, xs)
+    return scatter_chunks(o, chunks, v.shape[0], v.dtype), final_state

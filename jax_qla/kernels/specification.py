@@ -1,0 +1,73 @@
+"""Building blocks of the kernels' plain-JAX specifications: tokens to chunk slots and back, and a scan over slots.
+
+A specification has its kernel's inputs and outputs and its formulas, and none of its tiling. It computes in the promoted
+dtype of its inputs and float32, so that a test may run it in float64.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jax_qla.kernels.common import CHUNK
+
+
+def gather_chunks(x: jax.Array, chunks: jax.Array) -> jax.Array:
+    """[tokens, ...] -> [slots, 64, ...], zero where a slot has no row, in at least float32."""
+    row = jnp.arange(CHUNK)
+    index = jnp.minimum(chunks[:, 1, None] + row, x.shape[0] - 1)
+    valid = (row < chunks[:, 2, None]).reshape(-1, CHUNK, *(1,) * (x.ndim - 1))
+    return jnp.where(valid, x[index], 0).astype(jnp.promote_types(x.dtype, jnp.float32))
+
+
+def scatter_chunks(x: jax.Array, chunks: jax.Array, tokens: int, dtype: Any) -> jax.Array:
+    """[slots, 64, ...] -> [tokens, ...], zero in rows of no sequence."""
+    row = jnp.arange(CHUNK)
+    index = jnp.where(row < chunks[:, 2, None], chunks[:, 1, None] + row, tokens)
+    return jnp.zeros((tokens, *x.shape[2:]), dtype).at[index].set(x.astype(dtype), mode="drop")
+
+
+def decay(gamma: jax.Array, strict: bool = False) -> jax.Array:
+    """G [slots, 64, 64, Hv]: exp(gamma_i - gamma_j) for i >= j (i > j if strict), else 0, from gamma [slots, 64, Hv]."""
+    lower = jnp.tril(jnp.ones((CHUNK, CHUNK), bool), -1 if strict else 0)[:, :, None]
+    difference = gamma[:, :, None] - gamma[:, None]
+    return jnp.where(lower, jnp.exp(jnp.where(lower, difference, 0)), 0)
+
+
+def last_row(gamma: jax.Array, chunks: jax.Array) -> jax.Array:
+    """gamma of the last row of each slot, [slots, Hv]; 0 for a slot without rows."""
+    end = jnp.maximum(chunks[:, 2] - 1, 0)[:, None, None]
+    return jnp.take_along_axis(gamma, end, axis=1)[:, 0]
+
+
+def scan_slots(
+    step: Callable[[jax.Array, Any], tuple[jax.Array, Any]],
+    initial: jax.Array,
+    segments: jax.Array,
+    chunks: jax.Array,
+    per_slot: Any,
+    *,
+    reverse: bool = False,
+) -> tuple[jax.Array, Any]:
+    """Runs `step(state, slot's inputs) -> (state, outputs)` over the slots of every sequence.
+
+    `initial` [N, ...] is the state a sequence is entered with: at its first chunk, or, reversed, at its last. Returns the
+    states the sequences are left with, [N, ...], and the outputs of all slots.
+    """
+    sequence = chunks[:, 0]
+    entered = jnp.concatenate([sequence[1:] != sequence[:-1], jnp.ones((1,), bool)])
+    if not reverse:
+        # the rows before sequence 0 are numbered 0 as well: it is entered at its own first slot
+        slot = jnp.arange(chunks.shape[0])
+        entered = slot == segments[sequence, 0] // CHUNK + sequence + 1
+
+    def body(carry: tuple[jax.Array, jax.Array], inputs: Any) -> tuple[Any, Any]:
+        state, left = carry
+        n, is_entered, xs = inputs
+        state, outputs = step(jnp.where(is_entered, initial[n], state), xs)
+        return (state, left.at[n].set(state)), outputs
+
+    carry = (jnp.zeros_like(initial[0]), initial)
+    (_, left), outputs = jax.lax.scan(body, carry, (sequence, entered, per_slot), reverse=reverse)
+    return left, outputs

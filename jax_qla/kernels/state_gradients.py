@@ -1,0 +1,247 @@
+"""The backward recurrence: gradients of the states after every chunk, and of X.
+
+Per chunk, value head and sequence, last chunk first, with dS the gradient of the state after the chunk and
+P = scale Q K^T o G (notation of kernels/forward.py):
+
+    dh  = dS                                                                        [K, V] stored transposed
+    dVd = P^T dO + diag(exp(gamma_C - gamma)) K dS                                  [64, V]
+    dX  = a^T dVd                                                                   [64, V]
+    dS' = exp(gamma_C) dS + Q^T diag(scale exp(gamma)) dO - K^T diag(exp(gamma) beta) dX   [K, V]
+
+Plan, one block per (sequence, value head, tile of `value_tile` value columns), two stages of chunk tiles; dS^T, dVd^T and
+dX^T stay in registers as the A operands of the next wgmma, dO^T is read from shared memory as a transposed A operand:
+
+    warpgroup       registers  work
+    0 (and 1)       200        64 value columns each: dS^T in float32; dh leaves through a tile of its own while K dS runs, dX
+                               through dO's tile
+    last            112        warp 0 loads Q, K, dO, a with TMA; all: gates, P into shared memory, Q scaled in place
+    (barriers as in kernels/forward.py; rows beyond the sequence are zero in Q, K, a and dO)
+"""
+
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+
+from jax_qla.kernels.common import CHUNK, PASS_CONFIGS, macros
+from jax_qla.kernels.specification import decay, gather_chunks, last_row, scan_slots, scatter_chunks
+
+__all__ = ["PASS_CONFIGS", "Config", "program", "specification"]
+
+
+@dataclass(frozen=True)
+class Config:
+    """Sizes this program is specialised for: `key_dim`, `value_dim` 64 or 128, `dtype` "bfloat16" or "float16", and
+    `value_tile`, the value columns of a block: 64, or 128 where V is."""
+
+    key_dim: int = 128
+    value_dim: int = 128
+    dtype: str = "bfloat16"
+    value_tile: int = 128
+
+
+def program(config: Config):
+    """The TileLang program. Numbers of tokens, heads, sequences and chunk slots are run-time values."""
+    import tilelang.language as T
+
+    C, K, V, W, dtype = CHUNK, config.key_dim, config.value_dim, config.value_tile, config.dtype
+    tiles = V // W  # blocks a head
+    stages = 2
+    S = 2 * W  # threads that hold the gradient: one warpgroup for every 64 value columns
+    policy = T.GemmWarpPolicy.FullRow
+    m = macros()
+    tokens, key_heads, value_heads, sequences, slots = T.dynamic("tokens, key_heads, value_heads, sequences, slots")
+    initial_states, final_states = T.dynamic("initial_states, final_states")  # sequences, or 0: not wanted, not given
+
+    @T.prim_func
+    def state_gradients(
+        q: T.Tensor((tokens, key_heads, K), dtype),
+        k: T.Tensor((tokens, key_heads, K), dtype),
+        do: T.Tensor((tokens, value_heads, V), dtype),
+        a: T.Tensor((tokens, value_heads, C), dtype),
+        gamma: T.Tensor((tokens, value_heads), "float32"),
+        beta: T.Tensor((tokens, value_heads), "float32"),
+        d_final_state: T.Tensor((final_states, value_heads, K, V), "float32"),
+        segments: T.Tensor((sequences, 2), "int32"),
+        dh: T.Tensor((slots, value_heads, V, K), dtype),
+        dx: T.Tensor((tokens, value_heads, V), dtype),
+        d_initial_state: T.Tensor((initial_states, value_heads, K, V), "float32"),
+        ratio: T.int32,
+        scale: T.float32,
+    ):
+        with T.Kernel(sequences * tiles, value_heads, threads=S + 128) as (block, head):
+            T.annotate_min_blocks_per_sm(1)
+            n = T.alloc_var("int32")
+            start = T.alloc_var("int32")
+            end = T.alloc_var("int32")
+            count = T.alloc_var("int32")
+            key_head = T.alloc_var("int32")
+            n = block // tiles
+            start = segments[n, 0]
+            end = segments[n, 1]
+            count = (end - start + C - 1) // C
+            key_head = T.truncdiv(head, ratio)
+            first = (block % tiles) * W  # first value column of this block
+            tx = T.get_thread_binding()
+
+            q_s = T.alloc_shared((stages, C, K), dtype)  # Q, then scale exp(gamma) Q
+            k_s = T.alloc_shared((stages, C, K), dtype)
+            do_s = T.alloc_shared((stages, C, W), dtype)  # dO, then dX on its way out
+            a_s = T.alloc_shared((stages, C, C), dtype)
+            p_s = T.alloc_shared((stages, C, C), dtype)
+            dh_s = T.alloc_shared((W, K), dtype)
+            gamma_s = T.alloc_shared((stages, C), "float32")
+            rise_s = T.alloc_shared((stages, C), "float32")
+            fall_s = T.alloc_shared((stages, C), "float32")
+            beta_s = T.alloc_shared((stages, C), "float32")
+            loaded = T.alloc_barrier([32] * stages)
+            ready = T.alloc_barrier([128] * stages)
+            free = T.alloc_barrier([S] * stages)
+
+            if tx >= S:
+                T.set_max_nreg(112, 0)
+                p = T.alloc_fragment((C, C), "float32")
+                stage = T.alloc_var("int32")
+                row = T.alloc_var("int32")
+                rows = T.alloc_var("int32")
+                for step in T.serial(count + stages - 1):
+                    if step >= stages - 1:
+                        stage = (step - (stages - 1)) % stages
+                        row = start + (count - 1 - (step - (stages - 1))) * C
+                        rows = T.min(end - row, C)
+                        m.chunk_gates(gamma, beta, row, rows, head, tx - S, stage, gamma_s, rise_s, fall_s, beta_s)
+                        T.barrier_wait(loaded[stage], ((step - (stages - 1)) // stages) % 2)
+                        if rows < C:
+                            m.zero_tail(q_s, stage, rows, K, tx - S, 128)
+                            m.zero_tail(k_s, stage, rows, K, tx - S, 128)
+                            m.zero_tail(a_s, stage, rows, C, tx - S, 128)
+                            m.zero_tail(do_s, stage, rows, W, tx - S, 128)
+                            T.fence_proxy_async()
+                        T.sync_threads(3, 128)
+                        T.gemm(q_s[stage, :, :], k_s[stage, :, :], p, transpose_B=True, clear_accum=True)
+                        for i, j in T.Parallel(C, C):
+                            p[i, j] = p[i, j] * scale * T.exp2(T.min(gamma_s[stage, i] - gamma_s[stage, j], T.float32(0)))
+                        for i, j in T.Parallel(C, C):
+                            p_s[stage, i, j] = T.Select(i >= j, T.cast(p[i, j], dtype), T.cast(0, dtype))
+                        T.sync_threads(3, 128)  # every warp has read Q
+                        for i, j in T.Parallel(C, K):
+                            q_s[stage, i, j] = T.cast(T.cast(q_s[stage, i, j], "float32") * (rise_s[stage, i] * scale), dtype)
+                        T.fence_proxy_async()
+                        T.barrier_arrive(ready[stage])
+                    if step < count:
+                        stage = step % stages
+                        row = start + (count - 1 - step) * C
+                        if step >= stages:
+                            T.barrier_wait(free[stage], (step // stages + 1) % 2)
+                        if tx < S + 32:
+                            T.tma_copy(k[row : row + C, key_head, 0:K], k_s[stage, :, :], barrier=loaded[stage], leader_scope_threads=32)
+                            T.tma_copy(q[row : row + C, key_head, 0:K], q_s[stage, :, :], barrier=loaded[stage], leader_scope_threads=32)
+                            T.tma_copy(a[row : row + C, head, 0:C], a_s[stage, :, :], barrier=loaded[stage], leader_scope_threads=32)
+                            T.tma_copy(do[row : row + C, head, first : first + W], do_s[stage, :, :], barrier=loaded[stage], leader_scope_threads=32)
+                            T.barrier_arrive(loaded[stage])
+            else:
+                T.set_max_nreg(200, 1)
+                d = T.alloc_fragment((W, K), "float32")
+                d_b = T.alloc_fragment((W, K), dtype)
+                u = T.alloc_fragment((W, C), "float32")
+                dvd_b = T.alloc_fragment((W, C), dtype)
+                dw_b = T.alloc_fragment((W, C), dtype)
+                whole = T.alloc_var("float32")
+                at = T.alloc_var("int32")
+                line = T.alloc_var("int32")
+                lines = T.alloc_var("int32")
+                slot = T.alloc_var("int32")
+                if final_states > 0:
+                    for i, j in T.Parallel(W, K):
+                        d[i, j] = d_final_state[n, head, j, first + i]
+                else:
+                    T.clear(d)
+                for c in T.serial(count):
+                    at = c % stages
+                    line = start + (count - 1 - c) * C
+                    lines = T.min(end - line, C)
+                    slot = start // C + n + 1 + (count - 1 - c)
+                    T.copy(d, d_b)
+                    T.barrier_wait(ready[at], (c // stages) % 2)
+                    T.barrier_wait(loaded[at], (c // stages) % 2)
+                    # dVd = exp(gamma_C - gamma) K dS + P^T dO
+                    T.wgmma_gemm(d_b, k_s[at, :, :], u, transpose_B=True, clear_accum=True, policy=policy)
+                    # the gradient of the state after the chunk leaves while the product runs
+                    T.tma_store_wait(0)
+                    T.sync_threads(4, S)
+                    T.copy(d_b, dh_s)
+                    T.fence_proxy_async()
+                    T.sync_threads(4, S)
+                    T.tma_copy(dh_s, dh[slot, head, first : first + W, 0:K], leader_scope_threads=S)
+                    T.wait_wgmma(0)
+                    for i, j in T.Parallel(W, C):
+                        u[i, j] = u[i, j] * fall_s[at, j]
+                    T.wgmma_gemm(do_s[at, :, :], p_s[at, :, :], u, transpose_A=True, policy=policy)
+                    whole = rise_s[at, lines - 1]
+                    for i, j in T.Parallel(W, K):
+                        d[i, j] = d[i, j] * whole
+                    T.wait_wgmma(0)
+                    T.copy(u, dvd_b)
+                    # dX = A^T dVd
+                    T.wgmma_gemm(dvd_b, a_s[at, :, :], u, clear_accum=True, policy=policy)
+                    # dS = exp(gamma_C) dS + Q^T scale exp(gamma) dO - K^T exp(gamma) beta dX
+                    T.wgmma_gemm(do_s[at, :, :], q_s[at, :, :], d, transpose_A=True, policy=policy)
+                    T.wait_wgmma(1)
+                    for i, j in T.Parallel(W, C):
+                        dw_b[i, j] = T.cast(-u[i, j] * (rise_s[at, j] * beta_s[at, j]), dtype)
+                    T.wgmma_gemm(dw_b, k_s[at, :, :], d, policy=policy)
+                    T.wait_wgmma(1)  # dO is no longer needed
+                    T.sync_threads(4, S)
+                    for i, j in T.Parallel(W, C):
+                        do_s[at, j, i] = T.cast(u[i, j], dtype)
+                    T.fence_proxy_async()
+                    T.sync_threads(4, S)
+                    if lines == C:
+                        T.tma_copy(do_s[at, :, :], dx[line : line + C, head, first : first + W], leader_scope_threads=S)
+                        T.tma_store_wait(0)
+                    else:
+                        m.store_rows(do_s, at, dx, line, lines, head, first, W, tx, S)
+                    T.wait_wgmma(0)
+                    T.barrier_arrive(free[at])
+                T.tma_store_wait(0)
+                if initial_states > 0:
+                    for i, j in T.Parallel(W, K):
+                        d_initial_state[n, head, j, first + i] = d[i, j]
+
+    return state_gradients
+
+
+def specification(
+    q: jax.Array,
+    k: jax.Array,
+    do: jax.Array,
+    a: jax.Array,
+    gamma: jax.Array,
+    beta: jax.Array,
+    d_final_state: jax.Array,
+    segments: jax.Array,
+    chunks: jax.Array,
+    *,
+    ratio: int,
+    scale: float,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """(dh [slots, Hv, V, K] in do's dtype, dx [tokens, Hv, V] in do's dtype, d_initial_state [N, Hv, K, V]).
+
+    dh of a slot without rows is not defined.
+    """
+    keys, queries = (jnp.repeat(gather_chunks(x, chunks), ratio, axis=2) for x in (k, q))
+    output, inverse, gates, strength = (gather_chunks(x, chunks) for x in (do, a, gamma, beta))
+    p = scale * jnp.einsum("sihk,sjhk->sijh", queries, keys) * decay(gates)
+
+    def step(ds, xs):
+        queries, keys, output, inverse, p, gates, strength, end = xs
+        fall, rise = jnp.exp(end - gates)[..., None], jnp.exp(gates)[..., None]
+        dvd = jnp.einsum("ijh,ihv->jhv", p, output) + fall * jnp.einsum("ihk,hkv->ihv", keys, ds)
+        dx = jnp.einsum("ihj,ihv->jhv", inverse, dvd)
+        update = jnp.einsum("ihk,ihv->hkv", queries, scale * rise * output)
+        update -= jnp.einsum("ihk,ihv->hkv", keys, rise * strength[..., None] * dx)
+        return jnp.exp(end)[:, None, None] * ds + update, (jnp.swapaxes(ds, 1, 2), dx)
+
+    xs = (queries, keys, output, inverse, p, gates, strength, last_row(gates, chunks))
+    d_initial_state, (dh, dx) = scan_slots(step, d_final_state, segments, chunks, xs, reverse=True)
+    return dh.astype(do.dtype), scatter_chunks(dx, chunks, do.shape[0], do.dtype), d_initial_state

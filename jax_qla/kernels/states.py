@@ -1,0 +1,212 @@
+"""The states before every chunk and the corrected values Vd, recomputed for the backward pass.
+
+The recurrence of kernels/forward.py without its outputs:
+
+    h  = S                                                  [K, V] before the chunk, stored transposed
+    X  = diag(beta) (V - diag(exp(gamma)) K S)              [64, V]
+    Vd = a X                                                [64, V]
+    S' = exp(gamma_C) S + K^T diag(exp(gamma_C - gamma)) Vd [K, V]
+
+Plan, one block per (sequence, value head, tile of `value_tile` value columns), three stages of chunk tiles; S^T, X^T and
+Vd^T stay in registers as the A operands of the next wgmma:
+
+    warpgroup       registers  work
+    0 (and 1)       216        64 value columns each: S^T in float32; h leaves through a tile of its own while K S runs, Vd
+                               through V's tile
+    last            40         warp 0 loads K, V, a with TMA; all: gates
+    (barriers as in kernels/forward.py)
+"""
+
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+
+from jax_qla.kernels.common import CHUNK, PASS_CONFIGS, macros
+from jax_qla.kernels.specification import gather_chunks, last_row, scan_slots, scatter_chunks
+
+__all__ = ["PASS_CONFIGS", "Config", "program", "specification"]
+
+
+@dataclass(frozen=True)
+class Config:
+    """Sizes this program is specialised for: `key_dim`, `value_dim` 64 or 128, `dtype` "bfloat16" or "float16", and
+    `value_tile`, the value columns of a block: 64, or 128 where V is."""
+
+    key_dim: int = 128
+    value_dim: int = 128
+    dtype: str = "bfloat16"
+    value_tile: int = 128
+
+
+def program(config: Config):
+    """The TileLang program. Numbers of tokens, heads, sequences and chunk slots are run-time values."""
+    import tilelang.language as T
+
+    C, K, V, W, dtype = CHUNK, config.key_dim, config.value_dim, config.value_tile, config.dtype
+    tiles = V // W  # blocks a head
+    stages = 3
+    S = 2 * W  # threads that hold the state: one warpgroup for every 64 value columns
+    policy = T.GemmWarpPolicy.FullRow
+    m = macros()
+    tokens, key_heads, value_heads, sequences, slots = T.dynamic("tokens, key_heads, value_heads, sequences, slots")
+    initial_states = T.dynamic("initial_states")  # sequences, or 0: not given
+
+    @T.prim_func
+    def states(
+        k: T.Tensor((tokens, key_heads, K), dtype),
+        v: T.Tensor((tokens, value_heads, V), dtype),
+        a: T.Tensor((tokens, value_heads, C), dtype),
+        gamma: T.Tensor((tokens, value_heads), "float32"),
+        beta: T.Tensor((tokens, value_heads), "float32"),
+        initial_state: T.Tensor((initial_states, value_heads, K, V), "float32"),
+        segments: T.Tensor((sequences, 2), "int32"),
+        h: T.Tensor((slots, value_heads, V, K), dtype),
+        vd: T.Tensor((tokens, value_heads, V), dtype),
+        ratio: T.int32,
+    ):
+        with T.Kernel(sequences * tiles, value_heads, threads=S + 128) as (block, head):
+            T.annotate_min_blocks_per_sm(1)
+            n = T.alloc_var("int32")
+            start = T.alloc_var("int32")
+            end = T.alloc_var("int32")
+            count = T.alloc_var("int32")
+            key_head = T.alloc_var("int32")
+            n = block // tiles
+            start = segments[n, 0]
+            end = segments[n, 1]
+            count = (end - start + C - 1) // C
+            key_head = T.truncdiv(head, ratio)
+            first = (block % tiles) * W  # first value column of this block
+            tx = T.get_thread_binding()
+
+            k_s = T.alloc_shared((stages, C, K), dtype)
+            v_s = T.alloc_shared((stages, C, W), dtype)  # V, then Vd on its way out
+            a_s = T.alloc_shared((stages, C, C), dtype)
+            h_s = T.alloc_shared((W, K), dtype)
+            gamma_s = T.alloc_shared((stages, C), "float32")
+            rise_s = T.alloc_shared((stages, C), "float32")
+            fall_s = T.alloc_shared((stages, C), "float32")
+            beta_s = T.alloc_shared((stages, C), "float32")
+            loaded = T.alloc_barrier([32] * stages)
+            ready = T.alloc_barrier([128] * stages)
+            free = T.alloc_barrier([S] * stages)
+
+            if tx >= S:
+                T.set_max_nreg(40, 0)
+                stage = T.alloc_var("int32")
+                row = T.alloc_var("int32")
+                rows = T.alloc_var("int32")
+                for step in T.serial(count + stages - 1):
+                    if step >= stages - 1:
+                        stage = (step - (stages - 1)) % stages
+                        row = start + (step - (stages - 1)) * C
+                        rows = T.min(end - row, C)
+                        m.chunk_gates(gamma, beta, row, rows, head, tx - S, stage, gamma_s, rise_s, fall_s, beta_s)
+                        T.barrier_wait(loaded[stage], ((step - (stages - 1)) // stages) % 2)
+                        if rows < C:
+                            m.zero_tail(k_s, stage, rows, K, tx - S, 128)
+                            T.fence_proxy_async()
+                        T.barrier_arrive(ready[stage])
+                    if step < count:
+                        stage = step % stages
+                        row = start + step * C
+                        if step >= stages:
+                            T.barrier_wait(free[stage], (step // stages + 1) % 2)
+                        if tx < S + 32:
+                            T.tma_copy(k[row : row + C, key_head, 0:K], k_s[stage, :, :], barrier=loaded[stage], leader_scope_threads=32)
+                            T.tma_copy(a[row : row + C, head, 0:C], a_s[stage, :, :], barrier=loaded[stage], leader_scope_threads=32)
+                            T.tma_copy(v[row : row + C, head, first : first + W], v_s[stage, :, :], barrier=loaded[stage], leader_scope_threads=32)
+                            T.barrier_arrive(loaded[stage])
+            else:
+                T.set_max_nreg(216, 1)
+                state = T.alloc_fragment((W, K), "float32")
+                state_b = T.alloc_fragment((W, K), dtype)
+                u = T.alloc_fragment((W, C), "float32")
+                x_b = T.alloc_fragment((W, C), dtype)
+                vk_b = T.alloc_fragment((W, C), dtype)
+                whole = T.alloc_var("float32")
+                at = T.alloc_var("int32")
+                line = T.alloc_var("int32")
+                lines = T.alloc_var("int32")
+                slot = T.alloc_var("int32")
+                if initial_states > 0:
+                    for i, j in T.Parallel(W, K):
+                        state[i, j] = initial_state[n, head, j, first + i]
+                else:
+                    T.clear(state)
+                for c in T.serial(count):
+                    at = c % stages
+                    line = start + c * C
+                    lines = T.min(end - line, C)
+                    slot = start // C + n + 1 + c
+                    T.copy(state, state_b)
+                    T.barrier_wait(ready[at], (c // stages) % 2)
+                    T.barrier_wait(loaded[at], (c // stages) % 2)
+                    # U = S^T K^T
+                    T.wgmma_gemm(state_b, k_s[at, :, :], u, transpose_B=True, clear_accum=True, policy=policy)
+                    # the state before the chunk leaves while the product runs
+                    T.tma_store_wait(0)
+                    T.sync_threads(4, S)
+                    T.copy(state_b, h_s)
+                    T.fence_proxy_async()
+                    T.sync_threads(4, S)
+                    T.tma_copy(h_s, h[slot, head, first : first + W, 0:K], leader_scope_threads=S)
+                    T.wait_wgmma(0)
+                    # X = beta (V^T - exp(gamma) U)
+                    for i, j in T.Parallel(W, C):
+                        x_b[i, j] = T.Select(
+                            j < lines, beta_s[at, j] * (T.cast(v_s[at, j, i], "float32") - rise_s[at, j] * u[i, j]), T.float32(0)
+                        )
+                    # Vd = X A^T
+                    T.wgmma_gemm(x_b, a_s[at, :, :], u, transpose_B=True, clear_accum=True, policy=policy)
+                    whole = rise_s[at, lines - 1]
+                    for i, j in T.Parallel(W, K):
+                        state[i, j] = state[i, j] * whole
+                    T.wait_wgmma(0)
+                    for i, j in T.Parallel(W, C):
+                        vk_b[i, j] = T.Select(j < lines, u[i, j] * fall_s[at, j], T.float32(0))
+                    # S = exp(gamma_C) S + (exp(gamma_C - gamma) Vd) K
+                    T.wgmma_gemm(vk_b, k_s[at, :, :], state, policy=policy)
+                    for i, j in T.Parallel(W, C):
+                        v_s[at, j, i] = T.cast(u[i, j], dtype)
+                    T.fence_proxy_async()
+                    T.sync_threads(4, S)
+                    if lines == C:
+                        T.tma_copy(v_s[at, :, :], vd[line : line + C, head, first : first + W], leader_scope_threads=S)
+                        T.tma_store_wait(0)
+                    else:
+                        m.store_rows(v_s, at, vd, line, lines, head, first, W, tx, S)
+                    T.wait_wgmma(0)
+                    T.barrier_arrive(free[at])
+                T.tma_store_wait(0)
+
+    return states
+
+
+def specification(
+    k: jax.Array,
+    v: jax.Array,
+    a: jax.Array,
+    gamma: jax.Array,
+    beta: jax.Array,
+    initial_state: jax.Array,
+    segments: jax.Array,
+    chunks: jax.Array,
+    *,
+    ratio: int,
+) -> tuple[jax.Array, jax.Array]:
+    """(h [slots, Hv, V, K] in v's dtype, vd [tokens, Hv, V] in v's dtype); h of a slot without rows is not defined."""
+    keys = jnp.repeat(gather_chunks(k, chunks), ratio, axis=2)
+    values, inverse, gates, strength = (gather_chunks(x, chunks) for x in (v, a, gamma, beta))
+
+    def step(state, xs):
+        keys, values, inverse, gates, strength, end = xs
+        x = strength[..., None] * (values - jnp.exp(gates)[..., None] * jnp.einsum("ihk,hkv->ihv", keys, state))
+        vd = jnp.einsum("ihj,jhv->ihv", inverse, x)
+        update = jnp.einsum("ihk,ihv->hkv", keys, jnp.exp(end - gates)[..., None] * vd)
+        return jnp.exp(end)[:, None, None] * state + update, (jnp.swapaxes(state, 1, 2), vd)
+
+    xs = (keys, values, inverse, gates, strength, last_row(gates, chunks))
+    _, (h, vd) = scan_slots(step, initial_state, segments, chunks, xs)
+    return h.astype(v.dtype), scatter_chunks(vd, chunks, v.shape[0], v.dtype)
