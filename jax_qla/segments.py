@@ -1,0 +1,158 @@
+"""Where the sequences of a packed batch lie, and how their chunks are numbered.
+
+Everything here is shape-static, runs on the device (no host read of `cu_seqlens`) and stays in bounds whatever the
+values say: lengths that lie give other segments, never rows outside [0, tokens).
+"""
+
+from __future__ import annotations
+
+from types import ModuleType
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+CHUNK = 64
+"""Rows of a chunk. Chunks restart at every segment's first row."""
+
+_COMPARE_ALL_LIMIT = 1024
+"""Up to this many sequences a slot finds its own by comparing with all; beyond, by a sorted search."""
+
+
+def segments_from_cu_seqlens(cu_seqlens: jax.Array, tokens: int) -> jax.Array:
+    """Start and end row of every packed sequence.
+
+    Args:
+        cu_seqlens: int32 [N + 1], cumulative lengths; rows before the first and after the last entry are padding.
+        tokens: number of rows T of the packed batch.
+
+    Returns:
+        int32 [N, 2], sorted and disjoint, 0 <= start <= end <= T. Entries are clipped to [0, T] and an entry below
+        an earlier one is raised to it, so right values come back unchanged and wrong ones give other (perhaps empty)
+        sequences inside the batch.
+    """
+    bounds = jax.lax.cummax(jnp.clip(cu_seqlens.astype(jnp.int32), 0, tokens))
+    return jnp.stack([bounds[:-1], bounds[1:]], axis=1)
+
+
+def _run_starts(segment_ids: jax.Array) -> jax.Array:
+    """bool [B, T]: the token is the first of a run of equal non-zero ids."""
+    before = jnp.pad(segment_ids[:, :-1], ((0, 0), (1, 0)))
+    return (segment_ids != 0) & (segment_ids != before)
+
+
+def segments_from_segment_ids(segment_ids: jax.Array, max_segments: int) -> jax.Array:
+    """Start and end row, in the batch flattened to one row of B * T tokens, of every run of equal non-zero ids.
+
+    Args:
+        segment_ids: int32 [B, T]; 0 is padding, a segment is a maximal run of equal non-zero ids within a row.
+        max_segments: slots a row has. Runs beyond it are treated as padding; unused slots are empty segments.
+
+    Returns:
+        int32 [B * max_segments, 2], sorted and disjoint: run i of row b is entry b * max_segments + i.
+    """
+    batch, tokens = segment_ids.shape
+    if tokens == 0:
+        return jnp.zeros((batch * max_segments, 2), jnp.int32)
+    after = jnp.pad(segment_ids[:, 1:], ((0, 0), (0, 1)))
+    starts = _run_starts(segment_ids)
+    ends = (segment_ids != 0) & (segment_ids != after)
+    run = jnp.cumsum(starts, axis=1, dtype=jnp.int32) - 1
+    row = jnp.arange(batch, dtype=jnp.int32)[:, None]
+    position = row * tokens + jnp.arange(tokens, dtype=jnp.int32)
+    nowhere = batch * max_segments
+    slot = jnp.where(run < max_segments, row * max_segments + run, nowhere)
+    # An unused slot is empty and lies at its row's end, which keeps the whole list sorted.
+    unused = jnp.repeat((jnp.arange(batch, dtype=jnp.int32) + 1) * tokens, max_segments)
+    start = unused.at[jnp.where(starts, slot, nowhere)].set(position, mode="drop")
+    end = unused.at[jnp.where(ends, slot, nowhere)].set(position + 1, mode="drop")
+    return jnp.stack([start, end], axis=1)
+
+
+def gates_with_resets(segment_ids: jax.Array, g: jax.Array, beta: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Packing expressed by gates alone, for a batch without initial and final states.
+
+    A decay of exp(-inf) = 0 at a segment's first token forgets everything before it; beta = 0 and g = 0 let padding
+    pass without a trace. So any number of segments stays one dense call. q, k and v of padding tokens still enter the
+    arithmetic (times zero) and must be finite.
+
+    Args:
+        segment_ids: int32 [B, T], 0 = padding.
+        g, beta: [B, T, Hv].
+
+    Returns:
+        g and beta so changed (their gradients are zero where replaced), and bool [B, T], False at padding, where the
+        caller sets o to zero.
+    """
+    valid = segment_ids != 0
+    first = _run_starts(segment_ids)[..., None]
+    g = jnp.where(valid[..., None], jnp.where(first, -jnp.inf, g), jnp.zeros((), g.dtype))
+    beta = jnp.where(valid[..., None], beta, jnp.zeros((), beta.dtype))
+    return g, beta, valid
+
+
+def dense_segments(batch: int, tokens: int) -> np.ndarray:
+    """Segments of a dense batch flattened to one row: int32 [B, 2], entry b is (b * T, (b + 1) * T)."""
+    start = np.arange(batch, dtype=np.int32) * np.int32(tokens)
+    return np.stack([start, start + np.int32(tokens)], axis=1)
+
+
+def slot_count(tokens: int, sequences: int) -> int:
+    """Number of chunk slots that any packing of `sequences` segments into `tokens` rows fits into."""
+    return tokens // CHUNK + sequences + 1
+
+
+def first_slot(start: Any, n: Any) -> Any:
+    """Slot of the first chunk of sequence n, which starts at row `start` (integers or integer arrays)."""
+    return start // CHUNK + n + 1
+
+
+def chunk_table(segments: jax.Array | np.ndarray, tokens: int) -> Any:
+    """Chunks of all sequences, one slot each, such that every row of [0, tokens) is covered exactly once.
+
+    Slots [0, first_slot(start_0, 0)) cover the rows before the first sequence. Sequence n owns the slots from
+    first_slot(start_n, n) up to the next sequence's: first its chunks, then the gap that follows it. The gap's first
+    64 rows belong to the last chunk's slot (they follow its rows directly), further ones to slots without rows.
+
+    Args:
+        segments: int32 [N, 2], sorted and disjoint, 0 <= start <= end <= tokens (N may be 0). NumPy in, NumPy out.
+        tokens: number of rows T.
+
+    Returns:
+        int32 [slot_count(T, N), 4] with columns
+        sequence: n in [0, N), 0 for the rows before the first sequence;
+        first_row: the first of the slot's rows, and of its fill rows if it has no rows;
+        rows: 0 to 64, rows of the sequence;
+        fill_rows: 0 to 64, rows outside every sequence, at [first_row + rows, first_row + rows + fill_rows).
+    """
+    xp: ModuleType = np if isinstance(segments, np.ndarray) else jnp
+    sequences = segments.shape[0]
+    slot = xp.arange(slot_count(tokens, sequences), dtype=np.int32)
+    # Sequence -1 = [0, 0) owns what precedes sequence 0; its entries stand first in these lists.
+    nothing = xp.zeros((1,), np.int32)
+    start = xp.concatenate([nothing, segments[:, 0]])
+    end = xp.concatenate([nothing, segments[:, 1]])
+    gap_end = xp.concatenate([segments[:, 0], xp.full((1,), tokens, np.int32)])
+    first = xp.concatenate([nothing, first_slot(segments[:, 0], xp.arange(sequences, dtype=np.int32))])
+    if xp is np:
+        entry = np.searchsorted(first, slot, side="right") - 1
+    elif sequences <= _COMPARE_ALL_LIMIT:
+        entry = jnp.sum(first <= slot[:, None], axis=1, dtype=jnp.int32) - 1
+    else:
+        entry = jnp.searchsorted(first, slot, side="right", method="sort") - 1
+    start, end, gap_end, first = start[entry], end[entry], gap_end[entry], first[entry]
+    chunk = slot - first
+    last_chunk = xp.maximum((end - start + CHUNK - 1) // CHUNK, 1) - 1
+    rows = xp.clip(end - start - chunk * CHUNK, 0, CHUNK)
+    # Both ends of the fill are clipped, so a slot past the last gap row has no fill and an address inside the batch.
+    fill_start = xp.minimum(end + xp.maximum(chunk - last_chunk, 0) * CHUNK, gap_end)
+    fill_rows = xp.where(chunk >= last_chunk, xp.clip(gap_end - fill_start, 0, CHUNK), 0)
+    first_row = xp.where(chunk <= last_chunk, start + chunk * CHUNK, fill_start)
+    sequence = xp.maximum(entry - 1, 0)
+    return xp.stack([sequence, first_row, rows, fill_rows], axis=1).astype(np.int32)
+
+
+def dense_chunk_table(batch: int, tokens: int) -> np.ndarray:
+    """`chunk_table` of a dense batch flattened to one row of B * T tokens, as a NumPy constant."""
+    return np.asarray(chunk_table(dense_segments(batch, tokens), batch * tokens))

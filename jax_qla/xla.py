@@ -1,0 +1,484 @@
+"""The chunked gated delta rule in plain JAX: any platform, any K and V.
+
+Notation of one chunk of C = 64 rows, S0 the state before it and S1 after it (per value head):
+
+    gamma_i = sum_{j<=i} g_j        G_ij = exp(gamma_i - gamma_j) for i >= j, else 0
+    L  = strict_lower(diag(beta) K K^T o G)          T = (I + L)^-1
+    Vd = T diag(beta) (V - diag(e^gamma) K S0) = U - Y S0
+    P  = scale Q K^T o G
+    O  = scale diag(e^gamma) Q S0 + P Vd
+    S1 = e^gamma_C S0 + K^T diag(e^{gamma_C - gamma}) Vd
+
+Everything but the two products with the state is parallel over chunks. So chunks are worked off in groups: in a group
+all parallel parts are computed at once, then a short scan carries the state through, then the outputs follow at once.
+Only the group's temporaries exist at a time. The backward keeps the states before each group and recomputes those
+inside a group: (groups + chunks of a group) states of Hv * K * V * 4 bytes per sequence row, never one per chunk of
+the whole sequence, and never what autodiff would save.
+
+Arithmetic is float32. `precision` is that of the matrix products; by default HIGHEST for float32 inputs and HIGH for
+bfloat16 and float16 inputs: their values and products are exact in TF32, which a GPU then uses for everything but the
+inverse; a CPU computes in float32 either way. Sources: Yang et al., arXiv 2406.06484 and arXiv 2412.06464.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jax_qla.segments import CHUNK, chunk_table, first_slot
+
+_LOWEST_GATE = -110.0
+"""Gates are clamped here: exp(-110) is zero in float32, and sums of clamped gates stay exact (see `_gates`)."""
+
+_GATE_GRID = 256.0
+"""Gates are summed as multiples of 1 / 256 and a rest: 64 * 110 * 256 < 2^24, so sums of the former are exact."""
+
+_HEADS_AT_ONCE = 512
+"""Chunks x sequences x value heads whose temporaries (about 0.6 MB each at K = V = 128) exist at a time."""
+
+_DTYPES = ("bfloat16", "float16", "float32")
+
+Precision = jax.lax.PrecisionLike
+Residuals = tuple[jax.Array, jax.Array]
+
+
+def why_not(q: jax.Array, k: jax.Array, v: jax.Array) -> str | None:
+    """Why this implementation cannot take these operands, in a sentence, or None where it can."""
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if jnp.dtype(x.dtype).name not in _DTYPES:
+            return f"implementation 'xla' takes {', '.join(_DTYPES)}, and {name} is {x.dtype}"
+    return None
+
+
+class _Marks(NamedTuple):
+    """What the scan over the chunks of a packed batch must know of each chunk, [chunks]."""
+
+    sequence: jax.Array
+    """int32, the sequence the chunk belongs to."""
+    first: jax.Array
+    """bool, the state before the chunk is the sequence's initial state."""
+    last: jax.Array
+    """bool, the state after the chunk is the sequence's final state."""
+
+
+class _Layout:
+    """How the rows of a dense or packed batch become groups of chunks and back.
+
+    Chunked arrays are [groups, group, B, ..., 64, D] with heads before rows; rows that do not exist are zero.
+    """
+
+    def __init__(self, batch: int, tokens: int, value_heads: int, segments: jax.Array | None) -> None:
+        self.batch, self.tokens = batch, tokens
+        table = None if segments is None else chunk_table(segments, tokens)
+        chunks = math.ceil(tokens / CHUNK) if table is None else table.shape[0]
+        limit = min(max(_HEADS_AT_ONCE // (batch * value_heads), 4), 32)
+        self.groups = math.ceil(chunks / limit)
+        self.group = math.ceil(chunks / self.groups)
+        self.chunks = self.groups * self.group
+        self.marks: _Marks | None = None
+        if segments is None or table is None:
+            return
+        table = jnp.pad(table, ((0, self.chunks - chunks), (0, 0)))
+        sequence, first_row, rows, _ = table.T
+        start, end = segments[sequence].T
+        marks = _Marks(sequence, (rows > 0) & (first_row == start), (rows > 0) & (first_row + rows == end))
+        self.marks = jax.tree.map(lambda x: x.reshape(self.groups, self.group), marks)
+        offset = jnp.arange(CHUNK, dtype=jnp.int32)
+        self.row_of = jnp.minimum(first_row[:, None] + offset, tokens - 1)
+        self.row_exists = offset < rows[:, None]
+        # The way back: a row lies in the last sequence that starts at or before it, if that has not ended.
+        row = jnp.arange(tokens, dtype=jnp.int32)
+        of_row = jnp.searchsorted(segments[:, 0], row, side="right", method="sort") - 1
+        start, end = segments[jnp.maximum(of_row, 0)].T
+        self.row_valid = (of_row >= 0) & (row < end)
+        slot = first_slot(start, of_row) + (row - start) // CHUNK
+        self.place_of = jnp.where(self.row_valid, slot * CHUNK + (row - start) % CHUNK, 0)
+
+    def split(self, x: jax.Array, *heads: int) -> jax.Array:
+        """[B, T, H, ...] -> [groups, group, B, *heads, 64, ...], where the product of `heads` is H."""
+        if self.marks is None:
+            x = jnp.pad(x, ((0, 0), (0, self.chunks * CHUNK - self.tokens), *((0, 0),) * (x.ndim - 2)))
+        else:
+            exists = self.row_exists.reshape(*self.row_exists.shape, *(1,) * (x.ndim - 2))
+            x = jnp.where(exists, x[0][self.row_of], 0)
+        x = x.reshape(self.batch, self.groups, self.group, CHUNK, *heads, *x.shape[3:])
+        return jnp.moveaxis(x, (0, 3), (2, 3 + len(heads)))
+
+    def join(self, x: jax.Array, heads: int) -> jax.Array:
+        """The inverse of `split` with heads joined, [B, T, heads, D] (D = 1 if absent), zero outside every segment."""
+        x = jnp.moveaxis(x.reshape(*x.shape[:3], heads, CHUNK, -1), (2, 4), (0, 3))
+        x = x.reshape(self.batch, self.chunks * CHUNK, heads, x.shape[-1])
+        if self.marks is None:
+            return x[:, : self.tokens]
+        return jnp.where(self.row_valid[:, None, None], x[0][self.place_of], 0)[None]
+
+
+class _Chunks(NamedTuple):
+    """What the chunks of a group hold that does not depend on the state; leading axes [group, B, Hk]."""
+
+    k: jax.Array
+    """[..., 64, K]"""
+    v: jax.Array
+    """[..., r, 64, V]"""
+    beta: jax.Array
+    """[..., r, 64]"""
+    kk: jax.Array
+    """K K^T, [..., 1, 64, 64]"""
+    weight: jax.Array
+    """G, [..., r, 64, 64]"""
+    decay: jax.Array
+    """e^gamma, [..., r, 64]"""
+    decay_to_end: jax.Array
+    """e^(gamma_C - gamma), [..., r, 64]"""
+    total: jax.Array
+    """e^gamma_C, [..., r, 1, 1]"""
+    inverse: jax.Array
+    """T, [..., r, 64, 64]"""
+    u: jax.Array
+    """U = T diag(beta) V, [..., r, 64, V]"""
+    y: jax.Array
+    """Y = T diag(beta e^gamma) K, [..., r, 64, K]"""
+
+
+def _gates(g: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """G [..., 64, 64], e^gamma and e^(gamma_C - gamma) [..., 64] of the chunk's gates g [..., 64].
+
+    Differences of a plain float32 running sum lose what its largest gates round away: after gates of -70 they are wrong
+    by 2e-4. So each gate is cut into a multiple of 1/256, whose sums and differences are exact, and a rest below 1/512,
+    whose sums stay small; the difference of both together is right to the last bits.
+    """
+    g = jnp.maximum(g, _LOWEST_GATE)
+    coarse = jnp.round(g * _GATE_GRID) / _GATE_GRID
+    gamma = jnp.cumsum(jnp.stack([coarse, g - coarse]), axis=-1)
+    pairs = jnp.sum(gamma[..., :, None] - gamma[..., None, :], axis=0)
+    to_end = jnp.sum(gamma[..., -1:] - gamma, axis=0)
+    # Above the diagonal pairs are positive and may overflow: masked before the exponential.
+    pairs = jnp.where(jnp.tril(jnp.ones((CHUNK, CHUNK), bool)), pairs, -jnp.inf)
+    return jnp.exp(pairs), jnp.exp(jnp.sum(gamma, axis=0)), jnp.exp(to_end)
+
+
+def _strictly_lower(x: jax.Array) -> jax.Array:
+    return jnp.where(jnp.tril(jnp.ones((CHUNK, CHUNK), bool), -1), x, 0)
+
+
+def _product(subscripts: str, x: jax.Array, y: jax.Array, precision: Precision) -> jax.Array:
+    """An einsum over float32 matrices; letters: h key head, r value head of it, i j rows, k v dimensions."""
+    return jnp.einsum(subscripts, x, y, precision=precision, preferred_element_type=jnp.float32)
+
+
+def _chunks(k: jax.Array, v: jax.Array, g: jax.Array, beta: jax.Array, precision: Precision) -> _Chunks:
+    """The state-free part of a group of chunks from its rows k [..., Hk, 64, K], v [..., Hk, r, 64, V], g, beta."""
+    k, v = k.astype(jnp.float32), v.astype(jnp.float32)
+    weight, decay, decay_to_end = _gates(g)
+    kk = _product("...ik,...jk->...ij", k, k, precision)[..., None, :, :]
+    lower = _strictly_lower(weight * kk) * beta[..., None]
+    identity = jnp.eye(CHUNK, dtype=jnp.float32)
+    # The gated matrix is inverted, since the gate-free inverse can overflow; always in float32.
+    inverse = jax.lax.linalg.triangular_solve(
+        lower + identity, jnp.broadcast_to(identity, lower.shape), left_side=True, lower=True, unit_diagonal=True
+    )
+    scaled = inverse * beta[..., None, :]
+    u = _product("...ij,...jv->...iv", scaled, v, precision)
+    y = _product("...rij,...jk->...rik", scaled * decay[..., None, :], k, precision)
+    total = decay[..., -1, None, None]
+    return _Chunks(k, v, beta, kk, weight, decay, decay_to_end, total, inverse, u, y)
+
+
+class _States(NamedTuple):
+    """What the forward scan over a group's chunks yields; leading axes [group, B, Hk, r]."""
+
+    before: jax.Array
+    """S0, [..., K, V]"""
+    after: jax.Array | None
+    """S1, [..., K, V]; packed only"""
+    delta: jax.Array
+    """Vd, [..., 64, V]"""
+
+
+def _scan_states(
+    chunks: _Chunks, state: jax.Array, first_states: jax.Array, marks: _Marks | None, precision: Precision
+) -> tuple[jax.Array, _States]:
+    """Carries the state [B, Hk, r, K, V] through a group; a sequence's first chunk starts from `first_states`."""
+
+    def step(state: jax.Array, x: tuple[_Chunks, _Marks | None]) -> tuple[jax.Array, _States]:
+        chunk, mark = x
+        if mark is not None:
+            state = jnp.where(mark.first, first_states[mark.sequence], state)
+        delta = chunk.u - _product("...ik,...kv->...iv", chunk.y, state, precision)
+        weighted = chunk.decay_to_end[..., None] * delta
+        after = chunk.total * state + _product("...hik,...hriv->...hrkv", chunk.k, weighted, precision)
+        return after, _States(state, None if mark is None else after, delta)
+
+    return jax.lax.scan(step, state, (chunks, marks))
+
+
+def _store(states: jax.Array, sequence: jax.Array, which: jax.Array, values: jax.Array) -> jax.Array:
+    """`states` [N, ...] with those of `values` [chunks, 1, ...] put at `sequence` where `which`."""
+    nowhere = states.shape[0]
+    return states.at[jnp.where(which, sequence, nowhere)].set(values[:, 0], mode="drop")
+
+
+def _zero(*operands: jax.Array | None) -> jax.Array:
+    """A float32 zero that varies over the same manual mesh axes as the operands together.
+
+    Inside `jax.shard_map` a scan's carry must do so from its start on. A sum over nothing, so NaN does not matter.
+    """
+    return sum((jnp.sum(x[..., :0], dtype=jnp.float32) for x in operands if x is not None), jnp.zeros((), jnp.float32))
+
+
+def _first_states(initial_state: jax.Array | None, shape: tuple[int, ...], zero: jax.Array) -> jax.Array:
+    """The initial states, zero if None, as `shape` = [N, Hk, r, K, V]."""
+    # Subtracting +0 changes no bit of any state.
+    return jnp.broadcast_to(zero, shape) if initial_state is None else initial_state.reshape(shape) - zero
+
+
+def _precision(precision: Precision, v: jax.Array) -> Precision:
+    if precision is not None:
+        return precision
+    return jax.lax.Precision.HIGHEST if v.dtype == jnp.float32 else jax.lax.Precision.HIGH
+
+
+def forward(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    g: jax.Array,
+    beta: jax.Array,
+    initial_state: jax.Array | None,
+    segments: jax.Array | None,
+    *,
+    scale: float,
+    output_final_state: bool,
+    with_residuals: bool,
+    precision: Precision = None,
+) -> tuple[jax.Array, jax.Array | None, Residuals | None]:
+    """The chunked forward pass.
+
+    Args:
+        q, k: [B, T, Hk, K]. v: [B, T, Hv, V], Hv a multiple of Hk; bfloat16, float16 or float32.
+        g (log decay), beta: [B, T, Hv] float32.
+        initial_state: [N, Hv, K, V] float32, or None for zeros; N = B when dense.
+        segments: None (dense), or int32 [N, 2], start and end row of each sequence, sorted and disjoint; B = 1.
+        scale: factor of q.
+        output_final_state, with_residuals: whether to return these (else None).
+        precision: of the matrix products; None chooses as the module says.
+
+    Returns:
+        o [B, T, Hv, V] in v's dtype, zero outside every segment; final_state [N, Hv, K, V] float32; residuals of the
+        structure that all implementations share, filled with zeros: this backward recomputes what it needs.
+    """
+    precision = _precision(precision, v)
+    batch, tokens, key_heads, k_dim = q.shape
+    value_heads, v_dim = v.shape[2:]
+    heads = (key_heads, value_heads // key_heads)
+    sequences = batch if segments is None else segments.shape[0]
+    state_shape = (sequences, *heads, k_dim, v_dim)
+    zero = _zero(q, k, v, g, beta, initial_state)
+    first_states = _first_states(initial_state, state_shape, zero)
+
+    final: jax.Array | None
+    if tokens == 0 or sequences == 0:
+        o, final = jnp.zeros_like(v), first_states
+    else:
+        layout = _Layout(batch, tokens, value_heads, segments)
+
+        def group(carry: tuple[jax.Array, Any], x: tuple[Any, ...]) -> tuple[Any, jax.Array]:
+            state, final = carry
+            q, k, v, g, beta, marks = x
+            chunks = _chunks(k, v, g, beta, precision)
+            state, states = _scan_states(chunks, state, first_states, marks, precision)
+            if final is not None and states.after is not None:
+                final = _store(final, marks.sequence, marks.last, states.after)
+            q = q.astype(jnp.float32)
+            qk = _product("...ik,...jk->...ij", q, chunks.k, precision)[..., None, :, :]
+            o = _product("...ij,...jv->...iv", qk * chunks.weight, states.delta, precision)
+            o += chunks.decay[..., None] * _product("...hik,...hrkv->...hriv", q, states.before, precision)
+            return (state, final), (scale * o).astype(v.dtype)
+
+        rows = (
+            layout.split(q, key_heads),
+            layout.split(k, key_heads),
+            layout.split(v, *heads),
+            layout.split(g, *heads),
+            layout.split(beta, *heads),
+            layout.marks,
+        )
+        packed = segments is not None
+        # What a packed scan starts from is never used: every sequence's first chunk starts anew.
+        final = first_states if packed and output_final_state else None
+        (state, final), o = jax.lax.scan(group, (first_states[:1] if packed else first_states, final), rows)
+        final = final if packed else state
+        o = layout.join(o, value_heads)
+
+    residuals = None
+    if with_residuals:
+        residuals = (jnp.broadcast_to(zero.astype(v.dtype), (*g.shape, CHUNK)), jnp.broadcast_to(zero, g.shape))
+    if not output_final_state or final is None:
+        return o, None, residuals
+    return o, final.reshape(sequences, value_heads, k_dim, v_dim), residuals
+
+
+def _gradients(
+    q: jax.Array,
+    chunks: _Chunks,
+    states: _States,
+    do: jax.Array,
+    ddelta: jax.Array,
+    dstate: jax.Array,
+    scale: float,
+    precision: Precision,
+) -> tuple[jax.Array, ...]:
+    """Gradients dq, dk, dv, dg, dbeta of a group's rows once the states and their gradients are known.
+
+    q, do: rows in float32; ddelta: dVd [..., r, 64, V]; dstate: dS1, of the state after each chunk, [..., r, K, V].
+    """
+    product = functools.partial(_product, precision=precision)
+    k, v, beta, kk, weight, decay, decay_to_end, total = chunks[:8]
+    decay, decay_to_end, column = decay[..., None], decay_to_end[..., None], beta[..., None]
+    q_row, k_row = q[..., None, :, :], k[..., None, :, :]
+    qk = product("...ik,...jk->...ij", q, k)[..., None, :, :]
+
+    dx = product("...ji,...jv->...iv", chunks.inverse, ddelta)
+    # dP o G and dL o G, the gradients of Q K^T and of diag(beta) K K^T.
+    dqk = scale * weight * product("...iv,...jv->...ij", do, states.delta)
+    dlower = -_strictly_lower(weight * product("...iv,...jv->...ij", dx, states.delta))
+    # Products with the states; each is also what its gate's gradient needs.
+    dq_state = scale * decay * product("...iv,...kv->...ik", do, states.before)
+    dk_state = decay * product("...iv,...kv->...ik", dx, states.before)
+    dk_next = decay_to_end * product("...iv,...kv->...ik", states.delta, dstate)
+
+    dqk_heads = jnp.sum(dqk, axis=-3)
+    dkk = column * dlower
+    dkk_heads = jnp.sum(dkk, axis=-3)
+    dq = jnp.sum(dq_state, axis=-3) + product("...ij,...jk->...ik", dqk_heads, k)
+    dk = jnp.sum(dk_next - column * dk_state, axis=-3) + product("...ji,...jk->...ik", dqk_heads, q)
+    dk += product("...ij,...jk->...ik", dkk_heads + jnp.swapaxes(dkk_heads, -1, -2), k)
+    dv = column * dx
+    dbeta = jnp.sum(dx * v, axis=-1) - jnp.sum(k_row * dk_state, axis=-1) + jnp.sum(dlower * kk, axis=-1)
+
+    # Every gate's gradient is a sum of the terms whose exponent holds it, never a difference of larger sums:
+    # e^gamma_i holds the gates up to i, e^(gamma_C - gamma_i) those after i, G_ij those after j up to i.
+    up_to = jnp.sum(q_row * dq_state, axis=-1) - beta * jnp.sum(k_row * dk_state, axis=-1)
+    after = jnp.sum(k_row * dk_next, axis=-1)
+    after = jnp.cumsum(jnp.pad(after[..., :-1], ((0, 0),) * (after.ndim - 1) + ((1, 0),)), axis=-1)
+    whole = jnp.sum(total * dstate * states.before, axis=(-2, -1))[..., None]
+    pairs = _strictly_lower(dqk * qk) + dkk * kk
+    columns_before = jnp.triu(jnp.ones((CHUNK, CHUNK), jnp.float32), 1)
+    pairs = jnp.tril(product("...ij,jt->...it", pairs, columns_before))
+    dg = jax.lax.cumsum(up_to, axis=up_to.ndim - 1, reverse=True) + after + whole + jnp.sum(pairs, axis=-2)
+    return dq, dk, dv, dg, dbeta
+
+
+def backward(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    g: jax.Array,
+    beta: jax.Array,
+    initial_state: jax.Array | None,
+    segments: jax.Array | None,
+    residuals: Residuals | None,
+    do: jax.Array | None,
+    d_final_state: jax.Array | None,
+    *,
+    scale: float,
+    precision: Precision = None,
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array, jax.Array | None]:
+    """Gradients of `forward` from those of o and final_state (None = zero; not both).
+
+    The states before each group are recomputed first, forwards; then the groups are walked in reverse, each recomputing
+    its own states, carrying the state's gradient back, and finishing all gradients of its rows.
+
+    Args:
+        residuals: ignored, see `forward`.
+        do: [B, T, Hv, V]. d_final_state: [N, Hv, K, V] float32. All others as in `forward`.
+
+    Returns:
+        dq, dk in q's dtype, dv in v's, dg, dbeta float32, and d_initial_state float32 (None without initial_state).
+        Rows outside every segment have zero gradients.
+    """
+    del residuals
+    precision = _precision(precision, v)
+    batch, tokens, key_heads, k_dim = q.shape
+    value_heads, v_dim = v.shape[2:]
+    heads = (key_heads, value_heads // key_heads)
+    sequences = batch if segments is None else segments.shape[0]
+    state_shape = (sequences, *heads, k_dim, v_dim)
+    zero = _zero(q, k, v, g, beta, initial_state, do, d_final_state)
+    first_states = _first_states(initial_state, state_shape, zero)
+    last_dstates = _first_states(d_final_state, state_shape, zero)
+
+    d_initial: jax.Array | None
+    if tokens == 0 or sequences == 0:
+        dq, dk, dv, dg, dbeta = (jnp.zeros_like(x) for x in (q, k, v, g, beta))
+        d_initial = last_dstates
+    else:
+        layout = _Layout(batch, tokens, value_heads, segments)
+        packed = segments is not None
+        dtypes = (q.dtype, k.dtype, v.dtype, jnp.float32, jnp.float32)
+        rows = (
+            layout.split(k, key_heads),
+            layout.split(v, *heads),
+            layout.split(g, *heads),
+            layout.split(beta, *heads),
+        )
+
+        def group_states(state: jax.Array, x: tuple[Any, ...]) -> tuple[jax.Array, jax.Array]:
+            (k, v, g, beta), marks = x
+            after, _ = _scan_states(_chunks(k, v, g, beta, precision), state, first_states, marks, precision)
+            return after, state
+
+        state = first_states[:1] if packed else first_states
+        leading = jax.tree.map(lambda x: x[:-1], (rows, layout.marks))
+        state, group_starts = jax.lax.scan(group_states, state, leading)
+        group_starts = jnp.concatenate([group_starts, state[None]])
+
+        def group(carry: tuple[jax.Array, Any], x: tuple[Any, ...]) -> tuple[Any, Any]:
+            dstate, d_initial = carry
+            start, q, (k, v, g, beta), do, marks = x
+            chunks = _chunks(k, v, g, beta, precision)
+            _, states = _scan_states(chunks, start, first_states, marks, precision)
+            q, do = q.astype(jnp.float32), do.astype(jnp.float32)
+            qk = _product("...ik,...jk->...ij", q, chunks.k, precision)[..., None, :, :]
+            scaled = scale * do
+            ddelta = _product("...ij,...iv->...jv", qk * chunks.weight, scaled, precision)
+            dstate_rows = _product("...hik,...hriv->...hrkv", q, chunks.decay[..., None] * scaled, precision)
+
+            def step(dstate: jax.Array, x: tuple[Any, ...]) -> tuple[jax.Array, Any]:
+                chunk, ddelta, dstate_rows, mark = x
+                if mark is not None:
+                    dstate = jnp.where(mark.last, last_dstates[mark.sequence], dstate)
+                from_state = _product("...hik,...hrkv->...hriv", chunk.k, dstate, precision)
+                ddelta += chunk.decay_to_end[..., None] * from_state
+                before = chunk.total * dstate + dstate_rows
+                before -= _product("...ik,...iv->...kv", chunk.y, ddelta, precision)
+                return before, (ddelta, dstate, None if mark is None else before)
+
+            dstate, (ddelta, dstates, before) = jax.lax.scan(
+                step, dstate, (chunks, ddelta, dstate_rows, marks), reverse=True
+            )
+            if d_initial is not None:
+                d_initial = _store(d_initial, marks.sequence, marks.first, before)
+            gradients = _gradients(q, chunks, states, do, ddelta, dstates, scale, precision)
+            return (dstate, d_initial), tuple(x.astype(dtype) for x, dtype in zip(gradients, dtypes, strict=True))
+
+        do = jnp.zeros_like(v) if do is None else do
+        d_initial = last_dstates if packed and initial_state is not None else None
+        (dstate, d_initial), gradients = jax.lax.scan(
+            group,
+            (last_dstates[:1] if packed else last_dstates, d_initial),
+            (group_starts, layout.split(q, key_heads), rows, layout.split(do, *heads), layout.marks),
+            reverse=True,
+        )
+        d_initial = d_initial if packed else dstate
+        dq, dk = (layout.join(x, key_heads) for x in gradients[:2])
+        dv, dg, dbeta = (layout.join(x, value_heads) for x in gradients[2:])
+        dg, dbeta = dg[..., 0], dbeta[..., 0]
+
+    if initial_state is None or d_initial is None:
+        return dq, dk, dv, dg, dbeta, None
+    return dq, dk, dv, dg, dbeta, d_initial.reshape(initial_state.shape)

@@ -1,0 +1,372 @@
+"""The battery: one list of cases that every implementation is measured on, against the float64 recurrence.
+
+`check(case, function, limits)` runs a function of the internal contract's flat signature
+
+    function(q, k, v, g, beta, initial_state, segments, scale) -> (o, final_state)
+
+on a case, takes its gradients from random cotangents of both results, compares o, the final state and all gradients
+with `jax_qla.reference` in float64 on the same (rounded) inputs, and returns the measured errors.
+
+Three relative errors are measured of each result, in the Euclidean norm:
+    whole      over everything
+    head       the worst value of it over (value or key) heads
+    position   the worst row of K or V elements (states: the worst matrix; dg, dbeta: the worst element), relative to
+               that row or to the root mean square row of its head, whichever is larger
+No reference norm is taken smaller than float32 can resolve (`UNDERFLOW`). An implementation that takes dg as a
+difference of larger sums may ask for a floor: the norm of dg then counts as at least `Limits.dg_floor` times that of
+its natural scale, |do_t| |o_t|. Everything else is purely relative.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import zlib
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jax_qla.reference import recurrence
+
+Function = Callable[..., tuple[jax.Array, jax.Array]]
+
+UNDERFLOW = 1e-33
+"""Root mean square below which a reference counts as this large: float32 flushes products below 1.2e-38 to zero, so
+smaller numbers cannot be right to 1e-5. (exp(-70) = 4e-31 is still a real test.)"""
+
+RESULTS = ("o", "final_state", "dq", "dk", "dv", "dg", "dbeta", "d_initial_state")
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One set of inputs. Everything random follows from the name, whatever the dtype."""
+
+    name: str
+    dtype: str = "float32"
+    batch: int = 1
+    tokens: int = 129
+    key_heads: int = 1
+    value_heads: int = 2
+    key_dim: int = 64
+    value_dim: int = 64
+    gates: str | float = "random"
+    """A constant, or "random" (a quarter of the heads zero), "alternating" (0, -30), "single" (small, one of -1e4),
+    "resets" (random, some -inf)."""
+    keys: str = "unit"
+    """"unit" (random of length 1), "identical" (of length 1), "identical long" (of length 4) or "zero"."""
+    beta: float | None = None
+    """A constant, or None for random in (0, 1)."""
+    segments: tuple[tuple[int, int], ...] | None = None
+    """Start and end row of each sequence, or None for a dense batch."""
+    initial_state: bool = True
+    poisoned: bool = False
+    """Rows outside every segment hold NaN in q, k, v, g, beta and do."""
+
+    @property
+    def hard(self) -> bool:
+        """Whether the looser limit holds that the issue grants: gates below -20, identical keys with beta 2."""
+        strong = (isinstance(self.gates, float) and self.gates < -20) or self.gates in ("alternating", "single")
+        return strong or (self.keys == "identical" and self.beta == 2)
+
+    @property
+    def sequences(self) -> int:
+        return self.batch if self.segments is None else len(self.segments)
+
+    def __str__(self) -> str:
+        return f"{self.name}-{self.dtype}"
+
+
+class Inputs(NamedTuple):
+    """Operands of a case and the cotangents of its results, as NumPy arrays."""
+
+    q: np.ndarray
+    k: np.ndarray
+    v: np.ndarray
+    g: np.ndarray
+    beta: np.ndarray
+    initial_state: np.ndarray | None
+    segments: np.ndarray | None
+    do: np.ndarray
+    d_final_state: np.ndarray
+    outside: np.ndarray
+    """bool [T], rows outside every segment."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Limits:
+    """Largest relative errors allowed, see the module."""
+
+    o: float
+    final_state: float
+    gradients: float
+    head: float = 1.0
+    """Allowed of `head`, as a multiple of what is allowed of `whole`."""
+    position: float = 4.0
+    """Allowed of `position`, as a multiple of what is allowed of `whole`."""
+    dg_floor: float = 0.0
+    """0 = none."""
+
+    def of(self, result: str) -> float:
+        return {"o": self.o, "final_state": self.final_state}.get(result, self.gradients)
+
+
+class Error(NamedTuple):
+    """Relative errors of one result, see the module."""
+
+    whole: float
+    head: float
+    position: float
+
+
+def _unit(x: np.ndarray) -> np.ndarray:
+    return np.asarray(x / np.linalg.norm(x, axis=-1, keepdims=True))
+
+
+def _gates(case: Case, random: np.random.Generator, shape: tuple[int, int, int]) -> np.ndarray:
+    g = -np.exp(1.5 * random.standard_normal(shape) - 2)
+    if isinstance(case.gates, float):
+        return np.full(shape, case.gates)
+    if case.gates == "alternating":
+        return np.where(np.arange(shape[1])[None, :, None] % 2 == 0, 0.0, -30.0) + np.zeros(shape)
+    if case.gates == "single":
+        g *= 0.1
+        g[:, shape[1] // 3] = -1e4
+        return g
+    if case.gates == "resets":
+        g[:, random.integers(0, shape[1], 5)] = -np.inf
+        return g
+    assert case.gates == "random"
+    g[:, :, ::4] = 0
+    return g
+
+
+@functools.cache
+def inputs(case: Case) -> Inputs:
+    """The case's inputs, rounded to its dtype (g, beta and states: float32)."""
+    random = np.random.default_rng(zlib.crc32(case.name.encode()))
+    normal = random.standard_normal
+    batch, tokens, key_heads, value_heads = case.batch, case.tokens, case.key_heads, case.value_heads
+    q = _unit(normal((batch, tokens, key_heads, case.key_dim)))
+    k = _unit(normal((batch, tokens, key_heads, case.key_dim)))
+    if case.keys.startswith("identical"):
+        k = np.broadcast_to(k[:, :1], k.shape) * (4 if case.keys == "identical long" else 1)
+    elif case.keys == "zero":
+        k = np.zeros_like(k)
+    v = normal((batch, tokens, value_heads, case.value_dim))
+    g = _gates(case, random, (batch, tokens, value_heads))
+    beta = 1 / (1 + np.exp(-normal((batch, tokens, value_heads))))
+    if case.beta is not None:
+        beta = np.full_like(beta, case.beta)
+    state_shape = (case.sequences, value_heads, case.key_dim, case.value_dim)
+    initial_state = normal(state_shape) if case.initial_state else None
+    do = normal(v.shape)
+    d_final_state = normal(state_shape)
+
+    segments = None
+    outside = np.zeros(tokens, bool)
+    if case.segments is not None:
+        segments = np.array(case.segments, np.int32)
+        outside[:] = True
+        for start, end in case.segments:
+            outside[start:end] = False
+    if case.poisoned:
+        for x in (q, k, v, g, beta, do):
+            x[:, outside] = np.nan
+    low, f32 = jnp.dtype(case.dtype), np.float32
+    states = (None if initial_state is None else initial_state.astype(f32), segments)
+    rows = (q.astype(low), k.astype(low), v.astype(low), g.astype(f32), beta.astype(f32))
+    return Inputs(*rows, *states, do.astype(low), d_final_state.astype(f32), outside)
+
+
+@functools.cache
+def _with_gradients(function: Function, scale: float, initial_state: bool) -> Callable[..., tuple[jax.Array, ...]]:
+    """Jitted: results of `function` and gradients by its operands, in the order of RESULTS."""
+
+    @jax.jit
+    def run(
+        rows: tuple[jax.Array, ...],
+        state: jax.Array | None,
+        segments: jax.Array | None,
+        cotangents: tuple[jax.Array, ...],
+    ) -> tuple[jax.Array, ...]:
+        def of(*operands: jax.Array) -> tuple[jax.Array, jax.Array]:
+            return function(*operands[:5], operands[5] if initial_state else None, segments, scale)
+
+        results, vjp = jax.vjp(of, *rows, *((state,) if initial_state else ()))
+        return *results, *vjp(cotangents)
+
+    return run
+
+
+def _float64_recurrence(*operands: Any) -> tuple[jax.Array, jax.Array]:
+    return recurrence(*operands[:-1], scale=operands[-1])
+
+
+def _scale(case: Case) -> float:
+    return float(case.key_dim**-0.5)
+
+
+def run(case: Case, function: Function) -> dict[str, np.ndarray]:
+    """Results and gradients of `function` on the case, by the names in RESULTS."""
+    x = inputs(case)
+    run = _with_gradients(function, _scale(case), case.initial_state)
+    values = run(x[:5], x.initial_state, x.segments, (x.do, x.d_final_state))
+    return {name: np.asarray(value) for name, value in zip(RESULTS, values, strict=False)}
+
+
+@functools.cache
+def reference(case: Case) -> dict[str, np.ndarray]:
+    """Results and gradients of the float64 recurrence on the case, computed once a session, on the CPU."""
+    x = inputs(case)
+    # Trailing rows that change nothing let short dense cases share one compilation.
+    padding = max(0, 144 - case.tokens)
+
+    def wide(array: np.ndarray) -> np.ndarray:
+        array = array.astype(np.float64)
+        return np.pad(array, ((0, 0), (0, padding), *((0, 0),) * (array.ndim - 2)))
+
+    with jax.enable_x64(True), jax.default_device(jax.devices("cpu")[0]):
+        run = _with_gradients(_float64_recurrence, _scale(case), case.initial_state)
+        state = None if x.initial_state is None else x.initial_state.astype(np.float64)
+        cotangents = (wide(x.do), x.d_final_state.astype(np.float64))
+        values = run(tuple(wide(array) for array in x[:5]), state, x.segments, cotangents)
+    result = {name: np.asarray(value) for name, value in zip(RESULTS, values, strict=False)}
+    return {name: x if name.endswith("state") else x[:, : case.tokens] for name, x in result.items()}
+
+
+def _error(name: str, measured: np.ndarray, expected: np.ndarray, floor: np.ndarray) -> Error:
+    """`floor`: per head, the smallest root mean square that the reference's elements count as."""
+
+    def by_head(x: np.ndarray) -> np.ndarray:
+        """[heads, positions, elements]"""
+        if name.endswith("state"):
+            return np.moveaxis(x, 1, 0).reshape(x.shape[1], x.shape[0], -1)
+        return np.moveaxis(x, 2, 0).reshape(x.shape[2], x.shape[0] * x.shape[1], -1)
+
+    def norm(x: np.ndarray, axis: int | tuple[int, int] | None = None) -> np.ndarray:
+        return np.asarray(np.sqrt(np.sum(x * x, axis=axis)))
+
+    expected = by_head(expected)
+    difference = by_head(measured.astype(np.float64)) - expected
+    _, positions, elements = expected.shape
+    whole_floor = norm(floor) * np.sqrt(positions * elements)
+    whole = norm(difference) / np.maximum(norm(expected), whole_floor)
+    head_norm = np.maximum(norm(expected, (1, 2)), floor * np.sqrt(positions * elements))
+    head = np.max(norm(difference, (1, 2)) / head_norm)
+    row = np.maximum(norm(expected, 2), head_norm[:, None] / np.sqrt(positions))
+    position = np.max(norm(difference, 2) / row)
+    return Error(float(whole), float(head), float(position))
+
+
+def errors(case: Case, results: Mapping[str, np.ndarray], dg_floor: float = 0.0) -> dict[str, Error]:
+    """Errors of `results`, named as in RESULTS, against the reference."""
+    expected = reference(case)
+    x = inputs(case)
+    measured = {}
+    for name, value in results.items():
+        heads = value.shape[1] if name.endswith("state") else value.shape[2]
+        floor = np.full(heads, UNDERFLOW)
+        if name == "dg":
+            do = np.where(x.outside[:, None, None], 0, x.do.astype(np.float64))
+            natural = np.linalg.norm(do, axis=-1) * np.linalg.norm(expected["o"], axis=-1)
+            floor = np.maximum(floor, dg_floor * np.sqrt(np.mean(natural**2, axis=(0, 1))))
+        measured[name] = _error(name, value, expected[name], floor)
+    return measured
+
+
+def _exact(case: Case, results: Mapping[str, np.ndarray]) -> Iterator[str]:
+    """What must hold exactly, as sentences about what does not."""
+    x = inputs(case)
+    dtypes = dict.fromkeys(RESULTS, "float32") | dict.fromkeys(("o", "dq", "dk", "dv"), case.dtype)
+    for name, value in results.items():
+        if value.shape != reference(case)[name].shape:
+            yield f"{name} has shape {value.shape}, not {reference(case)[name].shape}"
+        if value.dtype.name != dtypes[name]:
+            yield f"{name} has dtype {value.dtype.name}, not {dtypes[name]}"
+        if not name.endswith("state") and np.any(value[:, x.outside] != 0):
+            yield f"{name} is not zero in rows outside every segment"
+    if case.segments is None:
+        return
+    for n, (start, end) in enumerate(case.segments):
+        if start == end:
+            first = np.zeros_like(x.d_final_state[n]) if x.initial_state is None else x.initial_state[n]
+            if results["final_state"][n].tobytes() != first.tobytes():
+                yield f"the final state of empty sequence {n} is not its initial state"
+            if case.initial_state and np.any(results["d_initial_state"][n] != x.d_final_state[n]):
+                yield f"the gradient of empty sequence {n}'s initial state is not that of its final state"
+
+
+def check(case: Case, function: Function, limits: Limits) -> dict[str, Error]:
+    """Asserts that `function` is within `limits` on the case; returns what was measured."""
+    results = run(case, function)
+    measured = errors(case, results, limits.dg_floor)
+    wrong = list(_exact(case, results))
+    for name, error in measured.items():
+        for kind, factor in (("whole", 1.0), ("head", limits.head), ("position", limits.position)):
+            limit, value = factor * limits.of(name), getattr(error, kind)
+            if not value <= limit:
+                wrong.append(f"{name}: relative error {value:.2e} ({kind}) exceeds {limit:.2e}")
+    assert not wrong, f"{case}: " + "; ".join(wrong)
+    return measured
+
+
+def table(measured: Mapping[str, Mapping[str, Error]]) -> str:
+    """A printable table of errors: a line a case (the keys), "whole/head/position" a result."""
+    width = max(map(len, measured), default=0)
+    lines = [" " * width + "".join(f" {name:>23}" for name in RESULTS)]
+    for case, results in measured.items():
+        cells = ("/".join(f"{e:.1e}" for e in results[name]) if name in results else "" for name in RESULTS)
+        lines.append(f"{case:<{width}}" + "".join(f" {cell:>23}" for cell in cells))
+    return "\n".join(lines)
+
+
+LENGTHS = (1, 15, 63, 64, 65, 127, 129, 1000)
+
+_GAPS = ((5, 70), (70, 70), (80, 208), (208, 209), (209, 209), (250, 290))
+_TIGHT = ((0, 0), (0, 64), (64, 64), (64, 193), (193, 193), (193, 300))
+
+
+def _cases() -> Iterator[Case]:
+    for tokens in LENGTHS:
+        yield Case(f"length {tokens}", tokens=tokens)
+    for name, gates in (("0", 0.0), ("-1e-6", -1e-6), ("-20", -20.0), ("-70", -70.0)):
+        yield Case(f"gates {name}", gates=gates)
+    yield Case("gates 0 and -30 alternating", gates="alternating")
+    yield Case("gates with a single -1e4", gates="single")
+    yield Case("gates with resets", gates="resets")
+    yield Case("identical keys, beta 1", keys="identical", beta=1.0, gates=0.0)
+    yield Case("identical keys, beta 1, decaying", keys="identical", beta=1.0)
+    yield Case("identical keys, beta 2", keys="identical", beta=2.0, gates=0.0)
+    yield Case("identical keys of length 4, gates -3", keys="identical long", beta=1.0, gates=-3.0)
+    yield Case("zero keys", keys="zero")
+    yield Case("beta 0", beta=0.0)
+    yield Case("beta 2", beta=2.0)
+    yield Case("no initial state", initial_state=False)
+    yield Case("packed, empty sequences", tokens=300, segments=_TIGHT)
+    yield Case("packed, gaps", tokens=300, segments=_GAPS)
+    yield Case("packed, all but one empty", tokens=300, segments=((0, 0),) * 3 + ((0, 300),) + ((300, 300),) * 2)
+    yield Case("packed, nothing at all", tokens=300, segments=((7, 7),) * 6)
+    yield Case("packed, gaps of NaN", tokens=300, segments=_GAPS, poisoned=True)
+    yield Case("packed, no initial state", tokens=300, segments=_GAPS, initial_state=False)
+    yield Case("ratio 1, K 64, V 128, batch 2", batch=2, tokens=100, key_heads=2, value_dim=128)
+    yield Case("ratio 4, K 128, V 64", tokens=100, value_heads=4, key_dim=128)
+    yield Case("ratio 3, K and V 128, batch 3", batch=3, tokens=100, value_heads=3, key_dim=128, value_dim=128)
+    yield Case(
+        "ratio 2, packed, K and V 128",
+        tokens=300,
+        key_heads=2,
+        value_heads=4,
+        key_dim=128,
+        value_dim=128,
+        segments=_TIGHT,
+    )
+
+
+CASES: tuple[Case, ...] = (
+    *(dataclasses.replace(case, dtype=dtype) for case in _cases() for dtype in ("float32", "bfloat16")),
+    Case("float16", dtype="float16"),
+)
+"""All cases, each in float32 and bfloat16; K and V in {64, 128}."""

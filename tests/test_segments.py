@@ -1,0 +1,181 @@
+"""Packing tables against lists made in plain Python."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import battery
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jax_qla import reference
+from jax_qla import segments as sg
+
+recurrence: Any = reference.recurrence
+
+
+def _table_by_hand(segments: Any, tokens: int) -> list[tuple[int, int, int, int]]:
+    """Slots as their definition reads: the chunks of each sequence, then the gap after it."""
+    starts = [start for start, _ in segments]
+    firsts = [start // 64 + n + 1 for n, start in enumerate(starts)] + [tokens // 64 + len(segments) + 1]
+    table = []
+    for n, (start, end), gap_end, first, next_first in zip(
+        range(-1, len(segments)), [(0, 0), *segments], [*starts, tokens], [0, *firsts], firsts, strict=False
+    ):
+        chunks = [(row, min(64, end - row), 0) for row in range(start, end, 64)] or [(start, 0, 0)]
+        row, rows, _ = chunks[-1]
+        chunks[-1] = (row, rows, min(64, gap_end - end))
+        chunks += [(row, 0, min(64, gap_end - row)) for row in range(end + 64, gap_end, 64)]
+        assert len(chunks) <= next_first - first
+        chunks += [(gap_end, 0, 0)] * (next_first - first - len(chunks))
+        table += [(max(n, 0), *chunk) for chunk in chunks]
+    return table
+
+
+def _random_segments(random: np.random.Generator, tokens: int, sequences: int) -> np.ndarray:
+    """Half the time without gaps; some sequences empty."""
+    if random.random() < 0.5:
+        bounds = np.sort(random.integers(0, tokens + 1, sequences + 1))
+        return np.stack([bounds[:-1], bounds[1:]], axis=1).astype(np.int32)
+    return np.sort(random.integers(0, tokens + 1, 2 * sequences)).reshape(-1, 2).astype(np.int32)
+
+
+def test_chunk_table_covers_every_row_once() -> None:
+    random = np.random.default_rng(0)
+    for _ in range(300):
+        tokens, sequences = int(random.integers(0, 700)), int(random.integers(0, 9))
+        segments = _random_segments(random, tokens, sequences)
+        table = sg.chunk_table(segments, tokens)
+        assert table.shape == (sg.slot_count(tokens, sequences), 4)
+        assert table.dtype == np.int32
+        assert [tuple(row) for row in table.tolist()] == _table_by_hand(segments.tolist(), tokens)
+        covered = np.zeros(tokens, int)
+        inside = np.zeros(tokens, bool)
+        for _, first, rows, fill in table:
+            assert 0 <= first <= first + rows + fill <= tokens
+            covered[first : first + rows + fill] += 1
+            inside[first : first + rows] = True
+        assert np.all(covered == 1)
+        expected = np.zeros(tokens, bool)
+        for start, end in segments:
+            expected[start:end] = True
+        np.testing.assert_array_equal(inside, expected)
+
+
+@pytest.mark.parametrize("limit", [1024, 3])
+def test_chunk_table_on_the_device(limit: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Comparing with all and searching give what NumPy gives."""
+    monkeypatch.setattr(sg, "_COMPARE_ALL_LIMIT", limit)
+    random = np.random.default_rng(1)
+    table = jax.jit(lambda segments: sg.chunk_table(segments, 700))
+    for _ in range(20):
+        segments = _random_segments(random, 700, 8)
+        got = table(segments)
+        assert got.dtype == jnp.int32
+        np.testing.assert_array_equal(got, sg.chunk_table(segments, 700))
+
+
+def test_first_slot_finds_each_sequence() -> None:
+    segments = np.array(((5, 70), (70, 70), (80, 208), (250, 290)), np.int32)
+    table = sg.chunk_table(segments, 300)
+    for n, (start, end) in enumerate(segments):
+        sequence, first_row, rows, _ = table[sg.first_slot(start, n)]
+        assert (sequence, first_row, rows) == (n, start, min(64, end - start))
+
+
+def test_dense_tables() -> None:
+    np.testing.assert_array_equal(sg.dense_segments(3, 100), [[0, 100], [100, 200], [200, 300]])
+    table = sg.dense_chunk_table(3, 100)
+    assert isinstance(table, np.ndarray)
+    assert [tuple(row) for row in table.tolist() if row[2]] == [
+        (0, 0, 64, 0), (0, 64, 36, 0), (1, 100, 64, 0), (1, 164, 36, 0), (2, 200, 64, 0), (2, 264, 36, 0),
+    ]  # fmt: skip
+    assert not np.any(table[:, 3])
+
+
+@pytest.mark.parametrize(
+    ("lengths", "expected"),
+    [
+        ([0, 3, 3, 10], [[0, 3], [3, 3], [3, 10]]),
+        ([2, 5, 8], [[2, 5], [5, 8]]),
+        ([0, 100, 50, 200], [[0, 10], [10, 10], [10, 10]]),
+        ([0, 7, 3, 9], [[0, 7], [7, 7], [7, 9]]),
+        ([-4, -2, 20], [[0, 0], [0, 10]]),
+        ([2**31 - 1, -(2**31)], [[10, 10]]),
+        ([4], np.zeros((0, 2))),
+    ],
+)
+def test_cu_seqlens(lengths: list[int], expected: Any) -> None:
+    segments = jax.jit(lambda x: sg.segments_from_cu_seqlens(x, 10))(np.array(lengths, np.int32))
+    assert segments.dtype == jnp.int32
+    np.testing.assert_array_equal(segments, expected)
+
+
+def test_tables_of_lying_lengths_stay_in_bounds() -> None:
+    random = np.random.default_rng(2)
+    table = jax.jit(lambda x: sg.chunk_table(sg.segments_from_cu_seqlens(x, 300), 300))
+    for _ in range(50):
+        _, first, rows, fill = np.asarray(table(random.integers(-400, 800, 9, dtype=np.int32))).T
+        assert np.all((first >= 0) & (rows >= 0) & (fill >= 0) & (first + rows + fill <= 300))
+        assert np.sum(rows + fill) == 300
+
+
+def _runs(row: np.ndarray) -> list[tuple[int, int]]:
+    """Start and end of every maximal run of equal non-zero ids."""
+    cuts = [0, *(np.flatnonzero(np.diff(row)) + 1).tolist(), len(row)]
+    return [(start, end) for start, end in itertools.pairwise(cuts) if row[start] != 0]
+
+
+def test_segment_ids() -> None:
+    random = np.random.default_rng(3)
+    find = jax.jit(lambda ids: sg.segments_from_segment_ids(ids, 4))
+    for _ in range(30):
+        ids = np.repeat(random.integers(0, 3, (3, 6)), random.integers(1, 6, 6), axis=1)[:, :12].astype(np.int32)
+        ids = np.pad(ids, ((0, 0), (0, 12 - ids.shape[1])))
+        expected = []
+        for b, row in enumerate(ids):
+            runs = [(b * 12 + start, b * 12 + end) for start, end in _runs(row)[:4]]
+            expected += runs + [((b + 1) * 12,) * 2] * (4 - len(runs))
+        segments = find(ids)
+        assert segments.dtype == jnp.int32
+        np.testing.assert_array_equal(segments, expected)
+        assert np.all(np.diff(np.asarray(segments).reshape(-1)) >= 0)
+
+
+def test_segment_ids_of_nothing() -> None:
+    assert sg.segments_from_segment_ids(jnp.zeros((2, 0), jnp.int32), 3).shape == (6, 2)
+
+
+def test_resets_are_a_dense_way_to_pack() -> None:
+    """With gates and beta replaced, the dense recurrence gives what the packed one gives, values and gradients."""
+    case = battery.Case("resets", tokens=40, key_dim=5, value_dim=3, initial_state=False)
+    rows = [jnp.asarray(x) for x in battery.inputs(case)[:5]]
+    ids = jnp.asarray(np.repeat([2, 1, 0, 1, 3, 0], [9, 4, 3, 11, 6, 7])[None], jnp.int32)
+    do = battery.inputs(case).do
+
+    def dense(q: Any, k: Any, v: Any, g: Any, beta: Any) -> Any:
+        g, beta, valid = sg.gates_with_resets(ids, g, beta)
+        o, _ = recurrence(q, k, v, g, beta, None, None, scale=0.3)
+        return jnp.where(valid[..., None, None], o, 0)
+
+    def packed(*rows: Any) -> Any:
+        return recurrence(*rows, None, sg.segments_from_segment_ids(ids, 6), scale=0.3)[0]
+
+    results = []
+    for function in (dense, packed):
+        o, vjp = jax.vjp(jax.jit(function), *rows)
+        results.append((o, *vjp(do)))
+    for got, expected in zip(*results, strict=True):
+        np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_gates_keep_their_dtype() -> None:
+    ids = jnp.array([[1, 1, 0, 2]], jnp.int32)
+    g = jnp.full((1, 4, 2), -0.5, jnp.bfloat16)
+    out, beta, valid = jax.jit(sg.gates_with_resets)(ids, g, g)
+    assert out.dtype == beta.dtype == jnp.bfloat16
+    np.testing.assert_array_equal(valid, [[True, True, False, True]])
+    np.testing.assert_array_equal(out[0, :, 0].astype(np.float32), [-np.inf, -0.5, 0, -np.inf])

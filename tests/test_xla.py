@@ -1,0 +1,225 @@
+"""The chunked form in plain JAX, on every case of the battery and in what only it does."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+import battery
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jax_qla import xla
+from jax_qla.segments import segments_from_cu_seqlens
+
+# Called with operands of many shapes and kinds, which a type checker cannot follow.
+forward: Any = xla.forward
+backward: Any = xla.backward
+P: Any = jax.sharding.PartitionSpec
+shape: Any = jax.ShapeDtypeStruct
+
+FLOAT32 = battery.Limits(o=2e-5, final_state=2e-5, gradients=2e-5)
+FLOAT32_HARD = battery.Limits(o=1e-4, final_state=1e-4, gradients=1e-4)
+LOW = battery.Limits(o=3e-3, final_state=3e-3, gradients=4e-3)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(7,))
+def chunked(q: Any, k: Any, v: Any, g: Any, beta: Any, initial_state: Any, segments: Any, scale: float) -> Any:
+    """xla.forward and xla.backward as one differentiable function."""
+    operands = (q, k, v, g, beta, initial_state, segments)
+    return forward(*operands, scale=scale, output_final_state=True, with_residuals=False)[:2]
+
+
+def _chunked_forward(*x: Any) -> Any:
+    *operands, scale = x
+    o, final_state, residuals = forward(*operands, scale=scale, output_final_state=True, with_residuals=True)
+    return (o, final_state), (operands, residuals)
+
+
+def _chunked_backward(scale: float, saved: Any, cotangents: Any) -> Any:
+    operands, residuals = saved
+    return *backward(*operands, residuals, *cotangents, scale=scale), None
+
+
+chunked.defvjp(_chunked_forward, _chunked_backward)
+
+
+def _operands(case: battery.Case) -> Any:
+    return jax.tree.map(jnp.asarray, battery.inputs(case)[:7])
+
+
+def _limits(case: battery.Case) -> battery.Limits:
+    if case.dtype != "float32":
+        return LOW
+    return FLOAT32_HARD if case.hard else FLOAT32
+
+
+@pytest.fixture(scope="module")
+def measured() -> Iterator[dict[str, dict[str, battery.Error]]]:
+    """Errors of all cases, printed when the last has run (`pytest -s`)."""
+    rows: dict[str, dict[str, battery.Error]] = {}
+    yield rows
+    print("\n" + battery.table(rows))
+
+
+@pytest.mark.parametrize("case", battery.CASES, ids=str)
+def test_battery(case: battery.Case, measured: dict[str, dict[str, battery.Error]]) -> None:
+    measured[str(case)] = battery.check(case, chunked, _limits(case))
+
+
+def test_any_key_and_value_dimension() -> None:
+    case = battery.Case("odd dimensions", batch=2, tokens=70, value_heads=3, key_dim=20, value_dim=36)
+    battery.check(case, chunked, FLOAT32)
+
+
+@pytest.mark.parametrize("name", ["length 1000", "packed, gaps", "packed, no initial state"])
+def test_several_groups_of_chunks(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(xla, "_HEADS_AT_ONCE", 1)
+    (case,) = (case for case in battery.CASES if str(case) == f"{name}-float32")
+    assert xla._Layout(case.batch, case.tokens, case.value_heads, _operands(case)[6]).groups > 2
+
+    def function(*operands: Any) -> Any:
+        return chunked(*operands)
+
+    battery.check(case, function, FLOAT32)
+
+
+PACKED = battery.Case("small, packed", tokens=70, key_dim=24, value_dim=40, segments=((0, 30), (30, 30), (35, 70)))
+DENSE = battery.Case("small, dense", batch=2, tokens=70, key_dim=24, value_dim=40)
+
+
+@pytest.mark.parametrize("case", [DENSE, PACKED], ids=str)
+def test_an_absent_cotangent_is_zero(case: battery.Case) -> None:
+    operands, x = _operands(case), battery.inputs(case)
+    run = jax.jit(functools.partial(backward, scale=0.3))
+    for do, d_final_state in ((x.do, None), (None, x.d_final_state)):
+        absent = run(*operands, None, do, d_final_state)
+        do = np.zeros_like(x.do) if do is None else do
+        zero = run(*operands, None, do, np.zeros_like(x.d_final_state) if d_final_state is None else d_final_state)
+        for a, b in zip(absent, zero, strict=True):
+            np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.parametrize("case", [DENSE, PACKED], ids=str)
+def test_returns_what_was_asked_for(case: battery.Case) -> None:
+    operands, x = _operands(case), battery.inputs(case)
+    run = functools.partial(forward, *operands, scale=1.0)
+    o, final_state, residuals = jax.eval_shape(lambda: run(output_final_state=False, with_residuals=False))
+    assert final_state is None
+    assert residuals is None
+    _, final_state, (a, gamma) = jax.eval_shape(lambda: run(output_final_state=True, with_residuals=True))
+    assert final_state.shape == operands[5].shape
+    assert (a.shape, a.dtype) == ((*x.v.shape[:3], 64), o.dtype)
+    assert (gamma.shape, gamma.dtype) == (x.g.shape, jnp.float32)
+    cotangents = (jnp.asarray(x.do), jnp.asarray(x.d_final_state))
+    gradients = jax.eval_shape(lambda: backward(*operands[:5], None, operands[6], None, *cotangents, scale=1.0))
+    assert gradients[5] is None
+
+
+@pytest.mark.parametrize("segments", [None, ((0, 0), (0, 0))])
+def test_no_tokens(segments: Any) -> None:
+    case = battery.Case("no tokens", batch=1 if segments else 2, tokens=0, segments=segments)
+    operands, x = _operands(case), battery.inputs(case)
+    o, final_state, _ = forward(*operands, scale=1.0, output_final_state=True, with_residuals=False)
+    assert o.shape == x.v.shape
+    np.testing.assert_array_equal(final_state, x.initial_state)
+    *gradients, d_initial_state = backward(*operands, None, x.do, x.d_final_state, scale=1.0)
+    assert [y.shape for y in gradients] == [y.shape for y in x[:5]]
+    np.testing.assert_array_equal(d_initial_state, x.d_final_state)
+
+
+def test_lengths_that_lie_give_other_segments_only() -> None:
+    """Whatever int32 the lengths hold, the result is that of the segments they are clipped to."""
+    operands = _operands(PACKED)
+    lying = jnp.array([-5, 2**31 - 1, 12, -(2**31)], jnp.int32)
+    segments = segments_from_cu_seqlens(lying, 70)
+    np.testing.assert_array_equal(segments, [[0, 70], [70, 70], [70, 70]])
+    run = jax.jit(functools.partial(chunked, scale=0.2))
+    o, final_state = run(*operands[:6], segments)
+    expected, _ = run(*operands[:5], operands[5][:1], None)
+    np.testing.assert_allclose(o, expected, rtol=1e-5, atol=1e-6)
+    np.testing.assert_array_equal(final_state[1:], operands[5][1:])
+
+
+def test_never_holds_a_state_a_chunk() -> None:
+    """No intermediate of the backward holds as many K x V states as the sequence has chunks."""
+    chunks, k_dim, v_dim = 512, 24, 40
+    q, v = shape((1, 64 * chunks, 1, k_dim), jnp.float32), shape((1, 64 * chunks, 2, v_dim), jnp.float32)
+    g = shape((1, 64 * chunks, 2), jnp.float32)
+    jaxpr = jax.make_jaxpr(lambda *x: backward(*x[:5], None, None, None, x[5], None, scale=1.0))(q, q, v, g, g, v)
+
+    def states(jaxpr: Any) -> Iterator[int]:
+        for equation in jaxpr.eqns:
+            for value in equation.outvars:
+                if value.aval.shape[-2:] == (k_dim, v_dim):
+                    yield value.aval.size // (k_dim * v_dim)
+            for parameter in equation.params.values():
+                if hasattr(parameter, "jaxpr"):
+                    yield from states(parameter.jaxpr)
+
+    # 16 groups of 32 chunks, 2 heads.
+    assert 0 < max(states(jaxpr.jaxpr)) <= 2 * 32
+
+
+@pytest.mark.parametrize(
+    ("dtype", "asked", "expected"),
+    [
+        ("float32", None, "HIGHEST"),
+        ("bfloat16", None, "HIGH"),
+        ("float16", None, "HIGH"),
+        ("float32", "high", "HIGH"),
+    ],
+)
+def test_precision(dtype: str, asked: Any, expected: str) -> None:
+    operands = _operands(dataclasses.replace(DENSE, dtype=dtype))
+    run = functools.partial(
+        forward, segments=None, scale=1.0, output_final_state=True, with_residuals=False, precision=asked
+    )
+    text = str(jax.make_jaxpr(run)(*operands[:6]))
+    assert text.count("dot_general") == text.count(f"precision=(Precision.{expected}, Precision.{expected})") > 0
+
+
+@pytest.mark.parametrize("platform", ["cuda", "rocm", "tpu"])
+def test_lowers_for_other_platforms(platform: str) -> None:
+    function = jax.jit(lambda *x: jax.grad(lambda *x: chunked(*x, 1.0)[0].sum(), argnums=(0, 1, 2, 3, 4, 5))(*x))
+    function.trace(*_operands(PACKED)).lower(lowering_platforms=(platform,))
+
+
+def test_inside_shard_map() -> None:
+    """Carries and results vary over the manual axes as the operands do (checked while tracing)."""
+    mesh = jax.make_mesh((1,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    for case, operand_specs, results in ((DENSE, P("data"), P("data")), (PACKED, P(None, None, "data"), None)):
+        operands, x = _operands(case), battery.inputs(case)
+        state = P("data") if results else P(None, "data")
+        results = results or P(None, None, "data")
+        in_specs = (*(operand_specs,) * 5, state, P())
+
+        @functools.partial(jax.shard_map, mesh=mesh, in_specs=(*in_specs, operand_specs, state), out_specs=results)
+        def gradient(*x: Any) -> Any:
+            (o, _), vjp = jax.vjp(lambda *y: chunked(*y, *x[5:7], 0.3), *x[:5])
+            return o, vjp((x[7], x[8]))[2]
+
+        o, _ = jax.jit(gradient)(*operands, x.do, x.d_final_state)
+        expected = jax.jit(functools.partial(chunked, scale=0.3))(*operands)[0]
+        np.testing.assert_allclose(o, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_vmap() -> None:
+    operands = _operands(DENSE)[:6]
+    many = jax.tree.map(lambda x: jnp.stack([x, x[::-1]]), operands)
+    o, final_state = jax.jit(jax.vmap(lambda *x: chunked(*x, None, 0.3)))(*many)
+    expected = jax.jit(functools.partial(chunked, scale=0.3))(*operands, None)
+    for got, want in zip((o, final_state), expected, strict=True):
+        np.testing.assert_allclose(got[0], want, rtol=1e-5, atol=1e-6)
+        np.testing.assert_allclose(got[1], want[::-1], rtol=1e-5, atol=1e-6)
+
+
+def test_why_not() -> None:
+    x = shape((1, 8, 1, 20), jnp.float32)
+    assert xla.why_not(x, x, x) is None
+    wide = shape((1, 8, 1, 20), jnp.float64)
+    assert "v is float64" in str(xla.why_not(x, x, wide))
