@@ -366,9 +366,8 @@ def _gradients(
     after = jnp.sum(k_row * dk_next, axis=-1)
     after = jnp.cumsum(jnp.pad(after[..., :-1], ((0, 0),) * (after.ndim - 1) + ((1, 0),)), axis=-1)
     whole = jnp.sum(total * dstate * states.before, axis=(-2, -1))[..., None]
-    pairs = _strictly_lower(dqk * qk) + dkk * kk
     columns_before = jnp.triu(jnp.ones((CHUNK, CHUNK), jnp.float32), 1)
-    pairs = jnp.tril(product("...ij,jt->...it", pairs, columns_before))
+    pairs = jnp.tril(product("...ij,jt->...it", dqk * qk + dkk * kk, columns_before))
     dg = jax.lax.cumsum(up_to, axis=up_to.ndim - 1, reverse=True) + after + whole + jnp.sum(pairs, axis=-2)
     return dq, dk, dv, dg, dbeta
 

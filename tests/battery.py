@@ -54,7 +54,7 @@ class Case:
     value_dim: int = 64
     gates: str | float = "random"
     """A constant, or "random" (a quarter of the heads zero), "alternating" (0, -30), "single" (small, one of -1e4),
-    "resets" (random, some -inf)."""
+    "strong" (half small, half down to -70, none a round number), "resets" (random, some -inf)."""
     keys: str = "unit"
     """"unit" (random of length 1), "identical" (of length 1), "identical long" (of length 4) or "zero"."""
     beta: float | None = None
@@ -64,12 +64,6 @@ class Case:
     initial_state: bool = True
     poisoned: bool = False
     """Rows outside every segment hold NaN in q, k, v, g, beta and do."""
-
-    @property
-    def hard(self) -> bool:
-        """Whether the looser limit holds that the issue grants: gates below -20, identical keys with beta 2."""
-        strong = (isinstance(self.gates, float) and self.gates < -20) or self.gates in ("alternating", "single")
-        return strong or (self.keys == "identical" and self.beta == 2)
 
     @property
     def sequences(self) -> int:
@@ -135,6 +129,8 @@ def _gates(case: Case, random: np.random.Generator, shape: tuple[int, int, int])
         g *= 0.1
         g[:, shape[1] // 3] = -1e4
         return g
+    if case.gates == "strong":
+        return np.where(random.random(shape) < 0.5, 0.1 * g, -70 * random.random(shape))
     if case.gates == "resets":
         g[:, random.integers(0, shape[1], 5)] = -np.inf
         return g
@@ -336,6 +332,7 @@ def _cases() -> Iterator[Case]:
         yield Case(f"gates {name}", gates=gates)
     yield Case("gates 0 and -30 alternating", gates="alternating")
     yield Case("gates with a single -1e4", gates="single")
+    yield Case("gates weak and strong", gates="strong")
     yield Case("gates with resets", gates="resets")
     yield Case("identical keys, beta 1", keys="identical", beta=1.0, gates=0.0)
     yield Case("identical keys, beta 1, decaying", keys="identical", beta=1.0)

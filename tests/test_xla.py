@@ -23,7 +23,10 @@ P: Any = jax.sharding.PartitionSpec
 shape: Any = jax.ShapeDtypeStruct
 
 FLOAT32 = battery.Limits(o=2e-5, final_state=2e-5, gradients=2e-5)
-FLOAT32_HARD = battery.Limits(o=1e-4, final_state=1e-4, gradients=1e-4)
+# K K^T of identical keys is one number, off by the same 2.4e-7 in every entry, and beta = 2 reflects the state at every
+# token: the rounding adds up (2 T 2.4e-7 = 6e-5 at T = 129), and is gone (5e-7) with keys whose products float32 holds
+# exactly. The float32 recurrence, which has no K K^T, is at 2e-6.
+FLOAT32_REFLECTED = battery.Limits(o=1e-4, final_state=1e-4, gradients=1e-4)
 LOW = battery.Limits(o=3e-3, final_state=3e-3, gradients=4e-3)
 
 
@@ -55,7 +58,7 @@ def _operands(case: battery.Case) -> Any:
 def _limits(case: battery.Case) -> battery.Limits:
     if case.dtype != "float32":
         return LOW
-    return FLOAT32_HARD if case.hard else FLOAT32
+    return FLOAT32_REFLECTED if case.keys == "identical" and case.beta == 2 else FLOAT32
 
 
 @pytest.fixture(scope="module")
@@ -189,23 +192,19 @@ def test_lowers_for_other_platforms(platform: str) -> None:
     function.trace(*_operands(PACKED)).lower(lowering_platforms=(platform,))
 
 
-def test_inside_shard_map() -> None:
-    """Carries and results vary over the manual axes as the operands do (checked while tracing)."""
+@pytest.mark.parametrize("case", [DENSE, PACKED], ids=str)
+def test_inside_shard_map(case: battery.Case) -> None:
+    """Carries and results vary over the manual axes as the operands do, also without states (checked by tracing)."""
     mesh = jax.make_mesh((1,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
-    for case, operand_specs, results in ((DENSE, P("data"), P("data")), (PACKED, P(None, None, "data"), None)):
-        operands, x = _operands(case), battery.inputs(case)
-        state = P("data") if results else P(None, "data")
-        results = results or P(None, None, "data")
-        in_specs = (*(operand_specs,) * 5, state, P())
+    operands, do = _operands(case), jnp.asarray(battery.inputs(case).do)
+    spec = P("data") if case.segments is None else P(None, None, "data")
 
-        @functools.partial(jax.shard_map, mesh=mesh, in_specs=(*in_specs, operand_specs, state), out_specs=results)
-        def gradient(*x: Any) -> Any:
-            (o, _), vjp = jax.vjp(lambda *y: chunked(*y, *x[5:7], 0.3), *x[:5])
-            return o, vjp((x[7], x[8]))[2]
+    def gradients(*x: Any) -> Any:
+        o, _, residuals = forward(*x[:5], None, operands[6], scale=0.3, output_final_state=False, with_residuals=True)
+        return o, residuals, backward(*x[:5], None, operands[6], residuals, x[5], None, scale=0.3)[:5]
 
-        o, _ = jax.jit(gradient)(*operands, x.do, x.d_final_state)
-        expected = jax.jit(functools.partial(chunked, scale=0.3))(*operands)[0]
-        np.testing.assert_allclose(o, expected, rtol=1e-5, atol=1e-6)
+    mapped = jax.shard_map(gradients, mesh=mesh, in_specs=spec, out_specs=spec)
+    jax.eval_shape(mapped, *operands[:5], do)
 
 
 def test_vmap() -> None:

@@ -15,7 +15,7 @@ Plan, one block per (sequence, value head, tile of `value_tile` value columns), 
 
     warpgroup       registers  work
     0 (and 1)       208        64 value columns each: S^T in float32, the five products above that contain S or Vd
-    last            96         warp 0 loads Q, K, V, a with TMA; all: gates, P = scale Q K^T o G into shared memory, up to
+    last            88         warp 0 loads Q, K, V, a with TMA; all: gates, P = scale Q K^T o G into shared memory, up to
                                two chunks ahead of the state
 
     barrier         arrives    waits              says
@@ -105,7 +105,7 @@ def program(config: Config):
             free = T.alloc_barrier([S] * stages)
 
             if tx >= S:
-                T.set_max_nreg(96, 0)
+                T.set_max_nreg(88, 0)
                 p = T.alloc_fragment((C, C), "float32")
                 stage = T.alloc_var("int32")
                 row = T.alloc_var("int32")
@@ -144,7 +144,7 @@ def program(config: Config):
                             T.tma_copy(v[row : row + C, head, first : first + W], v_s[stage, :, :], barrier=loaded[stage], leader_scope_threads=32)
                             T.barrier_arrive(loaded[stage])
             else:
-                T.set_max_nreg(208, 1)
+                T.set_max_nreg(208 if W == 128 else 240, 1)
                 state = T.alloc_fragment((W, K), "float32")
                 state_b = T.alloc_fragment((W, K), dtype)
                 u = T.alloc_fragment((W, C), "float32")

@@ -18,7 +18,7 @@ Plan, one block per (chunk slot, key head), 384 threads, a loop over the key hea
     warpgroup   registers   work
     0           208         E, P; dq in registers over all value heads
     1           208         F, K K^T, Z and Y (64 key columns at a time); dk in registers over all value heads
-    2           96          warp 0 loads with TMA; gates, dv, <dX, V>, <dh, h>; puts dbeta and dg together; zero rows of gaps
+    2           88          warp 0 loads with TMA; gates, dv, <dX, V>, <dh, h>; puts dbeta and dg together; zero rows of gaps
 
     barrier       arrives        waits         says
     keys_loaded   TMA            2             Q and K are there
@@ -122,7 +122,7 @@ def program(config: Config):
             parts_ready = T.alloc_barrier([256])
 
             if tx >= 256:
-                T.set_max_nreg(96, 0)
+                T.set_max_nreg(88, 0)
                 i = tx - 256
                 head = T.alloc_var("int32")
                 product = T.alloc_var("float32")

@@ -33,19 +33,18 @@ __all__ = ["PASS_CONFIGS", "Config", "program", "specification"]
 
 @dataclass(frozen=True)
 class Config:
-    """Sizes this program is specialised for: `key_dim`, `value_dim` 64 or 128, `dtype` "bfloat16" or "float16"."""
+    """Sizes this program is specialised for: `key_dim` 64 or 128, `dtype` "bfloat16" or "float16"."""
 
     key_dim: int = 128
-    value_dim: int = 128
     dtype: str = "bfloat16"
 
 
 def program(config: Config):
-    """The TileLang program. Numbers of tokens, heads and chunk slots are run-time values."""
+    """The TileLang program. Numbers of tokens, heads, value columns and chunk slots are run-time values."""
     import tilelang.language as T
 
-    C, K, V, dtype = CHUNK, config.key_dim, config.value_dim, config.dtype
-    tokens, key_heads, value_heads, slots = T.dynamic("tokens, key_heads, value_heads, slots")
+    C, K, dtype = CHUNK, config.key_dim, config.dtype
+    tokens, key_heads, value_heads, value_dim, slots = T.dynamic("tokens, key_heads, value_heads, value_dim, slots")
 
     @T.prim_func
     def prepare(
@@ -55,7 +54,7 @@ def program(config: Config):
         chunks: T.Tensor((slots, 4), "int32"),
         a: T.Tensor((tokens, value_heads, C), dtype),
         gamma: T.Tensor((tokens, value_heads), "float32"),
-        o: T.Tensor((tokens, value_heads, V), dtype),
+        o: T.Tensor((tokens, value_heads, value_dim), dtype),
         ratio: T.int32,
     ):
         with T.Kernel(slots, key_heads, threads=160) as (slot, key_head):
@@ -78,7 +77,7 @@ def program(config: Config):
                     T.barrier_arrive(loaded)
                 for i in T.serial(fill):
                     for h in T.serial(ratio):
-                        for x in T.serial(V // 32):
+                        for x in T.serial(value_dim // 32):
                             o[row + rows + i, key_head * ratio + h, x * 32 + tx - 128] = T.cast(0, dtype)
             else:
                 if rows > 0:

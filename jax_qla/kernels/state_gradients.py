@@ -14,7 +14,7 @@ dX^T stay in registers as the A operands of the next wgmma, dO^T is read from sh
     warpgroup       registers  work
     0 (and 1)       200        64 value columns each: dS^T in float32; dh leaves through a tile of its own while K dS runs, dX
                                through dO's tile
-    last            112        warp 0 loads Q, K, dO, a with TMA; all: gates, P into shared memory, Q scaled in place
+    last            104        warp 0 loads Q, K, dO, a with TMA; all: gates, P into shared memory, Q scaled in place
     (barriers as in kernels/forward.py; rows beyond the sequence are zero in Q, K, a and dO)
 """
 
@@ -99,7 +99,7 @@ def program(config: Config):
             free = T.alloc_barrier([S] * stages)
 
             if tx >= S:
-                T.set_max_nreg(112, 0)
+                T.set_max_nreg(104, 0)
                 p = T.alloc_fragment((C, C), "float32")
                 stage = T.alloc_var("int32")
                 row = T.alloc_var("int32")

@@ -1,0 +1,77 @@
+# Two commands work on a fresh machine that has python3 (3.11 or newer), pip, make, git and a C++ compiler:
+#
+#   make demo      sets up .venv and trains a language model on the Python standard library (a large one on a Hopper GPU)
+#   make test      sets up .venv and passes the checks and the tests; what .ci/run calls
+#
+# Beside them: make lint, make gpu-test (needs a Hopper GPU), make kernels (compiles the TileLang programs into
+# jax_qla/cubins; needs no GPU), make versions, make clean. Everything is installed from PyPI into .venv.
+
+PYTHON ?= python3
+VENV ?= .venv
+# More arguments for what is run, as in: make demo ARGS="--steps 50", make pytest ARGS="-k segments".
+ARGS ?=
+# Test processes. Each one compiles with as many threads as it likes, so more than the cores do not help.
+TEST_JOBS ?= 2
+
+BIN := $(VENV)/bin
+# The extra for the newest CUDA that the driver of an NVIDIA card supports; empty without one.
+CUDA ?= $(shell nvidia-smi 2>/dev/null | sed -n 's/.*CUDA.* Version: *\(1[23]\)\..*/cuda\1/p')
+HOPPER := $(shell nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>/dev/null | grep -m 1 -x '9\.0')
+# TileLang needs PyTorch, to build kernels only. Pinned to the release that is tested with the pinned TileLang.
+TORCH := torch==2.13.0
+
+comma := ,
+# $(call install,EXTRAS,MORE): the package with these extras, editable. A change of what the extension is made of
+# (EXTENSION) compiles it anew; other sources take effect as they are.
+install = $(BIN)/python -m pip install $(2) --editable '.[$(1)$(if $(CUDA),$(comma)$(CUDA))]'
+EXTENSION := pyproject.toml $(wildcard ffi/*)
+
+.PHONY: demo test pytest gpu-test lint kernels versions clean
+
+demo: $(VENV)/demo.stamp $(if $(HOPPER),kernels)
+	$(BIN)/python examples/train_lm.py $(if $(HOPPER),--size large) --output runs/demo-$$(date +%Y%m%d-%H%M%S) $(ARGS)
+
+test: versions lint pytest
+
+pytest: $(VENV)/test.stamp
+	$(BIN)/python -m pytest --numprocesses $(TEST_JOBS) --dist loadfile $(ARGS)
+
+# A GPU's memory is not shared among processes, so one after the other.
+gpu-test: $(VENV)/test.stamp kernels
+	$(BIN)/python -m pytest -m gpu $(ARGS)
+
+lint: $(VENV)/test.stamp
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+
+kernels: $(VENV)/kernels.stamp
+	$(BIN)/python -m jax_qla.kernels.build
+
+versions: $(VENV)/test.stamp
+	@$(BIN)/python --version
+	@$(BIN)/python -m pip freeze --exclude-editable
+
+$(VENV)/demo.stamp: $(VENV)/venv.stamp $(EXTENSION)
+	$(call install,examples)
+	touch $@
+
+$(VENV)/kernels.stamp: $(VENV)/venv.stamp $(EXTENSION)
+	$(call install,kernels,$(TORCH))
+	touch $@
+
+# One installation serves all three purposes, so the other two need none of their own after it.
+$(VENV)/test.stamp: $(VENV)/venv.stamp $(EXTENSION)
+	$(call install,examples$(comma)equinox$(comma)kernels$(comma)test,$(TORCH))
+	touch $@ $(VENV)/demo.stamp $(VENV)/kernels.stamp
+
+# Without ensurepip (Debian without python3-venv), the environment is made empty and pip put into it from outside.
+$(VENV)/venv.stamp:
+	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("Python 3.11 or newer is needed, not " + sys.version)'
+	$(PYTHON) -m venv --clear $(VENV) || { \
+	  $(PYTHON) -m venv --clear --without-pip $(VENV) && $(PYTHON) -m pip --python $(BIN)/python install pip; }
+	touch $@
+
+clean:
+	rm -rf $(VENV) build dist jax_qla/cubins .mypy_cache .pytest_cache .ruff_cache
+	find jax_qla tests examples -name __pycache__ -prune -exec rm -rf {} +

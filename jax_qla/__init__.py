@@ -1,0 +1,25 @@
+"""Gated DeltaNet for JAX: `chunk_gated_delta_rule` on Hopper GPUs by TileLang kernels, everywhere else by XLA."""
+
+from jax_qla.api import (
+    Implementation,
+    chunk_gated_delta_rule,
+    chunk_gated_delta_rule_bwd,
+    chunk_gated_delta_rule_fwd,
+    recurrent_gated_delta_rule,
+    which_implementation,
+)
+from jax_qla.vjp import CHECKPOINT_NAMES, RESIDUAL_NAMES, RESULT_NAMES
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "CHECKPOINT_NAMES",
+    "RESIDUAL_NAMES",
+    "RESULT_NAMES",
+    "Implementation",
+    "chunk_gated_delta_rule",
+    "chunk_gated_delta_rule_bwd",
+    "chunk_gated_delta_rule_fwd",
+    "recurrent_gated_delta_rule",
+    "which_implementation",
+]

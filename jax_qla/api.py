@@ -1,0 +1,480 @@
+"""The public functions: they check their arguments, bring them into the form of the lower layers, and back.
+
+All follow the gated delta rule (Yang, Kautz, Hatamizadeh, "Gated Delta Networks", arXiv 2412.06464), per value head
+with a state S in R^{K x V}:
+
+    S_t = exp(g_t) S_{t-1} + k_t (beta_t (v_t - (exp(g_t) S_{t-1})^T k_t))^T        o_t = scale * S_t^T q_t
+
+Parameter names are those of flash-linear-attention.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jax_qla import dispatch, reference, vjp
+from jax_qla.checks import Checked, check, check_gradient
+from jax_qla.implementations import Choice, choose
+from jax_qla.segments import gates_with_resets, segments_from_cu_seqlens, segments_from_segment_ids
+
+
+class Implementation(NamedTuple):
+    """What `which_implementation` returns."""
+
+    name: str
+    """"cuda", "xla" or "reference"."""
+    reason: str
+    """Why it was chosen, and why those preferred to it were not."""
+
+
+def chunk_gated_delta_rule(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    g: jax.Array,
+    beta: jax.Array,
+    *,
+    scale: float | None = None,
+    initial_state: jax.Array | None = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    cu_seqlens: jax.Array | None = None,
+    segment_ids: jax.Array | None = None,
+    max_segments: int | None = None,
+    implementation: str | Sequence[str] | None = None,
+    precision: jax.lax.PrecisionLike = None,
+) -> tuple[jax.Array, jax.Array | None]:
+    """The gated delta rule over whole sequences, computed by chunks of 64 tokens.
+
+        S_t = exp(g_t) S_{t-1} + k_t (beta_t (v_t - (exp(g_t) S_{t-1})^T k_t))^T        o_t = scale * S_t^T q_t
+
+    Differentiable once in reverse mode with respect to q, k, v, g, beta and initial_state, from both results; with
+    `implementation="reference"` in every mode and order.
+
+    Args:
+        q, k: [B, T, Hk, K], bfloat16, float16 or float32 (float32 with "xla" and "reference", float64 with "reference"
+            only).
+        v: [B, T, Hv, V] of the same dtype; Hv is a multiple of Hk, and value head h reads key head h // (Hv // Hk).
+        g: [B, T, Hv], the logarithm of the decay, <= 0; -inf forgets everything. float32; bfloat16 and float16 are
+            widened.
+        beta: [B, T, Hv], the strength of the update, usually in [0, 1]; at most 2 with normalised keys. dtypes as g.
+        scale: factor of q, a Python number; default K ** -0.5.
+        initial_state: the states before the first tokens, float32, default zero. [B, Hv, K, V]; with cu_seqlens
+            [N, Hv, K, V]; with segment_ids [B, max_segments, Hv, K, V].
+        output_final_state: whether to return the states after the last tokens, of the same shape.
+        use_qk_l2norm_in_kernel: divides q and k by sqrt(|x|^2 + 1e-6) over K first, in float32.
+        cu_seqlens: int32 [N + 1]: the batch is one row (B = 1) of N sequences, sequence n in rows
+            [cu_seqlens[n], cu_seqlens[n + 1]); empty ones are allowed. The values are read on the device only. They
+            should be sorted and within [0, T]; others are clipped, and never lead outside the arrays.
+        segment_ids: int32 [B, T]: a sequence is a maximal run of equal ids other than 0 within a row of the batch; 0 is
+            padding. Padding tokens have o = 0 and no gradient; their q, k, v must be finite.
+        max_segments: the static number of sequences that a row with segment_ids may have. Needed with initial_state or
+            output_final_state: the i-th sequence of a row has slot i, and an unused slot's final state is its initial
+            state. Sequences beyond max_segments count as padding. Without states and without max_segments, any number
+            of sequences is allowed and costs nothing.
+        implementation: "cuda" (Hopper kernels; K and V 64 or 128, bfloat16 or float16), "xla" (any platform and size),
+            "reference" (token by token), or a sequence of these, of which the first is taken that can compute the
+            operands on the platform that the program is lowered for. None is ("cuda", "xla"). A single name is never
+            replaced by another. See `which_implementation`.
+        precision: of the matrix products, as in `jax.lax.dot`; for "xla" only.
+
+    Returns:
+        o: [B, T, Hv, V] in v's dtype.
+        final_state: float32 (float64 with float64 operands) of the shape of initial_state, or None unless
+            output_final_state. The final state of an empty sequence is its initial state, bit for bit.
+
+    Raises:
+        TypeError, ValueError: an argument has a wrong type, dtype, rank, size or value, or does not go with another.
+        NotImplementedError: no implementation asked for can take the operands; or, when the program is lowered, "cuda"
+            was asked for and the platform is not CUDA; or, with "cuda" and "xla", forward mode or a second derivative
+            was asked for.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, jax_qla
+        >>> q = k = jnp.ones((2, 100, 2, 32))
+        >>> v = jnp.ones((2, 100, 4, 16))
+        >>> g, beta = jnp.full((2, 100, 4), -0.1), jnp.full((2, 100, 4), 0.5)
+        >>> o, state = jax.jit(
+        ...     lambda *x: jax_qla.chunk_gated_delta_rule(*x, use_qk_l2norm_in_kernel=True, output_final_state=True)
+        ... )(q, k, v, g, beta)
+        >>> o.shape, state.shape
+        ((2, 100, 4, 16), (2, 4, 32, 16))
+    """
+    checked = check(
+        q,
+        k,
+        v,
+        g,
+        beta,
+        scale=scale,
+        initial_state=initial_state,
+        output_final_state=output_final_state,
+        use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
+        cu_seqlens=cu_seqlens,
+        segment_ids=segment_ids,
+        max_segments=max_segments,
+        precision=precision,
+    )
+    choice = choose(q, k, v, implementation=implementation, precision=precision)
+    q, k, v, g, beta, initial_state, cu_seqlens, segment_ids = _arrays(
+        q, k, v, g, beta, initial_state, cu_seqlens, segment_ids
+    )
+    if use_qk_l2norm_in_kernel:
+        q, k = _l2norm(q), _l2norm(k)
+    g, beta = _widen(g), _widen(beta)
+
+    batch, tokens = v.shape[:2]
+    segments = valid = None
+    if cu_seqlens is not None:
+        segments = segments_from_cu_seqlens(cu_seqlens, tokens)
+    elif segment_ids is not None and max_segments is None:
+        g, beta, valid = gates_with_resets(segment_ids, g, beta)
+    elif segment_ids is not None and max_segments is not None:
+        segments = segments_from_segment_ids(segment_ids, max_segments)
+        q, k, v, g, beta = (x.reshape(1, batch * tokens, *x.shape[2:]) for x in (q, k, v, g, beta))
+        if initial_state is not None:
+            initial_state = initial_state.reshape(-1, *checked.state_shape[2:])
+
+    options = vjp.Options(choice, checked.scale, output_final_state, precision)
+    o, final_state = _compute(options, (q, k, v, g, beta, initial_state, segments))
+
+    o = o.reshape(batch, tokens, *o.shape[2:])
+    if valid is not None:
+        o = jnp.where(valid[..., None, None], o, jnp.zeros((), o.dtype))
+    if final_state is not None:
+        final_state = final_state.reshape(checked.state_shape)
+    return o, final_state
+
+
+def which_implementation(
+    q: jax.Array | jax.ShapeDtypeStruct,
+    k: jax.Array | jax.ShapeDtypeStruct,
+    v: jax.Array | jax.ShapeDtypeStruct,
+    g: jax.Array | jax.ShapeDtypeStruct,
+    beta: jax.Array | jax.ShapeDtypeStruct,
+    *,
+    scale: float | None = None,
+    initial_state: jax.Array | jax.ShapeDtypeStruct | None = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    cu_seqlens: jax.Array | jax.ShapeDtypeStruct | None = None,
+    segment_ids: jax.Array | jax.ShapeDtypeStruct | None = None,
+    max_segments: int | None = None,
+    implementation: str | Sequence[str] | None = None,
+    precision: jax.lax.PrecisionLike = None,
+) -> Implementation:
+    """Which implementation `chunk_gated_delta_rule` takes for these arguments, and why.
+
+    Nothing is computed; shapes and dtypes are enough. The answer holds for the platform of q's devices if q is an array
+    with data, and else for JAX's default platform.
+
+    Args:
+        All as in `chunk_gated_delta_rule`; arrays may be `jax.ShapeDtypeStruct`s.
+
+    Returns:
+        (name, reason).
+
+    Raises:
+        What `chunk_gated_delta_rule` would raise for these arguments, there when called or lowered.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, jax_qla
+        >>> q = k = v = jax.ShapeDtypeStruct((1, 100, 4, 32), jnp.float32)
+        >>> g = beta = jax.ShapeDtypeStruct((1, 100, 4), jnp.float32)
+        >>> jax_qla.which_implementation(q, k, v, g, beta).name
+        'xla'
+    """
+    check(
+        q,
+        k,
+        v,
+        g,
+        beta,
+        scale=scale,
+        initial_state=initial_state,
+        output_final_state=output_final_state,
+        use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
+        cu_seqlens=cu_seqlens,
+        segment_ids=segment_ids,
+        max_segments=max_segments,
+        precision=precision,
+    )
+    choice = choose(q, k, v, implementation=implementation, precision=precision)
+    if _is_on_cuda(q):
+        return Implementation(choice.on_cuda, choice.why_on_cuda)
+    if choice.elsewhere is None:
+        raise NotImplementedError(choice.why_elsewhere)
+    return Implementation(choice.elsewhere, choice.why_elsewhere)
+
+
+def chunk_gated_delta_rule_fwd(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    g: jax.Array,
+    beta: jax.Array,
+    *,
+    scale: float | None = None,
+    initial_state: jax.Array | None = None,
+    output_final_state: bool = False,
+    cu_seqlens: jax.Array | None = None,
+    implementation: str | Sequence[str] | None = None,
+    precision: jax.lax.PrecisionLike = None,
+) -> tuple[jax.Array, jax.Array | None, dispatch.Residuals | None]:
+    """The forward half of `chunk_gated_delta_rule`, with what the backward half reads; for writing one's own VJP.
+
+    Not differentiable itself. Preparations are the caller's: q and k are taken as they are, g and beta are float32.
+
+    Args:
+        All as in `chunk_gated_delta_rule`, but g and beta must be float32, and `implementation` must not be
+        "reference", which JAX differentiates.
+
+    Returns:
+        o, final_state: as in `chunk_gated_delta_rule`.
+        residuals: (a, gamma), with a [B, T, Hv, 64] in v's dtype the rows of each chunk's inverse
+            (I + strict_lower(diag(beta) K K^T o G))^{-1}, and gamma [B, T, Hv] float32 the sums of g within each chunk;
+            or None where only "xla" can be chosen, which recomputes them. To be handed on as they are.
+
+    Raises:
+        As `chunk_gated_delta_rule`.
+    """
+    checked, choice = _check_half(
+        q,
+        k,
+        v,
+        g,
+        beta,
+        scale=scale,
+        initial_state=initial_state,
+        output_final_state=output_final_state,
+        cu_seqlens=cu_seqlens,
+        implementation=implementation,
+        precision=precision,
+    )
+    o, final_state, residuals = dispatch.forward(
+        *_operands_of_half(q, k, v, g, beta, initial_state, cu_seqlens),
+        choice=choice,
+        scale=checked.scale,
+        output_final_state=output_final_state,
+        with_residuals=True,
+        precision=precision,
+    )
+    return o, final_state, residuals
+
+
+def chunk_gated_delta_rule_bwd(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    g: jax.Array,
+    beta: jax.Array,
+    residuals: dispatch.Residuals | None,
+    do: jax.Array | None,
+    d_final_state: jax.Array | None = None,
+    *,
+    scale: float | None = None,
+    initial_state: jax.Array | None = None,
+    cu_seqlens: jax.Array | None = None,
+    implementation: str | Sequence[str] | None = None,
+    precision: jax.lax.PrecisionLike = None,
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array, jax.Array | None]:
+    """The backward half of `chunk_gated_delta_rule`.
+
+    Args:
+        residuals: what `chunk_gated_delta_rule_fwd` returned for the same operands and options.
+        do: [B, T, Hv, V] in v's dtype, the cotangent of o, or None for zero.
+        d_final_state: float32, of the shape of final_state, its cotangent, or None for zero. Not both may be None.
+        All others: as given to `chunk_gated_delta_rule_fwd`.
+
+    Returns:
+        dq, dk in q's dtype, dv in v's, dg and dbeta in float32, and d_initial_state in float32, or None without an
+        initial state. Inside `jax.shard_map` they vary over every manual axis that an argument varies over; a sum over
+        the axes that an operand does not vary over is the caller's.
+
+    Raises:
+        As `chunk_gated_delta_rule`.
+
+    Example:
+        >>> import jax.numpy as jnp, jax_qla
+        >>> q = k = v = jnp.ones((1, 10, 2, 8))
+        >>> g, beta = jnp.full((1, 10, 2), -0.1), jnp.full((1, 10, 2), 0.1)
+        >>> o, _, residuals = jax_qla.chunk_gated_delta_rule_fwd(q, k, v, g, beta)
+        >>> dq, dk, dv, dg, dbeta, _ = jax_qla.chunk_gated_delta_rule_bwd(q, k, v, g, beta, residuals, jnp.ones_like(o))
+        >>> dq.shape, dg.shape
+        ((1, 10, 2, 8), (1, 10, 2))
+    """
+    checked, choice = _check_half(
+        q,
+        k,
+        v,
+        g,
+        beta,
+        scale=scale,
+        initial_state=initial_state,
+        cu_seqlens=cu_seqlens,
+        implementation=implementation,
+        precision=precision,
+    )
+    if do is None and d_final_state is None:
+        raise ValueError("do and d_final_state are both None: give the cotangent of at least one result")
+    if do is not None:
+        check_gradient("do", do, tuple(v.shape), v.dtype, "that of o and v")
+    if d_final_state is not None:
+        check_gradient("d_final_state", d_final_state, checked.state_shape, jnp.float32, "that of final_state")
+    if residuals is not None:
+        if not isinstance(residuals, Sequence) or len(residuals) != 2:
+            raise TypeError(
+                f"residuals must be what chunk_gated_delta_rule_fwd returned, got {type(residuals).__name__}"
+            )
+        check_gradient("residuals[0]", residuals[0], (*v.shape[:3], dispatch.CHUNK), v.dtype, "[B, T, Hv, 64]")
+        check_gradient("residuals[1]", residuals[1], tuple(g.shape), jnp.float32, "that of g")
+    elif choice.on_cuda == "cuda":
+        raise ValueError(
+            'residuals are missing: "cuda" reads them; call chunk_gated_delta_rule_fwd with the same implementation='
+        )
+    operands = _operands_of_half(q, k, v, g, beta, initial_state, cu_seqlens)
+    more = (residuals, do, d_final_state)
+    dq, dk, dv, dg, dbeta, d_initial_state = dispatch.backward(
+        *dispatch.match_varying((*operands, *more), (operands, more)),
+        choice=choice,
+        scale=checked.scale,
+        precision=precision,
+    )
+    return dq, dk, dv, dg, dbeta, d_initial_state
+
+
+def recurrent_gated_delta_rule(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    g: jax.Array,
+    beta: jax.Array,
+    *,
+    scale: float | None = None,
+    initial_state: jax.Array | None = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    cu_seqlens: jax.Array | None = None,
+) -> tuple[jax.Array, jax.Array | None]:
+    """The gated delta rule token by token: one or a few tokens from a state, for decoding.
+
+    Computes what `chunk_gated_delta_rule` computes, with its conventions, by plain JAX on any platform. Arithmetic is
+    float32 (float64 with a float64 operand), K and V are of any size, and JAX differentiates it in every mode and
+    order.
+
+    Args:
+        All as in `chunk_gated_delta_rule`.
+
+    Returns:
+        o, final_state: as in `chunk_gated_delta_rule`.
+
+    Raises:
+        TypeError, ValueError: as in `chunk_gated_delta_rule`.
+
+    Example:
+        >>> import jax.numpy as jnp, jax_qla
+        >>> q = k = v = jnp.ones((2, 1, 4, 8))
+        >>> g, beta = jnp.full((2, 1, 4), -0.1), jnp.full((2, 1, 4), 0.5)
+        >>> o, state = jax_qla.recurrent_gated_delta_rule(
+        ...     q, k, v, g, beta, initial_state=jnp.zeros((2, 4, 8, 8)), output_final_state=True
+        ... )
+        >>> o.shape, state.shape
+        ((2, 1, 4, 8), (2, 4, 8, 8))
+    """
+    checked = check(
+        q,
+        k,
+        v,
+        g,
+        beta,
+        scale=scale,
+        initial_state=initial_state,
+        output_final_state=output_final_state,
+        use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
+        cu_seqlens=cu_seqlens,
+    )
+    q, k, v, g, beta, initial_state, cu_seqlens = _arrays(q, k, v, g, beta, initial_state, cu_seqlens)
+    if use_qk_l2norm_in_kernel:
+        q, k = _l2norm(q), _l2norm(k)
+    segments = None if cu_seqlens is None else segments_from_cu_seqlens(cu_seqlens, v.shape[1])
+    o, final_state = reference.recurrent(q, k, v, _widen(g), _widen(beta), initial_state, segments, scale=checked.scale)
+    return o, final_state if output_final_state else None
+
+
+def _compute(options: vjp.Options, operands: Sequence[Any]) -> tuple[jax.Array, jax.Array | None]:
+    """o and final_state by the chosen implementation, differentiable as that is."""
+    choice = options.choice
+
+    def by_recurrence(*operands: Any) -> tuple[jax.Array, jax.Array | None]:
+        o, final_state = reference.recurrence(*operands, scale=options.scale)
+        return o, final_state if options.output_final_state else None
+
+    if choice.on_cuda == "reference":
+        return by_recurrence(*operands)
+    if choice.elsewhere != "reference":
+        return vjp.gated_delta_rule(options, *operands)
+    # The kernels where they run and the reference elsewhere: two functions that are differentiated differently.
+    kernels = dataclasses.replace(options, choice=dataclasses.replace(choice, elsewhere=None))
+    o, final_state = jax.lax.platform_dependent(
+        *dispatch.match_varying(tuple(operands), operands),
+        cuda=lambda *operands: vjp.gated_delta_rule(kernels, *operands),
+        default=by_recurrence,
+    )
+    return o, final_state
+
+
+def _check_half(q: Any, k: Any, v: Any, g: Any, beta: Any, **options: Any) -> tuple[Checked, Choice]:
+    """The checks that the forward and the backward half share."""
+    implementation = options.pop("implementation")
+    checked = check(q, k, v, g, beta, **options, gate_dtypes=("float32",))
+    choice = choose(q, k, v, implementation=implementation, precision=options["precision"])
+    if "reference" in (choice.on_cuda, choice.elsewhere):
+        raise NotImplementedError(
+            'implementation="reference" has no forward and backward half: JAX differentiates it as a whole; use '
+            "chunk_gated_delta_rule"
+        )
+    return checked, choice
+
+
+def _operands_of_half(
+    q: Any, k: Any, v: Any, g: Any, beta: Any, initial_state: Any, cu_seqlens: Any
+) -> tuple[Any, ...]:
+    """The operands of `dispatch.forward`."""
+    *rows_and_state, cu_seqlens = _arrays(q, k, v, g, beta, initial_state, cu_seqlens)
+    segments = None if cu_seqlens is None else segments_from_cu_seqlens(cu_seqlens, v.shape[1])
+    operands = (*rows_and_state, segments)
+    return dispatch.match_varying(operands, operands)
+
+
+def _arrays(*operands: Any) -> tuple[Any, ...]:
+    """The operands as JAX arrays, None where they are None."""
+    return tuple(None if x is None else jnp.asarray(x) for x in operands)
+
+
+def _l2norm(x: jax.Array) -> jax.Array:
+    """x / sqrt(|x|^2 + 1e-6) over the last axis, computed in at least float32, in x's dtype."""
+    wide = _widen(x)
+    return (wide * jax.lax.rsqrt(jnp.sum(wide * wide, axis=-1, keepdims=True) + 1e-6)).astype(x.dtype)
+
+
+def _widen(x: jax.Array) -> jax.Array:
+    return x.astype(jnp.promote_types(x.dtype, jnp.float32))
+
+
+def _is_on_cuda(q: Any) -> bool:
+    """Whether q lies on CUDA devices or, if it has no data, whether JAX computes on CUDA by default."""
+    if isinstance(q, jax.Array) and not isinstance(q, jax.core.Tracer):
+        platform = next(iter(q.devices())).platform
+    else:
+        platform = jax.default_backend()
+    if platform not in ("gpu", "cuda"):
+        return False
+    try:
+        return bool(jax.local_devices(backend="cuda"))
+    except RuntimeError:  # A GPU of another maker.
+        return False

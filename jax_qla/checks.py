@@ -1,0 +1,185 @@
+"""One function that checks a call's arguments, with one sentence for each thing that can be wrong."""
+
+from __future__ import annotations
+
+import numbers
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+_TOKEN_DTYPES = ("bfloat16", "float16", "float32", "float64")
+
+
+class Checked(NamedTuple):
+    """What the checks found out."""
+
+    scale: float
+    state_shape: tuple[int, ...]
+    """Of initial_state and final_state as the caller sees them."""
+    packed: bool
+    """Whether the batch is computed as one row of several sequences (else it is dense)."""
+
+
+def check(
+    q: Any,
+    k: Any,
+    v: Any,
+    g: Any,
+    beta: Any,
+    *,
+    scale: Any = None,
+    initial_state: Any = None,
+    output_final_state: Any = False,
+    use_qk_l2norm_in_kernel: Any = False,
+    cu_seqlens: Any = None,
+    segment_ids: Any = None,
+    max_segments: Any = None,
+    precision: Any = None,
+    gate_dtypes: Sequence[str] = ("bfloat16", "float16", "float32"),
+) -> Checked:
+    """Checks the arguments of `chunk_gated_delta_rule` against each other.
+
+    Only shapes and dtypes of arrays are looked at, so ShapeDtypeStructs will do. `implementation` is checked where it
+    is understood, in `implementations.choose`. `gate_dtypes` are those accepted for g and beta.
+
+    Raises:
+        TypeError: an argument is of the wrong type or dtype.
+        ValueError: an argument has the wrong rank, size or value, or does not go with another.
+    """
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        _rank(name, x, ("B", "T", "Hv" if name == "v" else "Hk", "V" if name == "v" else "K"))
+        _dtype(name, x, _TOKEN_DTYPES)
+        if x.dtype != q.dtype:
+            raise TypeError(f"q, k and v must have the same dtype, got q {q.dtype} and {name} {x.dtype}")
+        if min(x.shape[2:]) == 0:
+            raise ValueError(f"{name} must have at least one head and one feature, got shape {tuple(x.shape)}")
+    batch, tokens, key_heads, key_dim = q.shape
+    value_heads, value_dim = v.shape[2:]
+    if k.shape[3] != key_dim:
+        raise ValueError(f"q and k must have the same key dimension K, got {key_dim} for q and {k.shape[3]} for k")
+    _shape("k", k, tuple(q.shape), "that of q, [B, T, Hk, K]")
+    _shape("v", v, (batch, tokens, value_heads, value_dim), "[B, T, Hv, V] with B and T of q")
+    if value_heads % key_heads:
+        raise ValueError(f"v must have a multiple of the heads of q and k, got Hv = {value_heads} and Hk = {key_heads}")
+
+    wide = jnp.dtype(v.dtype) == jnp.float64
+    for name, x in (("g", g), ("beta", beta)):
+        _rank(name, x, ("B", "T", "Hv"))
+        _dtype(name, x, (*gate_dtypes, "float64") if wide else gate_dtypes)
+        _shape(name, x, (batch, tokens, value_heads), "[B, T, Hv], one number for each token and head of v")
+
+    for name, flag in (
+        ("output_final_state", output_final_state),
+        ("use_qk_l2norm_in_kernel", use_qk_l2norm_in_kernel),
+    ):
+        if not isinstance(flag, bool):
+            raise TypeError(f"{name} must be True or False, got {flag!r} of type {type(flag).__name__}")
+
+    sequences = _check_packing(batch, tokens, cu_seqlens, segment_ids, max_segments)
+    stateful = initial_state is not None or output_final_state
+    if segment_ids is not None and max_segments is None and stateful:
+        which = "initial_state" if initial_state is not None else "output_final_state"
+        raise ValueError(
+            f"max_segments is missing: with segment_ids, {which} needs a static number of states per row, for example "
+            "max_segments=8"
+        )
+    state_shape = (*sequences, value_heads, key_dim, value_dim)
+    if initial_state is not None:
+        leading = ("B", "max_segments") if segment_ids is not None else ("N" if cu_seqlens is not None else "B",)
+        axes = (*leading, "Hv", "K", "V")
+        _rank("initial_state", initial_state, axes)
+        _dtype("initial_state", initial_state, ("float32", "float64") if wide else ("float32",))
+        _shape("initial_state", initial_state, state_shape, f"[{', '.join(axes)}]")
+
+    _check_precision(precision)
+    return Checked(
+        scale=_check_scale(scale, key_dim),
+        state_shape=state_shape,
+        packed=cu_seqlens is not None or max_segments is not None,
+    )
+
+
+def check_gradient(name: str, x: Any, shape: tuple[int, ...], dtype: Any, meaning: str) -> None:
+    """Checks a cotangent or residual, which has the shape and dtype of what it belongs to.
+
+    Raises:
+        TypeError, ValueError: it has not.
+    """
+    if not hasattr(x, "shape") or not hasattr(x, "dtype"):
+        raise TypeError(f"{name} must be an array, got {type(x).__name__}")
+    _shape(name, x, shape, meaning)
+    _dtype(name, x, (jnp.dtype(dtype).name,))
+
+
+def _check_precision(precision: Any) -> None:
+    accepted = (str, jax.lax.Precision, jax.lax.DotAlgorithm, jax.lax.DotAlgorithmPreset)
+    if precision is not None and not isinstance(precision, accepted):
+        raise TypeError(
+            "precision must be None, a name or a jax.lax.Precision, "
+            f"got {precision!r} of type {type(precision).__name__}"
+        )
+    if isinstance(precision, str):
+        known = [x.name.lower() for x in jax.lax.Precision]
+        if precision.lower() not in known:
+            raise ValueError(f"precision must be one of {', '.join(map(repr, known))}, got {precision!r}")
+
+
+def _check_packing(batch: int, tokens: int, cu_seqlens: Any, segment_ids: Any, max_segments: Any) -> tuple[int, ...]:
+    """Checks the arguments that say where sequences lie. Returns the leading axes of the states."""
+    if cu_seqlens is not None and segment_ids is not None:
+        raise ValueError("cu_seqlens and segment_ids both say where the sequences lie: give only one of them")
+    if max_segments is not None:
+        if segment_ids is None:
+            raise ValueError(f"max_segments goes with segment_ids, got max_segments={max_segments!r} without them")
+        if isinstance(max_segments, bool) or not isinstance(max_segments, numbers.Integral):
+            raise TypeError(
+                f"max_segments must be a Python integer, got {max_segments!r} of type {type(max_segments).__name__}"
+            )
+        if max_segments < 1:
+            raise ValueError(f"max_segments must be positive, got {max_segments}")
+    if cu_seqlens is not None:
+        _rank("cu_seqlens", cu_seqlens, ("N + 1",))
+        _dtype("cu_seqlens", cu_seqlens, ("int32",))
+        if cu_seqlens.shape[0] == 0:
+            raise ValueError("cu_seqlens must have N + 1 entries, the first of which is 0, got none")
+        if batch != 1:
+            raise ValueError(f"cu_seqlens packs all sequences into one row: B must be 1, got q with B = {batch}")
+        return (cu_seqlens.shape[0] - 1,)
+    if segment_ids is not None:
+        _rank("segment_ids", segment_ids, ("B", "T"))
+        _dtype("segment_ids", segment_ids, ("int32",))
+        _shape("segment_ids", segment_ids, (batch, tokens), "[B, T], one number for each token")
+        return (batch,) if max_segments is None else (batch, int(max_segments))
+    return (batch,)
+
+
+def _check_scale(scale: Any, key_dim: int) -> float:
+    if scale is None:
+        return float(key_dim**-0.5)
+    if isinstance(scale, bool) or not isinstance(scale, numbers.Real):
+        raise TypeError(
+            f"scale must be a Python number, which is compiled in, got {type(scale).__name__}; multiply q for a scale "
+            "that is an array"
+        )
+    return float(scale)
+
+
+def _rank(name: str, x: Any, axes: Sequence[str]) -> None:
+    if not hasattr(x, "shape") or not hasattr(x, "dtype"):
+        raise TypeError(f"{name} must be an array [{', '.join(axes)}], got {type(x).__name__}")
+    if len(x.shape) != len(axes):
+        raise ValueError(
+            f"{name} must have {len(axes)} axes, [{', '.join(axes)}], got {len(x.shape)}: shape {tuple(x.shape)}"
+        )
+
+
+def _shape(name: str, x: Any, expected: tuple[int, ...], meaning: str) -> None:
+    if tuple(x.shape) != expected:
+        raise ValueError(f"{name} must have shape {expected}, {meaning}, got {tuple(x.shape)}")
+
+
+def _dtype(name: str, x: Any, accepted: Sequence[str]) -> None:
+    if jnp.dtype(x.dtype).name not in accepted:
+        raise TypeError(f"{name} must be {' or '.join(accepted)}, got {x.dtype}")

@@ -1,0 +1,181 @@
+"""The Hopper implementation: which kernels run, in which order, on which arrays.
+
+Forward is two kernels in one FFI call (prepare, forward), backward three (states, state_gradients, gradients). All of them
+work on flat token arrays, dense batches included: a dense batch is a packed one whose tables are constants. Intermediate
+results (h, dh, Vd) are results of the call that are dropped here.
+
+Memory of the backward besides its operands and results, in elements of v's dtype: h and dh, ceil(T / 64) * Hv * K * V each,
+and Vd, as v. dX lives in dv until the gradients kernel scales it there.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jax_qla import segments as tables
+from jax_qla.kernels import forward as forward_kernel
+from jax_qla.kernels import gradients as gradients_kernel
+from jax_qla.kernels import prepare as prepare_kernel
+from jax_qla.kernels import state_gradients as state_gradients_kernel
+from jax_qla.kernels import states as states_kernel
+from jax_qla.kernels.common import CHUNK
+from jax_qla.launch import Step, launch, unavailable
+
+HEAD_DIMS = (64, 128)
+"""Sizes of K and V that kernels exist for."""
+
+DTYPES = ("bfloat16", "float16")
+"""Dtypes of q, k and v that kernels exist for."""
+
+_MULTIPROCESSORS = 132  # of an H100 or H200 SXM
+
+
+def why_not(q: Any, k: Any, v: Any) -> str | None:
+    """Why the kernels cannot take these operands (arrays or ShapeDtypeStructs), or None."""
+    if q.dtype.name not in DTYPES:
+        return f"q, k and v must be bfloat16 or float16 for the kernels of 'cuda', got {q.dtype.name}"
+    key_dim, value_dim = k.shape[-1], v.shape[-1]
+    if key_dim not in HEAD_DIMS or value_dim not in HEAD_DIMS:
+        return f"K and V must be 64 or 128 for the kernels of 'cuda', got K={key_dim} and V={value_dim}"
+    return unavailable()
+
+
+def forward(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    g: jax.Array,
+    beta: jax.Array,
+    initial_state: jax.Array | None,
+    segments: jax.Array | None,
+    *,
+    scale: float,
+    output_final_state: bool,
+    with_residuals: bool,
+    precision: Any = None,
+) -> tuple[jax.Array, jax.Array | None, tuple[jax.Array, jax.Array] | None]:
+    """o, final_state and residuals; the contract is `dispatch.forward`'s. `precision` is not used."""
+    call = _Call(q, k, v, segments)
+    inputs = call.flat(q=q, k=k, v=v, g=g, beta=beta) | call.tables | {"initial_state": call.states(initial_state)}
+    tokens, value_heads, value_dim = call.tokens, call.value_heads, v.shape[3]
+    results = launch(
+        [call.step(prepare_kernel), call.step(forward_kernel, scale=scale)],
+        inputs,
+        {
+            "o": jax.ShapeDtypeStruct((tokens, value_heads, value_dim), v.dtype),
+            "final_state": call.state_shape(output_final_state),
+            "a": jax.ShapeDtypeStruct((tokens, value_heads, CHUNK), v.dtype),
+            "gamma": jax.ShapeDtypeStruct((tokens, value_heads), jnp.float32),
+        },
+    )
+    residuals = (call.unflat(results["a"]), call.unflat(results["gamma"])) if with_residuals else None
+    return call.unflat(results["o"]), results["final_state"] if output_final_state else None, residuals
+
+
+def backward(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    g: jax.Array,
+    beta: jax.Array,
+    initial_state: jax.Array | None,
+    segments: jax.Array | None,
+    residuals: tuple[jax.Array, jax.Array],
+    do: jax.Array | None,
+    d_final_state: jax.Array | None,
+    *,
+    scale: float,
+    precision: Any = None,
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array, jax.Array | None]:
+    """Gradients; the contract is `dispatch.backward`'s. `precision` is not used."""
+    call = _Call(q, k, v, segments)
+    if do is None:
+        do = jnp.zeros_like(v)
+    a, gamma = residuals
+    inputs = call.flat(q=q, k=k, v=v, g=g, beta=beta, do=do, a=a, gamma=gamma) | call.tables
+    inputs |= {"initial_state": call.states(initial_state), "d_final_state": call.states(d_final_state)}
+    tokens, value_heads, value_dim = call.tokens, call.value_heads, v.shape[3]
+    chunk_states = jax.ShapeDtypeStruct((call.slots, value_heads, value_dim, k.shape[3]), v.dtype)
+    gates = jax.ShapeDtypeStruct((tokens, value_heads), jnp.float32)
+    flat_shape = {name: jax.ShapeDtypeStruct(inputs[name].shape, inputs[name].dtype) for name in ("q", "k", "v")}
+    results = launch(
+        [
+            call.step(states_kernel),
+            call.step(state_gradients_kernel, rename={"dx": "dv"}, scale=scale),
+            call.step(gradients_kernel, rename={"dx": "dv"}, scale=scale),
+        ],
+        inputs,
+        {
+            "dq": flat_shape["q"],
+            "dk": flat_shape["k"],
+            "dv": flat_shape["v"],
+            "dg": gates,
+            "dbeta": gates,
+            "d_initial_state": call.state_shape(initial_state is not None),
+            "vd": flat_shape["v"],
+            "h": chunk_states,
+            "dh": chunk_states,
+        },
+    )
+    dq, dk, dv, dg, dbeta = (call.unflat(results[name]) for name in ("dq", "dk", "dv", "dg", "dbeta"))
+    return dq, dk, dv, dg, dbeta, results["d_initial_state"] if initial_state is not None else None
+
+
+class _Call:
+    """Sizes, tables and kernel configurations of one call."""
+
+    def __init__(self, q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array | None):
+        self.batch, self.length, self.key_heads, self.key_dim = k.shape
+        self.value_heads, self.value_dim = v.shape[2:]
+        self.tokens = self.batch * self.length
+        self.dtype = q.dtype.name
+        chunks: Any
+        if segments is None:
+            segments_, chunks = tables.dense_segments(*k.shape[:2]), tables.dense_chunk_table(*k.shape[:2])
+        else:
+            segments_, chunks = segments, tables.chunk_table(segments, self.tokens)
+        self.sequences, self.slots = segments_.shape[0], chunks.shape[0]
+        self.tables = {"segments": jnp.asarray(segments_), "chunks": jnp.asarray(chunks)}
+
+    def flat(self, **arrays: jax.Array) -> dict[str, jax.Array]:
+        """[B, T, ...] -> [B T, ...]."""
+        return {name: x.reshape(self.tokens, *x.shape[2:]) for name, x in arrays.items()}
+
+    def unflat(self, x: jax.Array) -> jax.Array:
+        """[B T, ...] -> [B, T, ...]."""
+        return x.reshape(self.batch, self.length, *x.shape[1:])
+
+    def states(self, state: jax.Array | None) -> jax.Array:
+        """The state, or an empty array, which the kernels take for "not given"."""
+        return jnp.zeros(self.state_shape(False).shape, jnp.float32) if state is None else state
+
+    def state_shape(self, wanted: bool) -> jax.ShapeDtypeStruct:
+        """[N, Hv, K, V], or N = 0, which the kernels take for "not wanted"."""
+        shape = (self.sequences if wanted else 0, self.value_heads, self.key_dim, self.value_dim)
+        return jax.ShapeDtypeStruct(shape, jnp.float32)
+
+    def step(self, kernel: Any, *, rename: Mapping[str, str] | None = None, **scalars: Any) -> Step:
+        """One kernel of the sequence, by its module."""
+        sizes = {
+            "key_dim": self.key_dim,
+            "value_dim": self.value_dim,
+            "dtype": self.dtype,
+            "value_tile": value_tile(self.sequences * self.value_heads, self.value_dim),
+        }
+        config = kernel.Config(**{field.name: sizes[field.name] for field in dataclasses.fields(kernel.Config)})
+        scalars["ratio"] = self.value_heads // self.key_heads
+        return Step(kernel.__name__.rpartition(".")[2], config, scalars, rename or {})
+
+
+def value_tile(recurrences: int, value_dim: int) -> int:
+    """Value columns of a block of the recurrent kernels.
+
+    With few recurrences (heads times sequences) every multiprocessor that gets half a head saves time; with many, sharing
+    a head's keys and Q K^T between two warpgroups of one block saves more.
+    """
+    return 64 if 2 * recurrences <= _MULTIPROCESSORS else value_dim

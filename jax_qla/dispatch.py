@@ -1,0 +1,264 @@
+"""The two local functions, forward and backward, on whichever implementation the platform lowered for has.
+
+Both take a batch axis of `jax.vmap` into the batch they have already (see `_fold`), so an implementation never sees
+one, and both refuse to be differentiated: their derivative is `vjp.py`'s business, and a second one does not exist.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+
+from jax_qla.implementations import Choice, load
+from jax_qla.refusal import refuse
+
+CHUNK = 64
+"""Rows of a chunk, and the width of the residual a."""
+
+_Tree = TypeVar("_Tree")
+
+Residuals = tuple[jax.Array, jax.Array]
+"""a [B, T, Hv, 64] in v's dtype: rows of the gated inverse of the row's chunk; gamma [B, T, Hv] float32: the cumulative
+sum of g within the chunk."""
+
+SECOND_ORDER = (
+    "chunk_gated_delta_rule has first derivatives by reverse mode only (jax.grad, jax.vjp); "
+    'for jvp and second derivatives use implementation="reference"'
+)
+"""What a program that needs more derivatives is told."""
+
+_ROWS, _STATES, _SEGMENTS = "rows", "states", "segments"
+"""What the leading axes of an operand count: [B, T, ...], [N, ...] or segments [N, 2]."""
+
+
+@functools.partial(jax.jit, static_argnames=("choice", "scale", "output_final_state", "with_residuals", "precision"))
+def forward(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    g: jax.Array,
+    beta: jax.Array,
+    initial_state: jax.Array | None,
+    segments: jax.Array | None,
+    *,
+    choice: Choice,
+    scale: float,
+    output_final_state: bool,
+    with_residuals: bool,
+    precision: Any = None,
+) -> tuple[jax.Array, jax.Array | None, Residuals | None]:
+    """o, final_state and residuals of the local gated delta rule.
+
+    Args:
+        q, k: [B, T, Hk, K]. v: [B, T, Hv, V] of the same dtype. g (log decay), beta: [B, T, Hv] float32.
+        initial_state: [N, Hv, K, V] float32 or None for zeros; N = B without segments.
+        segments: None (dense), or int32 [N, 2] with the start and end row of every sequence; B = 1.
+        choice: the implementations, neither of which is "reference".
+        scale: factor of q.
+        output_final_state: whether to return the final state.
+        with_residuals: whether to return what the backward reads.
+        precision: of the matrix products of "xla".
+
+    Returns:
+        o [B, T, Hv, V] in v's dtype; final_state [N, Hv, K, V] float32 or None; the residuals, or None where they were
+        not asked for or no implementation in `choice` reads them.
+    """
+    # "xla" recomputes: where it is the only implementation, residuals would be memory for nothing.
+    with_residuals = with_residuals and choice.on_cuda == "cuda"
+
+    def local(*operands: Any) -> Any:
+        if _nothing_to_do(operands[2], operands[6]):
+            return _forward_of_nothing(*operands, output_final_state=output_final_state, with_residuals=with_residuals)
+        options = {"scale": scale, "output_final_state": output_final_state, "with_residuals": with_residuals}
+        return _on_platform(choice, "forward", operands, options | {"precision": precision})
+
+    batchable = _batchable(local, (*(_ROWS,) * 5, _STATES, _SEGMENTS), (_ROWS, _STATES, _ROWS))
+    o, final_state, residuals = batchable(q, k, v, g, beta, initial_state, segments)
+    return o, final_state, residuals
+
+
+@functools.partial(jax.jit, static_argnames=("choice", "scale", "precision"))
+def backward(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    g: jax.Array,
+    beta: jax.Array,
+    initial_state: jax.Array | None,
+    segments: jax.Array | None,
+    residuals: Residuals | None,
+    do: jax.Array | None,
+    d_final_state: jax.Array | None,
+    *,
+    choice: Choice,
+    scale: float,
+    precision: Any = None,
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array, jax.Array | None]:
+    """Cotangents of the operands of `forward` from those of its results.
+
+    Args:
+        q, k, v, g, beta, initial_state, segments, choice, scale, precision: as in `forward`.
+        residuals: from `forward`.
+        do: [B, T, Hv, V] in v's dtype, or None for zero.
+        d_final_state: [N, Hv, K, V] float32, or None for zero. At most one of the two is None.
+
+    Returns:
+        dq, dk in q's dtype, dv in v's, dg, dbeta in float32, and d_initial_state in float32, or None without an initial
+        state.
+    """
+
+    def local(*operands: Any) -> Any:
+        if _nothing_to_do(operands[2], operands[6]):
+            return _backward_of_nothing(*operands)
+        return _on_platform(choice, "backward", operands, {"scale": scale, "precision": precision})
+
+    kinds = (*(_ROWS,) * 5, _STATES, _SEGMENTS, _ROWS, _ROWS, _STATES)
+    batchable = _batchable(local, kinds, (*(_ROWS,) * 5, _STATES))
+    dq, dk, dv, dg, dbeta, d_initial_state = batchable(
+        q, k, v, g, beta, initial_state, segments, residuals, do, d_final_state
+    )
+    return dq, dk, dv, dg, dbeta, d_initial_state
+
+
+def _on_platform(choice: Choice, function: str, operands: Sequence[Any], options: dict[str, Any]) -> Any:
+    """Calls `function` of the implementation that `choice` names for the platform this is lowered for."""
+
+    def implementation(name: str) -> Callable[..., Any]:
+        # Both branches of a choice must agree in type, so in the manual mesh axes over which the results vary: those
+        # over which any operand does.
+        call = functools.partial(getattr(load(name), function), **options)
+        return lambda *operands: match_varying(call(*operands), operands)
+
+    if choice.same_everywhere:
+        return implementation(choice.on_cuda)(*operands)
+    if choice.elsewhere is None:
+        q = jax.lax.platform_dependent(
+            operands[0], cuda=lambda x: x, default=functools.partial(refuse, reason=choice.why_elsewhere)
+        )
+        return implementation(choice.on_cuda)(q, *operands[1:])
+    return jax.lax.platform_dependent(
+        *operands, cuda=implementation(choice.on_cuda), default=implementation(choice.elsewhere)
+    )
+
+
+def match_varying(tree: _Tree, like: Any) -> _Tree:
+    """`tree` with all arrays marked as varying over the manual mesh axes (`jax.shard_map`) that any in `like` does."""
+    axes = frozenset().union(*(jax.typeof(x).mat.varying for x in jax.tree.leaves(like)))
+
+    def mark(x: jax.Array) -> jax.Array:
+        missing = tuple(sorted(axes - jax.typeof(x).mat.varying))
+        return jax.lax.pcast(x, missing, to="varying") if missing else x
+
+    marked: _Tree = jax.tree.map(mark, tree)
+    return marked
+
+
+def _batchable(local: Callable[..., Any], kinds: Sequence[str], out_kinds: Sequence[str]) -> Callable[..., Any]:
+    """`local` with a rule for `jax.vmap` and none for differentiation."""
+    batched = jax.custom_batching.custom_vmap(local)
+
+    @batched.def_vmap
+    def fold_and_call(axis_size: int, in_batched: Sequence[Any], *operands: Any) -> tuple[Any, Any]:
+        def expand(x: jax.Array, is_batched: bool) -> jax.Array:
+            return x if is_batched else jnp.broadcast_to(x, (axis_size, *x.shape))
+
+        v, segments = operands[2], operands[6]
+        tokens = v.shape[2 if in_batched[2] else 1]
+        operands = jax.tree.map(expand, operands, tuple(in_batched))
+        folded = [_fold(kind, x, tokens, packed=segments is not None) for kind, x in zip(kinds, operands, strict=True)]
+        results = _batchable(local, kinds, out_kinds)(*folded)
+        results = tuple(
+            _unfold(kind, x, axis_size, packed=segments is not None) for kind, x in zip(out_kinds, results, strict=True)
+        )
+        return results, jax.tree.map(lambda _: True, results)
+
+    first_order = jax.custom_jvp(batched)
+
+    @first_order.defjvp
+    def refuse_derivative(primals: Any, tangents: Any) -> Any:
+        raise NotImplementedError(SECOND_ORDER)
+
+    return first_order
+
+
+def _fold(kind: str, operand: Any, tokens: int, *, packed: bool) -> Any:
+    """Takes the leading axis of the arrays in `operand` into the batch.
+
+    A dense batch gets more rows of B: [n, B, ...] -> [n B, ...]. A packed one, where B = 1, gets longer:
+    [n, 1, T, ...] -> [1, n T, ...], with the n N segments of all, those of member i moved by i T.
+    """
+
+    def fold(x: jax.Array) -> jax.Array:
+        if kind == _SEGMENTS:
+            x = x + (tokens * jnp.arange(x.shape[0], dtype=jnp.int32))[:, None, None]
+        if kind == _ROWS and packed:
+            return x.reshape(1, x.shape[0] * x.shape[2], *x.shape[3:])
+        return x.reshape(x.shape[0] * x.shape[1], *x.shape[2:])
+
+    return jax.tree.map(fold, operand)
+
+
+def _unfold(kind: str, result: Any, axis_size: int, *, packed: bool) -> Any:
+    """The inverse of `_fold`."""
+
+    def unfold(x: jax.Array) -> jax.Array:
+        if kind == _ROWS and packed:
+            return x.reshape(axis_size, 1, x.shape[1] // axis_size, *x.shape[2:])
+        return x.reshape(axis_size, x.shape[0] // axis_size, *x.shape[1:])
+
+    return jax.tree.map(unfold, result)
+
+
+def _nothing_to_do(v: jax.Array, segments: jax.Array | None) -> bool:
+    """Whether there is no token or no sequence, which no implementation needs to consider."""
+    return v.shape[0] * v.shape[1] == 0 or (segments is not None and segments.shape[0] == 0)
+
+
+def _forward_of_nothing(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    g: jax.Array,
+    beta: jax.Array,
+    initial_state: jax.Array | None,
+    segments: jax.Array | None,
+    *,
+    output_final_state: bool,
+    with_residuals: bool,
+) -> tuple[jax.Array, jax.Array | None, Residuals | None]:
+    batch, tokens, value_heads, value_dim = v.shape
+    sequences = batch if segments is None else segments.shape[0]
+    state = None
+    if output_final_state:
+        shape = (sequences, value_heads, q.shape[3], value_dim)
+        state = jnp.zeros(shape, jnp.float32) if initial_state is None else initial_state
+    residuals = None
+    if with_residuals:
+        residuals = jnp.zeros((batch, tokens, value_heads, CHUNK), v.dtype), jnp.zeros_like(g)
+    o, state, residuals = match_varying(
+        (jnp.zeros_like(v), state, residuals), (q, k, v, g, beta, initial_state, segments)
+    )
+    return o, state, residuals
+
+
+def _backward_of_nothing(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    g: jax.Array,
+    beta: jax.Array,
+    initial_state: jax.Array | None,
+    segments: jax.Array | None,
+    residuals: Residuals | None,
+    do: jax.Array | None,
+    d_final_state: jax.Array | None,
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array, jax.Array | None]:
+    dq, dk, dv, dg, dbeta = map(jnp.zeros_like, (q, k, v, g, beta))
+    d_initial_state = None
+    if initial_state is not None:
+        d_initial_state = jnp.zeros_like(initial_state) if d_final_state is None else d_final_state
+    return dq, dk, dv, dg, dbeta, d_initial_state

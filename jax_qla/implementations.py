@@ -1,0 +1,140 @@
+"""Which implementation computes a call, and why.
+
+Three implementations follow one contract: "cuda" (Hopper kernels), "xla" (the chunked form in plain JAX) and
+"reference" (the recurrence, token by token). The choice is made at trace time from what is known then: the operands'
+shapes and dtypes, the options, this process's CUDA devices. The platform is not known then, so a choice has two halves,
+one for programs lowered for CUDA and one for all others.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+from collections.abc import Sequence
+from types import ModuleType
+from typing import Any
+
+import jax
+
+NAMES = ("cuda", "xla", "reference")
+"""All implementations."""
+
+_AUTOMATIC = ("cuda", "xla")
+"""What `implementation=None` stands for."""
+
+_ONLY_CUDA = "the kernels of 'cuda' run on NVIDIA Hopper GPUs only"
+
+
+@dataclasses.dataclass(frozen=True)
+class Choice:
+    """The implementations a call is lowered to, and why."""
+
+    on_cuda: str
+    """For programs lowered for CUDA."""
+    elsewhere: str | None
+    """For programs lowered for any other platform; None refuses them."""
+    why_on_cuda: str
+    why_elsewhere: str
+
+    @property
+    def same_everywhere(self) -> bool:
+        """Whether the platform makes no difference."""
+        return self.on_cuda == self.elsewhere
+
+
+def load(name: str) -> ModuleType:
+    """The module of "cuda" or "xla", imported when first needed: `jax_qla.cuda` needs the compiled extension."""
+    return importlib.import_module(f"jax_qla.{name}")
+
+
+def choose(q: Any, k: Any, v: Any, *, implementation: str | Sequence[str] | None, precision: Any) -> Choice:
+    """Chooses by the first name that can take the operands, on CUDA and elsewhere.
+
+    Args:
+        q, k, v: arrays or ShapeDtypeStructs, already checked against each other.
+        implementation: a name, a sequence of names in order of preference, or None for ("cuda", "xla").
+        precision: the option of the same name; only "xla" has it.
+
+    Raises:
+        TypeError, ValueError: `implementation` is not a known name or a sequence of such.
+        NotImplementedError: no name can take the operands; the message says why for each.
+    """
+    names = _names(implementation)
+    objections = {name: _objection(name, q, k, v, precision, alternatives=len(names) > 1) for name in names}
+    able = [name for name in names if objections[name] is None]
+    if not able:
+        reasons = [f"{name!r}: {objections[name]}" if len(names) > 1 else objections[name] for name in names]
+        raise NotImplementedError(
+            f"implementation={implementation!r} cannot take these inputs: {'; '.join(map(str, reasons))}"
+        )
+
+    def why(taken: str, objections: dict[str, str | None]) -> str:
+        before = [f"{name!r} was passed over: {objections[name]}" for name in names[: names.index(taken)]]
+        if before:
+            return "; ".join(before)
+        return "it was asked for" if implementation is not None else "its kernels can take these inputs"
+
+    portable = [name for name in able if name != "cuda"]
+    if portable:
+        besides = objections.get("cuda")
+        not_cuda = _ONLY_CUDA if besides is None else f"{_ONLY_CUDA}, and even there {besides}"
+        why_elsewhere = why(portable[0], {**objections, "cuda": not_cuda})
+    else:
+        why_elsewhere = (
+            f"implementation={implementation!r} was asked for, but the program is not lowered for CUDA, and "
+            f"{_ONLY_CUDA}; use implementation=None to take 'xla' on other platforms"
+        )
+    return Choice(
+        on_cuda=able[0],
+        elsewhere=portable[0] if portable else None,
+        why_on_cuda=why(able[0], objections),
+        why_elsewhere=why_elsewhere,
+    )
+
+
+def _names(implementation: str | Sequence[str] | None) -> tuple[str, ...]:
+    if implementation is None:
+        return _AUTOMATIC
+    names = (implementation,) if isinstance(implementation, str) else implementation
+    if not isinstance(names, Sequence) or not all(isinstance(name, str) for name in names):
+        raise TypeError(
+            f"implementation must be None, a name or a sequence of names, got {implementation!r} of type "
+            f"{type(implementation).__name__}"
+        )
+    unknown = [name for name in names if name not in NAMES]
+    if unknown or not names:
+        raise ValueError(
+            f"implementation must be None or be made of the names {', '.join(map(repr, NAMES))}, got {implementation!r}"
+        )
+    return tuple(dict.fromkeys(names))
+
+
+def _objection(name: str, q: Any, k: Any, v: Any, precision: Any, *, alternatives: bool) -> str | None:
+    """Why `name` cannot compute the call, or None."""
+    if name != "xla" and precision is not None:
+        return f"precision is an option of 'xla' only, got precision={precision!r}"
+    if name == "reference":
+        return None
+    try:
+        module = load(name)
+    except ImportError as error:
+        return f"its modules cannot be imported ({error})"
+    # A card that cannot run the kernels counts only where another implementation may step in; the kernels asked for by
+    # name alone are lowered from any host, and the extension refuses the card when it loads them.
+    return module.why_not(q, k, v) or (_unsuitable_device() if name == "cuda" and alternatives else None)
+
+
+def _unsuitable_device() -> str | None:
+    """Which CUDA device of this process is not a Hopper card, or None (also where there is no CUDA device)."""
+    try:
+        devices = jax.local_devices(backend="cuda")
+    except RuntimeError:  # No CUDA backend here: the program may still be lowered for one (jax.export).
+        return None
+    for device in devices:
+        capability = getattr(device, "compute_capability", None)
+        if capability != "9.0":
+            return (
+                f"{_ONLY_CUDA} (compute capability 9.0), and this process has a {device.device_kind} "
+                f"(compute capability {capability})"
+            )
+    return None

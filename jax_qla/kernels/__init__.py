@@ -1,0 +1,32 @@
+"""The Hopper kernels: one TileLang program a file, with its formula, tile plan and plain-JAX specification.
+
+`PACKAGED` is the complete list of what the API can reach on CUDA, hence of what a wheel carries. Importing this needs
+neither TileLang nor a GPU.
+"""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+from jax_qla.kernels import forward, gradients, prepare, state_gradients, states
+
+_HEAD_DIMS = (64, 128)
+_DTYPES = ("bfloat16", "float16")
+
+
+def _packaged() -> tuple[tuple[str, Any], ...]:
+    kernels: list[tuple[str, Any]] = []
+    for key_dim, dtype in itertools.product(_HEAD_DIMS, _DTYPES):
+        kernels.append(("prepare", prepare.Config(key_dim, dtype)))
+    for key_dim, value_dim, dtype in itertools.product(_HEAD_DIMS, _HEAD_DIMS, _DTYPES):
+        kernels.append(("gradients", gradients.Config(key_dim, value_dim, dtype)))
+        for value_tile in sorted({64, value_dim}):
+            kernels.append(("forward", forward.Config(key_dim, value_dim, dtype, value_tile)))
+            kernels.append(("states", states.Config(key_dim, value_dim, dtype, value_tile)))
+            kernels.append(("state_gradients", state_gradients.Config(key_dim, value_dim, dtype, value_tile)))
+    return tuple(kernels)
+
+
+PACKAGED = _packaged()
+"""(module name, Config) of every kernel of the wheel."""

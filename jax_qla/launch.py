@@ -1,0 +1,217 @@
+"""Launching kernels: plan and shapes in, one `jax.ffi.ffi_call` out.
+
+A launch plan (jax_qla/kernels/plan.py extracts it, jax_qla/store.py keeps it) is JSON:
+
+    name                  the kernel's name in its cubin
+    grid, block, cluster  three expressions each
+    shared                bytes of dynamic shared memory
+    pdl                   whether it is launched with programmatic stream serialization
+    operands              [{name, dtype, shape}], shapes as expressions
+    scalars               [{name, dtype}]
+    arguments             in the kernel's order: {kind: "pointer", operand}, {kind: "scalar", dtype, value} or {kind: "tensor_map",
+                          operand, dtype, dims, strides, box, element_strides, interleave, swizzle, l2, oob}
+
+Shapes are static when a call is traced, so Python binds the dynamic sizes from the operands' shapes, evaluates the
+expressions, and passes plain numbers; the C++ side never sees an expression. What the numbers mean is in ffi/plan.h.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import struct
+import threading
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from jax_qla import store
+
+TARGET = "jax_qla.launch.v1"
+"""The FFI target's name."""
+
+EXPORT_SAFETY_CHECKS = (jax.export.DisabledSafetyCheck.custom_call(TARGET),)
+"""For `jax.export.export(..., disabled_checks=...)`: the target's interface is versioned by its name."""
+
+_PLAN_VERSION = 1
+_OPERATORS = {
+    "+": lambda a, b: a + b,
+    "-": lambda a, b: a - b,
+    "*": lambda a, b: a * b,
+    "floordiv": lambda a, b: a // b,
+    "floormod": lambda a, b: a % b,
+    "truncdiv": lambda a, b: int(a / b),
+    "truncmod": lambda a, b: a - b * int(a / b),
+    "min": min,
+    "max": max,
+    "<<": lambda a, b: a << b,
+    ">>": lambda a, b: a >> b,
+}
+_registration = threading.Lock()
+
+
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """One kernel of a sequence."""
+
+    kernel: str
+    """Module of jax_qla.kernels."""
+    config: Any
+    """Its Config."""
+    scalars: Mapping[str, int | float]
+    """Values of its scalar parameters."""
+    rename: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    """Names of its operands in the call, where they differ from the parameters'."""
+
+
+def launch(
+    steps: Sequence[Step], inputs: Mapping[str, jax.Array], outputs: Mapping[str, jax.ShapeDtypeStruct]
+) -> dict[str, jax.Array]:
+    """Launches kernels one after the other in one FFI call.
+
+    Args:
+        steps: the kernels, in order.
+        inputs: operands of the call by name; those that no kernel uses are left out of it.
+        outputs: shapes and dtypes of its results, workspaces included; a kernel may read what an earlier one wrote.
+
+    Returns:
+        The results by name.
+
+    Raises:
+        KernelNotFoundError: a kernel is not to be had.
+        RuntimeError: the extension is missing; or, a bug, an operand does not fit a kernel.
+    """
+    register()
+    kernels = [store.lookup(step.kernel, step.config) for step in steps]
+    used = {
+        step.rename.get(operand["name"], operand["name"])
+        for step, kernel in zip(steps, kernels, strict=True)
+        for operand in kernel.plan["operands"]
+    }
+    inputs = {name: x for name, x in inputs.items() if name in used}
+    shapes = {name: (tuple(x.shape), x.dtype.name) for name, x in (*inputs.items(), *outputs.items())}
+    buffers = {name: index for index, name in enumerate(shapes)}
+    plan = [_PLAN_VERSION, len(steps)]
+    for step, kernel in zip(steps, kernels, strict=True):
+        plan += _numbers(step, kernel.plan, shapes, buffers)
+    # Inside shard_map the results vary over every manual axis that an input does; a bare ShapeDtypeStruct would not.
+    like = max((jax.typeof(x) for x in inputs.values()), key=lambda aval: len(aval.mat.varying))
+    result_types = [like.update(shape=x.shape, dtype=x.dtype, weak_type=False) for x in outputs.values()]
+    results = jax.ffi.ffi_call(TARGET, result_types)(
+        *inputs.values(),
+        cubins=",".join(kernel.sha256 for kernel in kernels),
+        functions=",".join(kernel.plan["name"] for kernel in kernels),
+        plan=np.array(plan, np.int64),
+    )
+    return dict(zip(outputs, results, strict=True))
+
+
+@functools.cache
+def unavailable() -> str | None:
+    """Why nothing can be launched from this installation (on any machine), or None."""
+    try:
+        register()
+    except RuntimeError as error:
+        return str(error)
+    return None
+
+
+def register() -> None:
+    """Registers the extension's handler with JAX, once. Needs no GPU.
+
+    Raises:
+        RuntimeError: the extension cannot be imported.
+    """
+    with _registration:
+        _register_once()
+
+
+@functools.cache
+def _register_once() -> None:
+    try:
+        from jax_qla import _ffi
+    except ImportError as error:
+        raise RuntimeError(
+            f"the extension jax_qla._ffi cannot be imported ({error}); reinstall jax_qla with a C++ compiler or from a wheel"
+        ) from error
+    _ffi.set_cubin_directories(store.directories())
+    for name, types in _ffi.types("CUDA").items():
+        jax.ffi.register_ffi_type(name, types, platform="CUDA")
+    for name, stages in _ffi.registrations("CUDA").items():
+        jax.ffi.register_ffi_target(name, stages, platform="CUDA")
+
+
+def evaluate(expression: Any, sizes: Mapping[str, int | float]) -> int:
+    """Value of a plan's expression."""
+    if isinstance(expression, int):
+        return expression
+    if isinstance(expression, str):
+        return int(sizes[expression])
+    operator, *operands = expression
+    return int(_OPERATORS[operator](*(evaluate(operand, sizes) for operand in operands)))
+
+
+def _numbers(
+    step: Step,
+    plan: Mapping[str, Any],
+    shapes: Mapping[str, tuple[tuple[int, ...], str]],
+    buffers: Mapping[str, int],
+) -> list[int]:
+    """The part of the attribute `plan` for one kernel; ffi/plan.h says what each number is."""
+    sizes = _bind(step, plan, shapes)
+
+    def values(expressions: Any) -> list[int]:
+        return [evaluate(expression, sizes) for expression in expressions]
+
+    def buffer(operand: str) -> int:
+        return buffers[step.rename.get(operand, operand)]
+
+    numbers = [*values(plan["grid"]), *values(plan["block"]), *values(plan["cluster"])]
+    numbers += [evaluate(plan["shared"], sizes), int(plan["pdl"]), len(plan["arguments"])]
+    for argument in plan["arguments"]:
+        kind = argument["kind"]
+        if kind == "pointer":
+            numbers += [0, buffer(argument["operand"])]
+        elif kind == "scalar":
+            numbers += [1, *_scalar(argument["dtype"], argument["value"], sizes)]
+        else:
+            dims = values(argument["dims"])
+            numbers += [2, buffer(argument["operand"]), argument["dtype"], len(dims), *dims, *values(argument["strides"])]
+            numbers += [*values(argument["box"]), *values(argument["element_strides"])]
+            numbers += [argument["interleave"], argument["swizzle"], argument["l2"], argument["oob"]]
+    return numbers
+
+
+def _scalar(dtype: str, expression: Any, sizes: Mapping[str, int | float]) -> tuple[int, int]:
+    """Size in bytes and bits of a scalar argument."""
+    if dtype == "float32":
+        return 4, struct.unpack("<I", struct.pack("<f", sizes[expression]))[0]
+    size = {"int32": 4, "int64": 8}[dtype]
+    return size, evaluate(expression, sizes) & ((1 << 8 * size) - 1)
+
+
+def _bind(
+    step: Step, plan: Mapping[str, Any], shapes: Mapping[str, tuple[tuple[int, ...], str]]
+) -> dict[str, int | float]:
+    """Values of the dynamic sizes and scalar parameters."""
+    sizes: dict[str, int | float] = dict(step.scalars)
+    for operand in plan["operands"]:
+        shape, dtype = shapes[step.rename.get(operand["name"], operand["name"])]
+        expected = operand["shape"]
+        fits = dtype == operand["dtype"] and len(shape) == len(expected)
+        for size, expression in zip(shape, expected, strict=False):
+            if isinstance(expression, str):
+                fits = fits and sizes.setdefault(expression, size) == size
+            else:
+                fits = fits and size == expression
+        if not fits:
+            raise RuntimeError(
+                f"operand {operand['name']} of the kernel {step.kernel} must be {operand['dtype']}{expected} with {sizes}, got "
+                f"{dtype}{list(shape)}; this is a bug of jax_qla"
+            )
+    missing = {scalar["name"] for scalar in plan["scalars"]} - sizes.keys()
+    if missing:
+        raise RuntimeError(f"the kernel {step.kernel} needs values for {sorted(missing)}; this is a bug of jax_qla")
+    return sizes

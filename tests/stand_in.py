@@ -1,0 +1,49 @@
+"""A stand-in for `jax_qla.cuda`, for tests of what surrounds the kernels on machines that have none."""
+
+from __future__ import annotations
+
+import contextlib
+import types
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
+
+import jax
+
+from jax_qla import dispatch, xla
+
+TARGET = "jax_qla.tests.stand_in"
+"""Custom call target in programs that are lowered to the stand-in."""
+
+
+def _mark(x: jax.Array) -> jax.Array:
+    """The identity, as a custom call: present in a program lowered for CUDA, never run."""
+    mark = jax.ffi.ffi_call(TARGET, jax.ShapeDtypeStruct(x.shape, x.dtype), vmap_method="sequential")
+    return dispatch.match_varying(mark(x), x)
+
+
+def _forward(*operands: Any, with_residuals: bool, **options: Any) -> Any:
+    o, final_state, _ = xla.forward(*operands, with_residuals=False, **options)
+    v, g = operands[2], operands[3]
+    a = _mark(jax.numpy.zeros((*v.shape[:3], dispatch.CHUNK), v.dtype))
+    return _mark(o), final_state, (a, g) if with_residuals else None
+
+
+def _backward(*operands: Any, **options: Any) -> Any:
+    dq, *others = xla.backward(*operands, **options)
+    return _mark(dq), *others
+
+
+@contextlib.contextmanager
+def kernels(objection: str | None = None) -> Iterator[None]:
+    """`jax_qla.cuda` replaced by a module that takes everything, or nothing because of `objection`."""
+    module = types.ModuleType("jax_qla.cuda")
+    functions = {"forward": _forward, "backward": _backward, "why_not": lambda q, k, v: objection}
+    vars(module).update(functions)
+    with mock.patch.dict("sys.modules", {module.__name__: module}):
+        try:
+            yield
+        finally:
+            # What was traced with the stand-in must not be found by a call that means the real kernels.
+            dispatch.forward.clear_cache()
+            dispatch.backward.clear_cache()

@@ -1,0 +1,399 @@
+"""The public functions: values and gradients in every way to say where sequences lie, dtypes, and the choice made."""
+
+from __future__ import annotations
+
+import doctest
+from collections.abc import Callable, Sequence
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import stand_in
+
+import jax_qla
+import jax_qla.api
+from jax_qla.reference import recurrence
+
+KEY_DIM, VALUE_DIM, KEY_HEADS, VALUE_HEADS = 16, 8, 2, 4
+STATE = (VALUE_HEADS, KEY_DIM, VALUE_DIM)
+TOLERANCE = 2e-6
+"""Between float32 sums in different orders, relative to the whole array's norm."""
+
+def tokens(batch: int, length: int, seed: int = 0) -> tuple[np.ndarray, ...]:
+    """q, k, v, g, beta with keys that need no normalisation."""
+    random = np.random.default_rng(seed)
+    q, k = (random.standard_normal((batch, length, KEY_HEADS, KEY_DIM)) for _ in range(2))
+    k /= np.linalg.norm(k, axis=-1, keepdims=True)
+    v = random.standard_normal((batch, length, VALUE_HEADS, VALUE_DIM))
+    g = -random.exponential(size=(batch, length, VALUE_HEADS))
+    beta = random.uniform(size=(batch, length, VALUE_HEADS))
+    return tuple(x.astype(np.float32) for x in (q, k, v, g, beta))
+
+
+def states(*leading: int) -> np.ndarray:
+    return np.random.default_rng(7).standard_normal((*leading, *STATE)).astype(np.float32)
+
+
+def assert_close(actual: Any, expected: Any, tolerance: float = TOLERANCE) -> None:
+    for x, y in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
+        assert x.shape == y.shape
+        assert x.dtype == y.dtype
+        x, y = np.asarray(x, np.float64), np.asarray(y, np.float64)
+        assert np.linalg.norm(x - y) <= tolerance * max(np.linalg.norm(y), 1e-6), (
+            f"relative error {np.linalg.norm(x - y) / np.linalg.norm(y):.1e}"
+        )
+
+
+def with_gradients(function: Callable[..., Any], *operands: jax.Array, **options: Any) -> Any:
+    """Results (o, final_state or None), and gradients of a sum over both that weighs every element differently."""
+
+    def loss(*operands: jax.Array) -> Any:
+        results = function(*operands, **options)
+        weigh = lambda x: jnp.sum(jnp.sin(x) * jnp.cos(jnp.arange(x.size)).reshape(x.shape))  # noqa: E731
+        return sum(map(weigh, jax.tree.leaves(results))), results
+
+    gradients, results = jax.jit(jax.grad(loss, argnums=tuple(range(len(operands))), has_aux=True))(*operands)
+    return results, gradients
+
+
+def by_recurrence(spans: Sequence[Sequence[tuple[int, int]]], *operands: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The recurrence over the given spans of tokens of each row.
+
+    Operands are q, k, v, g, beta [B, T, ...] and the states [B, slots, Hv, K, V] before the spans; those of the results
+    are the states after them.
+    """
+    *rows, initial = operands
+    batch, length = rows[0].shape[:2]
+    slots = initial.shape[1]
+    segments = []
+    for b in range(batch):
+        segments += [(b * length + start, b * length + end) for start, end in spans[b][:slots]]
+        segments += [((b + 1) * length,) * 2] * (slots - len(spans[b]))
+    o, final = recurrence(
+        *(x.reshape(1, batch * length, *x.shape[2:]) for x in rows),
+        initial.reshape(-1, *initial.shape[2:]),
+        jnp.array(segments, jnp.int32),
+        scale=KEY_DIM**-0.5,
+    )
+    return o.reshape(rows[2].shape), final.reshape(initial.shape)
+
+
+def of_xla_and_reference(function: Callable[..., Any], expected: Callable[..., Any], *operands: jax.Array) -> None:
+    """Checks values and gradients with "xla", which is what None is here, and values with "reference"."""
+    results, gradients = with_gradients(expected, *operands)
+    assert_close(with_gradients(function, *operands, implementation=None), (results, gradients))
+    assert_close(jax.jit(partial(function, implementation="reference"))(*operands), results)
+
+
+def test_dense() -> None:
+    def function(*x: jax.Array, implementation: str | None) -> Any:
+        return jax_qla.chunk_gated_delta_rule(
+            *x[:5], initial_state=x[5], output_final_state=True, implementation=implementation
+        )
+
+    def expected(*x: jax.Array) -> Any:
+        return recurrence(*x, None, scale=KEY_DIM**-0.5)
+
+    of_xla_and_reference(function, expected, *tokens(2, 70), states(2))
+
+
+def test_cu_seqlens() -> None:
+    cu_seqlens = jnp.array([0, 65, 65, 80, 84], jnp.int32)
+
+    def function(*x: jax.Array, implementation: str | None) -> Any:
+        return jax_qla.chunk_gated_delta_rule(
+            *x[:5],
+            initial_state=x[5],
+            output_final_state=True,
+            cu_seqlens=cu_seqlens,
+            implementation=implementation,
+        )
+
+    def expected(*x: jax.Array) -> Any:
+        o, final = by_recurrence([[(0, 65), (65, 65), (65, 80), (80, 84)]], *x[:5], x[5][None])
+        return o, final[0]
+
+    of_xla_and_reference(function, expected, *tokens(1, 90), states(4))
+
+
+IDS = np.array([[1] * 3 + [2] * 66 + [0] * 3 + [2] * 8, [0] * 2 + [4] * 78], np.int32)
+SPANS = [[(0, 3), (3, 69), (72, 80)], [(2, 80)]]
+
+
+def test_segment_ids_with_states() -> None:
+    """Two slots a row: the first row's third segment becomes padding, the second row's second slot stays unused."""
+
+    def function(*x: jax.Array, implementation: str | None) -> Any:
+        return jax_qla.chunk_gated_delta_rule(
+            *x[:5],
+            initial_state=x[5],
+            output_final_state=True,
+            segment_ids=IDS,
+            max_segments=2,
+            implementation=implementation,
+        )
+
+    of_xla_and_reference(function, partial(by_recurrence, SPANS), *tokens(2, 80), states(2, 2))
+
+
+def test_segment_ids_without_states() -> None:
+    def function(*x: jax.Array, implementation: str | None) -> Any:
+        return jax_qla.chunk_gated_delta_rule(*x, segment_ids=IDS, implementation=implementation)[0]
+
+    def expected(*x: jax.Array) -> Any:
+        return by_recurrence(SPANS, *x, jnp.zeros((2, 3, *STATE)))[0]
+
+    of_xla_and_reference(function, expected, *tokens(2, 80))
+
+
+def test_segment_ids_with_max_segments_but_no_states() -> None:
+    """max_segments means the same whether or not states are asked for."""
+    operands = tokens(2, 80)
+    o, final = jax_qla.chunk_gated_delta_rule(*operands, segment_ids=IDS, max_segments=2)
+    assert final is None
+    assert_close(o, jax.jit(partial(by_recurrence, SPANS))(*operands, jnp.zeros((2, 2, *STATE)))[0])
+
+
+def test_dtypes() -> None:
+    """Narrow gates are widened, results and gradients have the dtypes of what they belong to."""
+
+    def function(*x: jax.Array) -> Any:
+        return jax_qla.chunk_gated_delta_rule(*x, output_final_state=True)
+
+    narrow = tuple(x.astype(jnp.bfloat16) for x in tokens(1, 70))
+    results, gradients = with_gradients(function, *narrow)
+    assert [x.dtype for x in (*results, *gradients)] == [jnp.bfloat16, jnp.float32, *[jnp.bfloat16] * 5]
+    wide = with_gradients(function, *narrow[:3], *(x.astype(jnp.float32) for x in narrow[3:]))
+    assert_close(results, wide[0], 0)
+    assert_close(gradients, tuple(x.astype(jnp.bfloat16) for x in wide[1]), 0)
+
+    half = [jax.ShapeDtypeStruct(x.shape, jnp.float16) for x in narrow]
+    assert [x.dtype for x in jax.eval_shape(function, *half)] == [jnp.float16, jnp.float32]
+
+
+def test_l2norm_and_scale() -> None:
+    q, k, v, g, beta = tokens(1, 70)
+    k = 3 * k
+
+    def in_kernel(*x: jax.Array) -> Any:
+        return jax_qla.chunk_gated_delta_rule(*x, scale=0.3, use_qk_l2norm_in_kernel=True)[0]
+
+    def before(q: jax.Array, k: jax.Array, *others: jax.Array) -> Any:
+        q, k = (x / jnp.sqrt(jnp.sum(x**2, axis=-1, keepdims=True) + 1e-6) for x in (q, k))
+        return jax_qla.chunk_gated_delta_rule(0.3 * q, k, *others, scale=1.0, implementation="reference")[0]
+
+    assert_close(with_gradients(in_kernel, q, k, v, g, beta), with_gradients(before, q, k, v, g, beta))
+    default = jax_qla.chunk_gated_delta_rule(q, k / 3, v, g, beta)[0]
+    assert_close(default, jax_qla.chunk_gated_delta_rule(q, k / 3, v, g, beta, scale=KEY_DIM**-0.5)[0], 0)
+
+
+@pytest.mark.parametrize("implementation", ["xla", "reference"])
+@pytest.mark.parametrize(
+    ("batch", "length", "sequences"), [(2, 0, None), (0, 5, None), (1, 5, 0), (1, 0, 2)], ids=str
+)
+def test_nothing(implementation: str, batch: int, length: int, sequences: int | None) -> None:
+    """No tokens, no rows or no sequences: o is zero and every state stays what it was."""
+    cu_seqlens = None if sequences is None else jnp.zeros((sequences + 1,), jnp.int32)
+    initial = states(batch if sequences is None else sequences)
+
+    def function(*x: jax.Array) -> Any:
+        return jax_qla.chunk_gated_delta_rule(
+            *x[:5],
+            initial_state=x[5],
+            output_final_state=True,
+            cu_seqlens=cu_seqlens,
+            implementation=implementation,
+        )
+
+    operands = (*tokens(batch, length), initial)
+    (o, final), vjp = jax.vjp(function, *operands)
+    assert_close(o, jnp.zeros((batch, length, VALUE_HEADS, VALUE_DIM)), 0)
+    assert_close(final, initial, 0)
+    *gradients, d_initial = vjp((o, 2 * final))
+    assert_close(gradients, [jnp.zeros_like(x) for x in operands[:5]], 0)
+    assert_close(d_initial, 2 * initial, 0)
+    zero = jax_qla.chunk_gated_delta_rule(
+        *operands[:5], output_final_state=True, cu_seqlens=cu_seqlens, implementation=implementation
+    )[1]
+    assert_close(zero, jnp.zeros_like(initial), 0)
+
+
+def test_numpy_operands() -> None:
+    operands = tokens(1, 5)
+    expected = jax_qla.chunk_gated_delta_rule(*map(jnp.asarray, operands))
+    assert_close(jax_qla.chunk_gated_delta_rule(*operands), expected, 0)
+
+
+def test_both_halves() -> None:
+    """They are what the derivative of the whole is made of."""
+    operands = (*tokens(1, 70), states(2))
+    packed = {"cu_seqlens": jnp.array([0, 20, 70], jnp.int32), "scale": 0.5}
+
+    @jax.jit
+    def whole(*x: jax.Array) -> Any:
+        results, vjp = jax.vjp(
+            lambda *x: jax_qla.chunk_gated_delta_rule(*x[:5], initial_state=x[5], output_final_state=True, **packed), *x
+        )
+        return results, vjp(results)
+
+    @jax.jit
+    def halves(*x: jax.Array) -> Any:
+        state = {"initial_state": x[5]}
+        *results, residuals = jax_qla.chunk_gated_delta_rule_fwd(*x[:5], **state, output_final_state=True, **packed)
+        return tuple(results), jax_qla.chunk_gated_delta_rule_bwd(*x[:5], residuals, *results, **state, **packed)
+
+    assert_close(halves(*operands), whole(*operands), 0)
+
+
+def test_recurrent_continues() -> None:
+    """Prefill by chunks, then token by token, gives what one pass gives; and so do gradients."""
+    operands = tokens(2, 70)
+    whole, last = jax_qla.chunk_gated_delta_rule(*operands, output_final_state=True, use_qk_l2norm_in_kernel=True)
+    o, state = jax_qla.chunk_gated_delta_rule(
+        *(x[:, :67] for x in operands), output_final_state=True, use_qk_l2norm_in_kernel=True
+    )
+    outputs = [o]
+    for t in range(67, 70):
+        o, state = jax_qla.recurrent_gated_delta_rule(
+            *(x[:, t : t + 1] for x in operands),
+            initial_state=state,
+            output_final_state=True,
+            use_qk_l2norm_in_kernel=True,
+        )
+        outputs.append(o)
+    assert_close((jnp.concatenate(outputs, axis=1), state), (whole, last))
+    assert jax_qla.recurrent_gated_delta_rule(*operands)[1] is None
+
+    packed = {"cu_seqlens": jnp.array([0, 2, 5], jnp.int32), "output_final_state": True}
+    few = tokens(1, 5)
+    recurrent = with_gradients(lambda *x: jax_qla.recurrent_gated_delta_rule(*x, **packed), *few)
+    assert_close(recurrent, with_gradients(lambda *x: jax_qla.chunk_gated_delta_rule(*x, **packed), *few))
+
+
+def test_precision() -> None:
+    """It reaches the matrix products of "xla"."""
+    operands = tokens(1, 5)
+
+    def products(precision: str | None) -> str:
+        return str(jax.make_jaxpr(lambda *x: jax_qla.chunk_gated_delta_rule(*x, precision=precision))(*operands))
+
+    assert "Precision.HIGHEST" in products(None)
+    assert "Precision.HIGHEST" not in products("default")
+
+
+def test_reference_in_float64() -> None:
+    with jax.enable_x64(True):
+        operands = tuple(x.astype(jnp.float64) for x in tokens(1, 5))
+        o, final = jax_qla.chunk_gated_delta_rule(*operands, output_final_state=True, implementation="reference")
+    assert final is not None
+    assert (o.dtype, final.dtype) == (jnp.float64, jnp.float64)
+
+
+# The choice
+
+
+def on_hopper(capability: str = "9.0") -> Any:
+    """JAX believes that this process has a CUDA device (of compute capability `capability`)."""
+    device = SimpleNamespace(platform="gpu", device_kind="NVIDIA Test", compute_capability=capability)
+    return mock.patch.multiple(jax, local_devices=lambda **_: [device], default_backend=lambda: "gpu")
+
+
+SHAPES = tuple(jax.ShapeDtypeStruct((1, 5, *shape), jnp.float32) for shape in ((2, 16), (2, 16), (4, 8), (4,), (4,)))
+
+
+def test_choice_on_cpu() -> None:
+    with stand_in.kernels():
+        for operands in (SHAPES, tuple(map(jnp.asarray, tokens(1, 5)))):
+            name, reason = jax_qla.which_implementation(*operands)
+            assert name == "xla"
+            assert reason == "'cuda' was passed over: the kernels of 'cuda' run on NVIDIA Hopper GPUs only"
+        assert jax_qla.which_implementation(*SHAPES, implementation="xla") == ("xla", "it was asked for")
+        assert jax_qla.which_implementation(*SHAPES, implementation=["reference", "xla"]).name == "reference"
+        assert jax_qla.which_implementation(*SHAPES, implementation=("cuda", "reference")).name == "reference"
+        with pytest.raises(NotImplementedError, match="'cuda' was asked for, but the program is not lowered for CUDA"):
+            jax_qla.which_implementation(*SHAPES, implementation="cuda")
+
+
+def test_choice_on_hopper() -> None:
+    with stand_in.kernels(), on_hopper():
+        assert jax_qla.which_implementation(*SHAPES) == ("cuda", "its kernels can take these inputs")
+        assert jax_qla.which_implementation(*SHAPES, implementation="cuda") == ("cuda", "it was asked for")
+        assert jax_qla.which_implementation(*SHAPES, implementation=("xla", "cuda")).name == "xla"
+        assert jax_qla.which_implementation(*SHAPES, precision="high") == (
+            "xla",
+            "'cuda' was passed over: precision is an option of 'xla' only, got precision='high'",
+        )
+        # An array says by its device where it will be computed.
+        assert jax_qla.which_implementation(*map(jnp.asarray, tokens(1, 5))).name == "xla"
+
+
+def test_choice_where_the_kernels_do_not_fit() -> None:
+    objection = "K must be 64 or 128, got 16"
+    with stand_in.kernels(objection), on_hopper():
+        assert jax_qla.which_implementation(*SHAPES) == ("xla", f"'cuda' was passed over: {objection}")
+        with pytest.raises(NotImplementedError, match=f"implementation='cuda' cannot take these inputs: {objection}"):
+            jax_qla.which_implementation(*SHAPES, implementation="cuda")
+
+
+def test_choice_on_another_card() -> None:
+    with stand_in.kernels(), on_hopper("8.0"):
+        name, reason = jax_qla.which_implementation(*SHAPES)
+        assert name == "xla"
+        assert "NVIDIA Test (compute capability 8.0)" in reason
+        # By name alone it is obeyed: the program may be meant for another machine, and the extension refuses the card.
+        assert jax_qla.which_implementation(*SHAPES, implementation="cuda").name == "cuda"
+
+
+def test_choice_without_the_extension() -> None:
+    with mock.patch.dict("sys.modules", {"jax_qla.cuda": None}), on_hopper():
+        name, reason = jax_qla.which_implementation(*SHAPES)
+        assert name == "xla"
+        assert "its modules cannot be imported" in reason
+
+
+def lowered(platforms: Sequence[str], gradient: bool = False, **options: Any) -> str:
+    """The module of a program on SHAPES that is exported for the platforms."""
+
+    def function(*x: jax.Array) -> Any:
+        return jax_qla.chunk_gated_delta_rule(*x, **options)[0]
+
+    program = jax.grad(lambda *x: jnp.sum(function(*x))) if gradient else function
+    allowed = [jax.export.DisabledSafetyCheck.custom_call(stand_in.TARGET)]
+    return jax.export.export(jax.jit(program), platforms=platforms, disabled_checks=allowed)(*SHAPES).mlir_module()
+
+
+@pytest.mark.parametrize("gradient", [False, True])
+def test_lowering_by_platform(gradient: bool) -> None:
+    with stand_in.kernels():
+        assert stand_in.TARGET in lowered(["cuda"], gradient)
+        assert stand_in.TARGET not in lowered(["cpu"], gradient)
+        assert stand_in.TARGET in lowered(["cpu", "cuda"], gradient)
+        assert stand_in.TARGET in lowered(["cuda"], gradient, implementation="cuda")
+        assert stand_in.TARGET not in lowered(["cuda"], gradient, implementation="xla")
+        assert stand_in.TARGET in lowered(["cuda"], gradient, implementation=("cuda", "reference"))
+        for platforms in (["cpu"], ["tpu"], ["cpu", "cuda"]):
+            with pytest.raises(NotImplementedError, match="'cuda' was asked for, but the program is not lowered for"):
+                lowered(platforms, gradient, implementation="cuda")
+        with pytest.raises(NotImplementedError, match="'cuda' was asked for, but the program is not lowered for CUDA"):
+            jax_qla.chunk_gated_delta_rule(*tokens(1, 5), implementation="cuda")
+
+
+def test_sequence_of_names_computes() -> None:
+    """Kernels where they run, else the reference, with all that JAX can do to it."""
+    operands = tokens(1, 5)
+    with stand_in.kernels():
+        function = lambda *x: jax_qla.chunk_gated_delta_rule(*x, implementation=("cuda", "reference"))[0]  # noqa: E731
+        actual = jax.jit(lambda *x: jax.jvp(function, x, x))(*operands)
+    expected = lambda *x: jax_qla.chunk_gated_delta_rule(*x, implementation="reference")[0]  # noqa: E731
+    assert_close(actual, jax.jvp(expected, operands, operands))
+
+
+def test_examples_in_docstrings() -> None:
+    failed, tried = doctest.testmod(jax_qla.api)
+    assert not failed
+    assert tried

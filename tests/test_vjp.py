@@ -1,0 +1,204 @@
+"""What the derivative saves, what it recomputes, what it is told, and what is refused."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import stand_in
+from jax.ad_checkpoint import checkpoint_policies
+from test_api import assert_close, states, tokens
+
+import jax_qla
+from jax_qla import dispatch, xla
+
+OPERANDS = (*tokens(1, 5), states(1))
+
+
+def both(*x: jax.Array, implementation: Any = None) -> tuple[jax.Array, jax.Array]:
+    o, final_state = jax_qla.chunk_gated_delta_rule(
+        *x[:5], initial_state=x[5], output_final_state=True, implementation=implementation
+    )
+    assert final_state is not None
+    return o, final_state
+
+
+def loss(*x: jax.Array, implementation: Any = None) -> jax.Array:
+    o, final_state = both(*x, implementation=implementation)
+    return jnp.sum(jnp.sin(o)) + jnp.sum(jnp.sin(final_state))
+
+
+def calls(function: Callable[..., Any], *operands: Any) -> Counter[str]:
+    """How often the traced function calls `dispatch.forward` and `dispatch.backward`."""
+    found: Counter[str] = Counter()
+
+    def count(jaxpr: Any) -> None:
+        for equation in jaxpr.eqns:
+            name = equation.params.get("name")
+            if equation.primitive.name in ("jit", "pjit") and name in ("forward", "backward"):
+                found[name] += 1
+            elif not equation.primitive.name.startswith("custom_vjp"):
+                for inner in jax.tree.leaves(equation.params, is_leaf=lambda x: hasattr(x, "eqns")):
+                    inner = getattr(inner, "jaxpr", inner)
+                    if hasattr(inner, "eqns"):
+                        count(inner)
+
+    count(jax.make_jaxpr(function)(*operands).jaxpr)
+    return found
+
+
+# What is saved
+
+
+def saved(*operands: jax.Array) -> list[Any]:
+    """Shapes and dtypes of what is kept between forward and backward."""
+    kept = jax.eval_shape(lambda *x: jax.vjp(both, *x)[1], *operands)
+    return [(x.shape, x.dtype) for x in jax.tree.leaves(kept)]
+
+
+def test_operands_are_saved_and_residuals_only_for_the_kernels() -> None:
+    q, k, v, g, beta, initial_state = OPERANDS
+    operands = [(x.shape, x.dtype) for x in (q, k, v, g, beta, initial_state)]
+    assert Counter(saved(*OPERANDS)) == Counter(operands)
+    with stand_in.kernels():
+        residuals = [((1, 5, 4, 64), v.dtype), ((1, 5, 4), g.dtype)]
+        assert Counter(saved(*OPERANDS)) == Counter(operands + residuals)
+
+
+def test_gradient_is_one_forward_and_one_backward() -> None:
+    assert calls(loss, *OPERANDS) == {}  # inside the custom_vjp
+    assert calls(jax.grad(loss), *OPERANDS) == {"forward": 1, "backward": 1}
+
+
+@pytest.mark.parametrize("kernels", [False, True])
+def test_named_results_spare_the_second_forward(kernels: bool) -> None:
+    def forwards(policy: Any) -> Counter[str]:
+        # A function of its own each time: jax.checkpoint remembers what it has traced.
+        function = jax.checkpoint(lambda *x: loss(*x), policy=policy)
+        return calls(jax.grad(function), *OPERANDS)
+
+    names = jax_qla.CHECKPOINT_NAMES
+    assert names == (*jax_qla.RESIDUAL_NAMES, *jax_qla.RESULT_NAMES)
+    with stand_in.kernels() if kernels else mock.MagicMock():
+        assert forwards(checkpoint_policies.nothing_saveable) == {"forward": 2, "backward": 1}
+        assert forwards(checkpoint_policies.save_only_these_names(*names)) == {"forward": 1, "backward": 1}
+        # Whoever does not need the results again need not save them.
+        results_only = checkpoint_policies.save_only_these_names(*jax_qla.RESULT_NAMES)
+        assert forwards(results_only) == {"forward": 2 if kernels else 1, "backward": 1}
+
+
+# What the backward is told
+
+
+def cotangents_given(function: Callable[..., Any]) -> list[tuple[bool, bool]]:
+    """For each traced call of the backward, whether it got do and d_final_state."""
+    given = []
+    backward = xla.backward
+
+    def spy(*operands: Any, **options: Any) -> Any:
+        given.append((operands[8] is not None, operands[9] is not None))
+        return backward(*operands, **options)
+
+    dispatch.backward.clear_cache()
+    with mock.patch.object(xla, "backward", spy):
+        jax.make_jaxpr(jax.grad(function, argnums=tuple(range(6))))(*OPERANDS)
+    dispatch.backward.clear_cache()
+    return given
+
+
+def test_unused_results_have_no_cotangent() -> None:
+    assert cotangents_given(loss) == [(True, True)]
+    assert cotangents_given(lambda *x: jnp.sum(both(*x)[0])) == [(True, False)]
+    assert cotangents_given(lambda *x: jnp.sum(both(*x)[1])) == [(False, True)]
+    assert cotangents_given(lambda *x: jnp.sum(jax.lax.stop_gradient(both(*x)[0]))) == []
+    without_final_state = lambda *x: jnp.sum(jax_qla.chunk_gated_delta_rule(*x[:5])[0])  # noqa: E731
+    assert cotangents_given(without_final_state) == [(True, False)]
+
+
+@pytest.mark.parametrize("result", [0, 1])
+def test_gradient_of_one_result(result: int) -> None:
+    def of(implementation: str) -> Any:
+        function = lambda *x: jnp.sum(jnp.sin(both(*x, implementation=implementation)[result]))  # noqa: E731
+        return jax.jit(jax.grad(function, argnums=tuple(range(6))))(*OPERANDS)
+
+    assert_close(of("xla"), of("reference"))
+
+
+# What is refused
+
+SENTENCE = 'for jvp and second derivatives use implementation="reference"'
+
+
+def _jvp(f: Any, x: Any) -> Any:
+    return jax.jvp(f, (x,), (x,))
+
+
+def _in_scan(f: Any) -> Any:
+    return lambda x: jax.lax.scan(lambda carry, _: (carry + f(carry), None), x, None, 2)[0].sum()
+
+
+REFUSED: dict[str, Callable[[Any, Any], Any]] = {
+    "jvp": _jvp,
+    "jvp in jit": lambda f, x: jax.jit(partial(_jvp, f))(x),
+    "jvp of jit": lambda f, x: _jvp(jax.jit(f), x),
+    "jvp of scan": lambda f, x: _jvp(_in_scan(f), x),
+    "jvp of checkpoint": lambda f, x: _jvp(jax.checkpoint(f), x),
+    "jvp of vmap": lambda f, x: _jvp(jax.vmap(f), jnp.stack([x, x])),
+    "vmap of jvp": lambda f, x: jax.vmap(partial(_jvp, f))(jnp.stack([x, x])),
+    "linearize": lambda f, x: jax.linearize(f, x)[1](x),
+    "jacfwd": lambda f, x: jax.jacfwd(f)(x),
+    "grad of grad": lambda f, x: jax.grad(lambda x: jnp.sum(jax.grad(f)(x)))(x),
+    "grad of grad in jit": lambda f, x: jax.jit(jax.grad(lambda x: jnp.sum(jax.grad(f)(x))))(x),
+    "grad of jit of grad": lambda f, x: jax.grad(lambda x: jnp.sum(jax.jit(jax.grad(f))(x)))(x),
+    "jvp of grad": lambda f, x: _jvp(jax.grad(f), x),
+    "jvp of grad of scan": lambda f, x: _jvp(jax.grad(_in_scan(f)), x),
+    "hessian": lambda f, x: jax.hessian(f)(x),
+    "grad of jvp": lambda f, x: jax.grad(lambda x: jnp.sum(_jvp(f, x)[1]))(x),
+}
+
+
+@pytest.mark.parametrize("derivative", REFUSED.values(), ids=REFUSED.keys())
+@pytest.mark.parametrize("operand", [0, 5], ids=["q", "initial_state"])
+def test_refused_with_what_to_do(derivative: Callable[..., Any], operand: int) -> None:
+    def function(x: jax.Array) -> jax.Array:
+        return loss(*OPERANDS[:operand], x, *OPERANDS[operand + 1 :])
+
+    with pytest.raises(NotImplementedError, match=SENTENCE):
+        derivative(function, OPERANDS[operand])
+
+
+def test_refused_for_the_halves() -> None:
+    def forward(q: jax.Array) -> Any:
+        return jax_qla.chunk_gated_delta_rule_fwd(q, *OPERANDS[1:5])[0]
+
+    with pytest.raises(NotImplementedError, match=SENTENCE):
+        jax.grad(lambda q: jnp.sum(forward(q)))(OPERANDS[0])
+
+
+def test_reference_has_every_derivative() -> None:
+    """jvp and vjp are transposes of each other, and so is the Hessian symmetric."""
+    function = partial(loss, implementation="reference")
+    random = np.random.default_rng(0)
+    x, y = (tuple(jnp.asarray(random.standard_normal(a.shape), a.dtype) for a in OPERANDS) for _ in range(2))
+
+    def dot(a: Any, b: Any) -> jax.Array:
+        return sum(map(jnp.vdot, a, b), jnp.zeros(()))
+
+    @jax.jit
+    def both_ways() -> Any:
+        gradient = jax.grad(function, argnums=tuple(range(6)))
+        forward = jax.jvp(function, OPERANDS, x)[1]
+        value, hessian_x = jax.jvp(gradient, OPERANDS, x)
+        _, hessian_y = jax.jvp(gradient, OPERANDS, y)
+        return forward, dot(value, x), dot(hessian_x, y), dot(hessian_y, x)
+
+    forward, reverse, one, other = both_ways()
+    np.testing.assert_allclose(forward, reverse, rtol=1e-4)
+    np.testing.assert_allclose(one, other, rtol=1e-3)
