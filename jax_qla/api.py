@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from jax_qla import dispatch, reference, vjp
 from jax_qla.checks import Checked, check, check_gradient
 from jax_qla.implementations import Choice, choose
-from jax_qla.segments import gates_with_resets, segments_from_cu_seqlens, segments_from_segment_ids
+from jax_qla.segments import CHUNK, gates_with_resets, segments_from_cu_seqlens, segments_from_segment_ids
 
 
 class Implementation(NamedTuple):
@@ -331,7 +331,7 @@ def chunk_gated_delta_rule_bwd(
             raise TypeError(
                 f"residuals must be what chunk_gated_delta_rule_fwd returned, got {type(residuals).__name__}"
             )
-        check_gradient("residuals[0]", residuals[0], (*v.shape[:3], dispatch.CHUNK), v.dtype, "[B, T, Hv, 64]")
+        check_gradient("residuals[0]", residuals[0], (*v.shape[:3], CHUNK), v.dtype, "[B, T, Hv, 64]")
         check_gradient("residuals[1]", residuals[1], tuple(g.shape), jnp.float32, "that of g")
     elif choice.on_cuda == "cuda":
         raise ValueError(

@@ -2,7 +2,7 @@
 
 Forward is two kernels in one FFI call (prepare, forward), backward three (states, state_gradients, gradients). All of them
 work on flat token arrays, dense batches included: a dense batch is a packed one whose tables are constants. Intermediate
-results (h, dh, Vd) are results of the call that are dropped here.
+results (h, dh, decay_dot, Vd) are results of the call that are dropped here.
 
 Memory of the backward besides its operands and results, in elements of v's dtype: h and dh, ceil(T / 64) * Hv * K * V each,
 and Vd, as v. dX lives in dv until the gradients kernel scales it there.
@@ -120,6 +120,7 @@ def backward(
             "vd": flat_shape["v"],
             "h": chunk_states,
             "dh": chunk_states,
+            "decay_dot": jax.ShapeDtypeStruct((call.slots, value_heads, call.value_tiles), jnp.float32),
         },
     )
     dq, dk, dv, dg, dbeta = (call.unflat(results[name]) for name in ("dq", "dk", "dv", "dg", "dbeta"))
@@ -140,6 +141,8 @@ class _Call:
         else:
             segments_, chunks = segments, tables.chunk_table(segments, self.tokens)
         self.sequences, self.slots = segments_.shape[0], chunks.shape[0]
+        self.value_tile = value_tile(self.sequences * self.value_heads, self.value_dim)
+        self.value_tiles = self.value_dim // self.value_tile
         self.tables = {"segments": jnp.asarray(segments_), "chunks": jnp.asarray(chunks)}
 
     def flat(self, **arrays: jax.Array) -> dict[str, jax.Array]:
@@ -165,7 +168,7 @@ class _Call:
             "key_dim": self.key_dim,
             "value_dim": self.value_dim,
             "dtype": self.dtype,
-            "value_tile": value_tile(self.sequences * self.value_heads, self.value_dim),
+            "value_tile": self.value_tile,
         }
         config = kernel.Config(**{field.name: sizes[field.name] for field in dataclasses.fields(kernel.Config)})
         scalars["ratio"] = self.value_heads // self.key_heads

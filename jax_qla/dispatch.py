@@ -15,9 +15,7 @@ import jax.numpy as jnp
 
 from jax_qla.implementations import Choice, load
 from jax_qla.refusal import refuse
-
-CHUNK = 64
-"""Rows of a chunk, and the width of the residual a."""
+from jax_qla.segments import CHUNK
 
 _Tree = TypeVar("_Tree")
 

@@ -1,25 +1,29 @@
 """Where a kernel's cubin and launch plan come from: the package, the user's cache, or a build here and now.
 
-A folder of kernels holds `<sha256>.cubin` files, named by their content, and `manifest.json`, whose entries are found by a
-key: the hash of the kernel's name, its configuration and its source (the kernel's own file and what all kernels share).
-A kernel whose source has changed is therefore not found, rather than found old. The extension reads the cubins themselves
-and checks their sha256 before the driver sees them.
+A cubin is a file `<sha256>.cubin`, named by its content; the extension checks that before the driver sees it. An entry
+says which cubin and which launch plan a kernel has, and which compilers made them. It is found by a key: the hash of the
+kernel's name, its configuration and its source (the kernel's own file and what all kernels are built with). A kernel whose
+source has changed is therefore not found, rather than found old.
 
-The user's cache is $JAX_QLA_CACHE or ~/.cache/jax_qla. It is trusted only if it belongs to the user and nobody else can
-write or read it (mode 0700), since code is loaded from it.
+The package keeps its entries in one `manifest.json`, whose sha256 is compiled into the extension of a wheel. The user's
+cache, $JAX_QLA_CACHE or ~/.cache/jax_qla, has one file for each, so that processes need not share a manifest. It is
+trusted only if it belongs to the user and nobody else can write or read it (mode 0700), since code is loaded from it.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import hashlib
+import importlib.metadata
 import importlib.util
 import json
 import os
 import stat
 import sys
 import tempfile
+import threading
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -29,6 +33,7 @@ PACKAGED_DIRECTORY = Path(__file__).parent / "cubins"
 
 _KERNELS = Path(__file__).parent / "kernels"
 _SHARED_SOURCES = ("common.py", "plan.py", "toolchain.py", "build.py")
+_PACKAGED_MODE, _CACHE_MODE = 0o644, 0o600
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,9 +52,16 @@ class KernelNotFoundError(RuntimeError):
     """A kernel is neither packaged nor cached and cannot be built here."""
 
 
-@functools.cache
+class ManifestError(RuntimeError):
+    """The package's manifest cannot be read or is not the one that the extension was built with."""
+
+
+_found: dict[tuple[str, Any], Kernel] = {}
+_building = threading.Lock()
+
+
 def lookup(name: str, config: Any) -> Kernel:
-    """The cubin and launch plan of a kernel.
+    """The cubin and launch plan of a kernel, built if need be.
 
     Args:
         name: module of jax_qla.kernels.
@@ -57,17 +69,35 @@ def lookup(name: str, config: Any) -> Kernel:
 
     Raises:
         KernelNotFoundError: it is nowhere and cannot be built; the message says what is missing.
+        ManifestError: the package's manifest is damaged or not the wheel's.
         PermissionError: the user's cache is not the user's alone.
     """
-    wanted = key(name, config)
-    if entry := read_manifest(PACKAGED_DIRECTORY).get(wanted):
-        return Kernel(entry["sha256"], entry["plan"], "packaged")
-    cache = cache_directory()
-    if cache.exists():
-        _check_trust(cache)
-        if entry := _read_cached(cache, wanted):
-            return Kernel(entry["sha256"], entry["plan"], "cache")
-    return _build(name, config, cache)
+    if kernel := _find(name, config):
+        return kernel
+    with _building:
+        return _find(name, config) or _build(name, config)
+
+
+def why_not_at_hand(name: str, config: Any) -> str | None:
+    """Why a kernel would have to be built before it is used, or None if it is there; builds nothing and never raises."""
+    try:
+        return None if _find(name, config) else "run python -m jax_qla.kernels.build"
+    except (ManifestError, OSError) as error:
+        return str(error)
+
+
+@functools.cache
+def why_not_buildable() -> str | None:
+    """What a build lacks on this machine, or None if kernels can be built here."""
+    if importlib.util.find_spec("tilelang") is None:
+        return "TileLang is not installed; install a wheel of jax_qla, which has all kernels, or jax_qla[kernels]"
+    from jax_qla.kernels import toolchain
+
+    try:
+        toolchain.find_nvcc()
+    except FileNotFoundError as error:
+        return str(error)
+    return None
 
 
 def directories() -> list[str]:
@@ -80,6 +110,7 @@ def cache_directory() -> Path:
     return Path(os.environ.get("JAX_QLA_CACHE") or Path.home() / ".cache" / "jax_qla")
 
 
+@functools.cache
 def key(name: str, config: Any) -> str:
     """Identifies a kernel: name, configuration and source."""
     text = json.dumps([name, config_fields(config), source_hash(name)], sort_keys=True)
@@ -100,71 +131,170 @@ def source_hash(name: str) -> str:
     return digest.hexdigest()
 
 
-def read_manifest(directory: Path) -> dict[str, Any]:
-    """Entries of a folder by key; empty if it has no manifest."""
+def vouched_manifest() -> str:
+    """sha256 of the manifest that the extension was built with; "" if it vouches for none (an editable installation)."""
     try:
-        text = (directory / "manifest.json").read_text()
-    except FileNotFoundError:
-        return {}
-    return json.loads(text)["kernels"]
+        from jax_qla import _ffi
+    except ImportError:  # Nothing can be launched then, and jax_qla.launch says so.
+        return ""
+    return _ffi.build_info()["manifest_sha256"]
+
+
+def read_manifest(directory: Path) -> Mapping[str, Any]:
+    """Entries of a folder by key; empty if it has no manifest.
+
+    Raises:
+        ManifestError: it cannot be read.
+    """
+    return _read_manifest(directory, "")
 
 
 def write_manifest(directory: Path, entries: Mapping[str, Any], *, keep_others: bool = False) -> None:
-    """Writes a folder's manifest, atomically; cubins that no entry names are removed."""
-    kernels = dict(sorted(((read_manifest(directory) if keep_others else {}) | dict(entries)).items()))
-    _write_atomically(directory / "manifest.json", json.dumps({"kernels": kernels}, indent=1).encode())
+    """Writes a folder's manifest, atomically; cubins that no entry names are removed.
+
+    Args:
+        directory: the folder.
+        entries: entries by key.
+        keep_others: keep the entries of other kernels and configurations.
+    """
+    kernels = dict(entries)
+    if keep_others:
+        new = [(entry["kernel"], entry["config"]) for entry in entries.values()]
+        others = read_manifest(directory).items()
+        kernels |= {key: entry for key, entry in others if (entry["kernel"], entry["config"]) not in new}
+    content = json.dumps({"kernels": dict(sorted(kernels.items()))}, indent=1)
+    _write_atomically(directory / "manifest.json", content.encode(), _PACKAGED_MODE)
     named = {entry["sha256"] for entry in kernels.values()}
     for file in directory.glob("*.cubin"):
         if file.stem not in named:
             file.unlink(missing_ok=True)
 
 
-def write_cubin(directory: Path, cubin: bytes) -> None:
-    """Writes a cubin under its sha256, atomically."""
-    _write_atomically(directory / f"{hashlib.sha256(cubin).hexdigest()}.cubin", cubin)
+def write_cubin(directory: Path, cubin: bytes, *, mode: int = _PACKAGED_MODE) -> None:
+    """Writes a cubin under its sha256, atomically; by default everybody can read it."""
+    _write_atomically(_cubin(directory, hashlib.sha256(cubin).hexdigest()), cubin, mode)
 
 
-def _read_cached(cache: Path, wanted: str) -> dict[str, Any] | None:
-    """The cache has one file for every entry, so that processes need not share a manifest."""
-    try:
-        entry = json.loads((cache / f"{wanted}.json").read_text())
-    except (FileNotFoundError, json.JSONDecodeError):
+def _find(name: str, config: Any) -> Kernel | None:
+    """A kernel that is packaged or cached. What was found once is remembered, what was not is looked for again."""
+    kernel = _found.get((name, config))
+    if kernel is None:
+        kernel = _find_packaged(name, config) or _find_cached(name, config)
+        if kernel is not None:
+            _found[name, config] = kernel
+    return kernel
+
+
+def _find_packaged(name: str, config: Any) -> Kernel | None:
+    entry = _packaged_manifest().get(key(name, config))
+    if entry is None or not _cubin(PACKAGED_DIRECTORY, entry["sha256"]).is_file():
         return None
-    return entry if (cache / f"{entry['sha256']}.cubin").exists() else None
+    return Kernel(entry["sha256"], entry["plan"], "packaged")
 
 
-def _build(name: str, config: Any, cache: Path) -> Kernel:
+def _find_cached(name: str, config: Any) -> Kernel | None:
+    """A kernel of the cache, unless its files are damaged or the compilers have changed: then it is built anew."""
+    cache = cache_directory()
+    if not cache.exists():
+        return None
+    _check_trust(cache)
+    try:
+        entry = json.loads((cache / f"{key(name, config)}.json").read_bytes())
+        kernel = Kernel(entry["sha256"], entry["plan"], "cache")
+        cubin = _cubin(cache, kernel.sha256).read_bytes()
+        tilelang = entry["versions"]["tilelang"]
+    except (FileNotFoundError, ValueError, LookupError, TypeError):
+        return None
+    if hashlib.sha256(cubin).hexdigest() != kernel.sha256:
+        return None
+    if why_not_buildable() is None and tilelang != importlib.metadata.version("tilelang"):
+        return None
+    return kernel
+
+
+def _build(name: str, config: Any) -> Kernel:
+    cache = cache_directory()
     settings = ", ".join(f"{field}={value}" for field, value in config_fields(config).items())
     missing = f"the kernel {name}({settings}) is neither in {PACKAGED_DIRECTORY} nor in {cache}, and cannot be built here"
-    if importlib.util.find_spec("tilelang") is None:
+    if reason := why_not_buildable():
+        raise KernelNotFoundError(f"{missing}: {reason}")
+    try:
+        cache.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as error:
         raise KernelNotFoundError(
-            f"{missing}: TileLang is not installed; install a wheel of jax_qla, which has all kernels, or jax_qla[kernels]"
-        )
+            f"{missing}: the cache cannot be made ({error}); set JAX_QLA_CACHE to another folder"
+        ) from error
+    _check_trust(cache)
     from jax_qla.kernels.build import build  # the compilers are imported only where they are used
 
     print(f"jax_qla: building the kernel {name}({settings}) into {cache}", file=sys.stderr, flush=True)
     try:
         cubin, entry, _ = build(name, config)
-    except (ImportError, FileNotFoundError) as error:
+    except ImportError as error:
         raise KernelNotFoundError(f"{missing}: {error}") from error
-    cache.mkdir(mode=0o700, parents=True, exist_ok=True)
-    _check_trust(cache)
-    write_cubin(cache, cubin)
-    _write_atomically(cache / f"{key(name, config)}.json", json.dumps(entry).encode())
-    return Kernel(entry["sha256"], entry["plan"], "built")
+    write_cubin(cache, cubin, mode=_CACHE_MODE)
+    _write_atomically(cache / f"{key(name, config)}.json", json.dumps(entry).encode(), _CACHE_MODE)
+    kernel = _found[name, config] = Kernel(entry["sha256"], entry["plan"], "built")
+    return kernel
+
+
+def _packaged_manifest() -> Mapping[str, Any]:
+    return _read_manifest(PACKAGED_DIRECTORY, vouched_manifest())
+
+
+def _read_manifest(directory: Path, vouched: str) -> Mapping[str, Any]:
+    path = directory / "manifest.json"
+    try:
+        status = path.stat()
+    except FileNotFoundError:
+        if vouched:
+            raise ManifestError(f"{path}, which belongs to this wheel of jax_qla, is missing; reinstall jax_qla") from None
+        return {}
+    return _parse_manifest(path, vouched, status.st_mtime_ns, status.st_size)
+
+
+@functools.lru_cache(maxsize=4)
+def _parse_manifest(path: Path, vouched: str, time: int, size: int) -> Mapping[str, Any]:
+    """The entries of a manifest; `time` and `size` make sure that one which was written anew is read anew."""
+    content = path.read_bytes()
+    found = hashlib.sha256(content).hexdigest()
+    if vouched and found != vouched:
+        raise ManifestError(
+            f"{path} must be the manifest that this wheel of jax_qla was built with (sha256 {vouched}), but has sha256 "
+            f"{found}; reinstall jax_qla"
+        )
+    try:
+        kernels: Mapping[str, Any] = json.loads(content)["kernels"]
+    except (ValueError, LookupError, TypeError) as error:
+        raise ManifestError(
+            f"{path} is damaged ({error!r}); remove it and run python -m jax_qla.kernels.build"
+        ) from error
+    return kernels
+
+
+def _cubin(directory: Path, sha256: str) -> Path:
+    return directory / f"{sha256}.cubin"
 
 
 def _check_trust(cache: Path) -> None:
     status = cache.stat()
-    if status.st_uid != os.getuid() or stat.S_IMODE(status.st_mode) & 0o077:
+    if status.st_uid != os.getuid() or stat.S_IMODE(status.st_mode) & 0o077 or not stat.S_ISDIR(status.st_mode):
         raise PermissionError(
-            f"the kernel cache {cache} must belong to user {os.getuid()} with mode 0700, but belongs to user {status.st_uid} "
-            f"with mode {stat.S_IMODE(status.st_mode):04o}; run chmod 700 on it or set JAX_QLA_CACHE to another folder"
+            f"the kernel cache {cache} must be a folder of user {os.getuid()} with mode 0700, but belongs to user "
+            f"{status.st_uid} and has mode {stat.filemode(status.st_mode)}; run chmod 700 on it or set JAX_QLA_CACHE to "
+            "another folder"
         )
 
 
-def _write_atomically(path: Path, content: bytes) -> None:
+def _write_atomically(path: Path, content: bytes, mode: int) -> None:
     """A reader sees the whole file or none, whoever else writes it."""
     with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}.", delete=False) as file:
-        file.write(content)
-    os.replace(file.name, path)
+        try:
+            file.write(content)
+            file.flush()
+            os.chmod(file.name, mode)
+            os.replace(file.name, path)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                os.unlink(file.name)
+            raise

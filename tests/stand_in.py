@@ -11,6 +11,7 @@ from unittest import mock
 import jax
 
 from jax_qla import dispatch, xla
+from jax_qla.segments import CHUNK
 
 TARGET = "jax_qla.tests.stand_in"
 """Custom call target in programs that are lowered to the stand-in."""
@@ -25,13 +26,20 @@ def _mark(x: jax.Array) -> jax.Array:
 def _forward(*operands: Any, with_residuals: bool, **options: Any) -> Any:
     o, final_state, _ = xla.forward(*operands, with_residuals=False, **options)
     v, g = operands[2], operands[3]
-    a = _mark(jax.numpy.zeros((*v.shape[:3], dispatch.CHUNK), v.dtype))
+    a = _mark(jax.numpy.zeros((*v.shape[:3], CHUNK), v.dtype))
     return _mark(o), final_state, (a, g) if with_residuals else None
 
 
 def _backward(*operands: Any, **options: Any) -> Any:
     dq, *others = xla.backward(*operands, **options)
     return _mark(dq), *others
+
+
+def forget_traces() -> None:
+    """Makes the next calls of `dispatch.forward` and `dispatch.backward` trace the implementations again."""
+    for function in (dispatch.forward, dispatch.backward):
+        jitted: Any = function
+        jitted.clear_cache()
 
 
 @contextlib.contextmanager
@@ -45,5 +53,4 @@ def kernels(objection: str | None = None) -> Iterator[None]:
             yield
         finally:
             # What was traced with the stand-in must not be found by a call that means the real kernels.
-            dispatch.forward.clear_cache()
-            dispatch.backward.clear_cache()
+            forget_traces()

@@ -12,7 +12,6 @@ import pytest
 
 import jax_qla
 
-
 TOKENS = ("q", "k", "v", "g", "beta")
 
 
@@ -78,7 +77,12 @@ CASES: list[tuple[str, dict[str, Any], type[Exception], str]] = [
     ("final flag", {"output_final_state": 1}, TypeError, "output_final_state must be True or False, got 1 of type int"),
     ("norm flag", {"use_qk_l2norm_in_kernel": "yes"}, TypeError, "use_qk_l2norm_in_kernel must be True or False"),
     ("state rank", {"initial_state": array(4, 64, 64)}, ValueError, r"initial_state must have 4 axes, \[B, Hv, K, V\]"),
-    ("state shape", {"initial_state": array(2, 2, 64, 64)}, ValueError, r"initial_state must have shape \(2, 4, 64, 64"),
+    (
+        "state shape",
+        {"initial_state": array(2, 2, 64, 64)},
+        ValueError,
+        r"initial_state must have shape \(2, 4, 64, 64",
+    ),
     (
         "state dtype",
         {"initial_state": array(2, 4, 64, 64, dtype=jnp.bfloat16)},
@@ -130,8 +134,13 @@ CASES: list[tuple[str, dict[str, Any], type[Exception], str]] = [
     ("names", {"implementation": ["xla", "gpu"]}, ValueError, "be made of the names .* got \\['xla', 'gpu'\\]"),
     ("no names", {"implementation": ()}, ValueError, "be made of the names .* got \\(\\)"),
     ("names type", {"implementation": 3}, TypeError, "a name or a sequence of names, got 3 of type int"),
-    ("precision", {"precision": "exact"}, ValueError, "precision must be one of .* got 'exact'"),
-    ("precision type", {"precision": 3}, TypeError, "precision must be None, a name or a jax.lax.Precision, got 3"),
+    (
+        "precision",
+        {"precision": "exact"},
+        ValueError,
+        "precision must be None or one that jax.lax.dot takes.* got 'exact'",
+    ),
+    ("precision type", {"precision": 3}, ValueError, "precision must be None or one that jax.lax.dot takes.* got 3"),
     (
         "precision and cuda",
         BF16 | {"precision": "high", "implementation": "cuda"},
@@ -152,11 +161,9 @@ CASES: list[tuple[str, dict[str, Any], type[Exception], str]] = [
 )
 def test_wrong_argument(changes: dict[str, Any], error: type[Exception], sentence: str) -> None:
     for function in (jax_qla.chunk_gated_delta_rule, jax_qla.which_implementation):
+        run = positional if function is jax_qla.which_implementation else call
         with pytest.raises(error, match=sentence) as raised:
-            if function is jax_qla.which_implementation:
-                positional(function, good() | changes)
-            else:
-                call(function, good() | changes)
+            run(function, good() | changes)
         assert "\n" not in str(raised.value)
 
 
@@ -199,9 +206,7 @@ def test_reference_has_no_halves() -> None:
         ),
     ],
 )
-def test_backward_half(
-    residuals: Any, do: Any, d_final_state: Any, error: type[Exception], sentence: str
-) -> None:
+def test_backward_half(residuals: Any, do: Any, d_final_state: Any, error: type[Exception], sentence: str) -> None:
     operands = [jnp.zeros(x.shape, x.dtype) for x in good().values()]
     with pytest.raises(error, match=sentence):
         jax_qla.chunk_gated_delta_rule_bwd(*operands, residuals, do, d_final_state, implementation="xla")

@@ -19,6 +19,47 @@ PASS_CONFIGS: dict[str, object] = {
 }
 
 
+PRELUDE = r"""
+// A warpgroup's part of a transposed tile. The tile is [64 tokens][64 columns] of 16-bit elements in shared memory, 128-byte
+// swizzled; the fragment is its transpose, [64 columns][64 tokens] in the layout of a wgmma accumulator: register 4 n + 2 h + e of
+// lane l in warp w holds column 16 w + 8 h + l / 4, token 8 n + 2 (l % 4) + e.
+__device__ __forceinline__ unsigned jax_qla_matrix_row(const void* tile, int n) {
+  const int lane = threadIdx.x & 31, warp = (threadIdx.x >> 5) & 3, matrix = lane >> 3;
+  const int token = n * 16 + (matrix >> 1) * 8 + (lane & 7), column = warp * 16 + (matrix & 1) * 8;
+  return static_cast<unsigned>(__cvta_generic_to_shared(tile)) + token * 128 + (((column >> 3) ^ (token & 7)) << 4);
+}
+__device__ __forceinline__ void jax_qla_load_transposed(void* registers, const void* tile) {
+  unsigned* r = static_cast<unsigned*>(registers);
+#pragma unroll
+  for (int n = 0; n < 4; ++n) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(r[4 * n]), "=r"(r[4 * n + 1]), "=r"(r[4 * n + 2]), "=r"(r[4 * n + 3])
+                 : "r"(jax_qla_matrix_row(tile, n)) : "memory");
+  }
+}
+__device__ __forceinline__ void jax_qla_store_transposed(const void* registers, void* tile) {
+  const unsigned* r = static_cast<const unsigned*>(registers);
+#pragma unroll
+  for (int n = 0; n < 4; ++n) {
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%4], {%0, %1, %2, %3};"
+                 :: "r"(r[4 * n]), "r"(r[4 * n + 1]), "r"(r[4 * n + 2]), "r"(r[4 * n + 3]), "r"(jax_qla_matrix_row(tile, n))
+                 : "memory");
+  }
+}
+"""
+
+
+def accumulator_layout(rows: int, columns: int):
+    """The fragment layout of a wgmma accumulator, a warpgroup for every 64 rows, for a fragment that PRELUDE fills or reads."""
+    from tilelang.layout import Fragment
+
+    return Fragment(
+        (rows, columns),
+        forward_thread_fn=lambda i, j: i // 16 * 32 + i % 8 * 4 + j % 8 // 2,
+        forward_index_fn=lambda i, j: j // 8 * 4 + i % 16 // 8 * 2 + j % 2,
+    )
+
+
 def macros():
     """TileLang macros, built on demand so that importing a kernel module needs no TileLang."""
     from types import SimpleNamespace
@@ -53,12 +94,13 @@ def macros():
             tiles[stage, rows + (x * threads + thread) // width, (x * threads + thread) % width] = T.cast(0, tiles.dtype)
 
     @T.macro
-    def store_rows(tiles, stage, target, row, rows, head, first, width, thread, threads):
-        """Rows 0..`rows` of tile `stage` of tiles [stages, 64, width] in shared memory to `target[row.., head, first..]` by ordinary stores."""
-        for x in T.serial(T.ceildiv(rows * width, threads)):
-            if x * threads + thread < rows * width:
-                target[row + (x * threads + thread) // width, head, first + (x * threads + thread) % width] = tiles[
-                    stage, (x * threads + thread) // width, (x * threads + thread) % width
+    def store_rows(tiles, stage, target, row, rows, head, first, part, thread):
+        """A warpgroup writes columns part..part + 64 of rows 0..`rows` of tile `stage` of tiles [stages, 64, width] in shared memory
+        to `target[row.., head, first + part..]` by ordinary stores."""
+        for x in T.serial(T.ceildiv(rows, 2)):
+            if x * 2 + thread // 64 < rows:
+                target[row + x * 2 + thread // 64, head, first + part + thread % 64] = tiles[
+                    stage, x * 2 + thread // 64, part + thread % 64
                 ]
 
     return SimpleNamespace(chunk_gates=chunk_gates, zero_tail=zero_tail, store_rows=store_rows)

@@ -31,7 +31,7 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 
-from jax_qla.kernels.common import CHUNK, PASS_CONFIGS, macros
+from jax_qla.kernels.common import CHUNK, PASS_CONFIGS, PRELUDE, accumulator_layout, macros
 from jax_qla.kernels.specification import decay, gather_chunks, last_row, scan_slots, scatter_chunks
 
 __all__ = ["PASS_CONFIGS", "Config", "program", "specification"]
@@ -76,7 +76,7 @@ def program(config: Config):
         ratio: T.int32,
         scale: T.float32,
     ):
-        with T.Kernel(sequences * tiles, value_heads, threads=S + 128) as (block, head):
+        with T.Kernel(sequences * tiles, value_heads, threads=S + 128, prelude=PRELUDE) as (block, head):
             T.annotate_min_blocks_per_sm(1)
             n = T.alloc_var("int32")
             start = T.alloc_var("int32")
@@ -122,6 +122,8 @@ def program(config: Config):
                         T.barrier_wait(loaded[stage], ((step - (stages - 1)) // stages) % 2)
                         if rows < C:
                             m.zero_tail(k_s, stage, rows, K, tx - S, 128)
+                            m.zero_tail(v_s, stage, rows, W, tx - S, 128)
+                            m.zero_tail(a_s, stage, rows, C, tx - S, 128)
                             T.fence_proxy_async()
                         T.sync_threads(3, 128)
                         T.gemm(q_s[stage, :, :], k_s[stage, :, :], p, transpose_B=True, clear_accum=True)
@@ -152,10 +154,15 @@ def program(config: Config):
                 vd_b = T.alloc_fragment((W, C), dtype)
                 vk_b = T.alloc_fragment((W, C), dtype)
                 acc = T.alloc_fragment((W, C), "float32")
+                v_t = T.alloc_fragment((W, C), dtype)
+                o_t = T.alloc_fragment((W, C), dtype)
+                T.annotate_layout({v_t: accumulator_layout(W, C), o_t: accumulator_layout(W, C)})
                 whole = T.alloc_var("float32")
                 at = T.alloc_var("int32")
                 line = T.alloc_var("int32")
                 lines = T.alloc_var("int32")
+                part = T.alloc_var("int32")
+                part = tx // 128 * 64  # first of this warpgroup's columns
                 if initial_states > 0:
                     for i, j in T.Parallel(W, K):
                         state[i, j] = initial_state[n, head, j, first + i]
@@ -171,12 +178,15 @@ def program(config: Config):
                     # U = S^T K^T and S^T Q^T
                     T.wgmma_gemm(state_b, k_s[at, :, :], u, transpose_B=True, clear_accum=True, policy=policy)
                     T.wgmma_gemm(state_b, q_s[at, :, :], acc, transpose_B=True, clear_accum=True, policy=policy)
+                    T.call_extern("handle", "jax_qla_load_transposed", T.address_of(v_t[0, 0]), T.address_of(v_s[at, 0, part]))
+                    # by now the previous chunk's outputs have left, and its stage may be overwritten
+                    T.tma_store_wait(0)
+                    if c > 0:
+                        T.barrier_arrive(free[(c - 1) % stages])
                     T.wait_wgmma(1)
                     # X = beta (V^T - exp(gamma) U)
                     for i, j in T.Parallel(W, C):
-                        x_b[i, j] = T.Select(
-                            j < lines, beta_s[at, j] * (T.cast(v_s[at, j, i], "float32") - rise_s[at, j] * u[i, j]), T.float32(0)
-                        )
+                        x_b[i, j] = beta_s[at, j] * (T.cast(v_t[i, j], "float32") - rise_s[at, j] * u[i, j])
                     # Vd = X A^T
                     T.wgmma_gemm(x_b, a_s[at, :, :], u, transpose_B=True, clear_accum=True, policy=policy)
                     whole = rise_s[at, lines - 1]
@@ -187,23 +197,25 @@ def program(config: Config):
                         acc[i, j] = acc[i, j] * (rise_s[at, j] * scale)
                     T.wait_wgmma(0)
                     for i, j in T.Parallel(W, C):
-                        vd_b[i, j] = T.Select(j < lines, u[i, j], T.float32(0))
-                    for i, j in T.Parallel(W, C):
-                        vk_b[i, j] = T.Select(j < lines, u[i, j] * fall_s[at, j], T.float32(0))
+                        vk_b[i, j] = u[i, j] * fall_s[at, j]
+                    T.copy(u, vd_b)
                     # S = exp(gamma_C) S + (exp(gamma_C - gamma) Vd) K and O = scale exp(gamma) S^T Q^T + Vd P^T
                     T.wgmma_gemm(vk_b, k_s[at, :, :], state, policy=policy)
                     T.wgmma_gemm(vd_b, p_s[at, :, :], acc, transpose_B=True, policy=policy)
                     T.wait_wgmma(0)
-                    for i, j in T.Parallel(W, C):
-                        v_s[at, j, i] = T.cast(acc[i, j], dtype)
+                    T.copy(acc, o_t)
+                    T.call_extern("handle", "jax_qla_store_transposed", T.address_of(o_t[0, 0]), T.address_of(v_s[at, 0, part]))
                     T.fence_proxy_async()
-                    T.sync_threads(4, S)
+                    T.sync_threads(4 + tx // 128, 128)
                     if lines == C:
-                        T.tma_copy(v_s[at, :, :], o[line : line + C, head, first : first + W], leader_scope_threads=S)
-                        T.tma_store_wait(0)
+                        T.tma_copy(
+                            v_s[at, :, part : part + 64],
+                            o[line : line + C, head, first + part : first + part + 64],
+                            leader_scope_threads=128,
+                        )
                     else:
-                        m.store_rows(v_s, at, o, line, lines, head, first, W, tx, S)
-                    T.barrier_arrive(free[at])
+                        m.store_rows(v_s, at, o, line, lines, head, first, part, tx % 128)
+                T.tma_store_wait(0)
                 if final_states > 0:
                     for i, j in T.Parallel(W, K):
                         final_state[n, head, j, first + i] = state[i, j]

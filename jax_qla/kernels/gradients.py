@@ -6,9 +6,10 @@ E = scale (dO Vd^T o G), F = -(dX Vd^T o G) strictly lower, M = diag(beta) F, Z 
     dq     = sum over the value heads of the key head of  scale diag(exp(gamma)) dO h^T + E K
     dk     = sum over the value heads of the key head of  E^T Q + (M + M^T) K - diag(exp(gamma) beta) Z + Y
     dv     = diag(beta) dX
-    dbeta  = rowsum(F o K K^T) + <dX_i, V_i> - exp(gamma_i) <Z_i, K_i>
+    dbeta  = <dX_i, Vd_i> / beta_i, which for beta_i = 0 is the limit
+             rowsum(F o K K^T) + <dX_i, V_i> - exp(gamma_i) <Z_i, K_i>, a difference of larger numbers elsewhere
     dgamma = rowsum(R) - colsum(R) + scale exp(gamma_i) <(dO h^T)_i, Q_i> - beta_i exp(gamma_i) <Z_i, K_i> - <Y_i, K_i>,
-             R = E o P + diag(beta) F o K K^T;   to the last row also exp(gamma_C) <dh, h> + sum_i <Y_i, K_i>
+             R = E o P + diag(beta) F o K K^T;   to the last row also exp(gamma_C) decay_dot + sum_i <Y_i, K_i>
     dg_i   = sum_{j >= i} dgamma_j, and 0 where g < -110 (the clamp)
 
 R is summed over rows and columns in float32 and never rounded: its two sums cancel where the decay is strong.
@@ -16,9 +17,9 @@ R is summed over rows and columns in float32 and never rounded: its two sums can
 Plan, one block per (chunk slot, key head), 384 threads, a loop over the key head's value heads, one stage of tiles:
 
     warpgroup   registers   work
-    0           208         E, P; dq in registers over all value heads
-    1           208         F, K K^T, Z and Y (64 key columns at a time); dk in registers over all value heads
-    2           88          warp 0 loads with TMA; gates, dv, <dX, V>, <dh, h>; puts dbeta and dg together; zero rows of gaps
+    0           192         E, P; dq in registers over all value heads
+    1           224         F, K K^T, Z and Y (64 key columns at a time); dk in registers over all value heads
+    2           88          warp 0 loads with TMA; gates, dv, <dX, Vd>, <dX, V>; puts dbeta and dg together; zero rows of gaps
 
     barrier       arrives        waits         says
     keys_loaded   TMA            2             Q and K are there
@@ -55,7 +56,7 @@ def program(config: Config):
 
     C, K, V, dtype = CHUNK, config.key_dim, config.value_dim, config.dtype
     m = macros()
-    tokens, key_heads, value_heads, slots = T.dynamic("tokens, key_heads, value_heads, slots")
+    tokens, key_heads, value_heads, slots, value_tiles = T.dynamic("tokens, key_heads, value_heads, slots, value_tiles")
 
     @T.prim_func
     def gradients(
@@ -70,6 +71,7 @@ def program(config: Config):
         dx: T.Tensor((tokens, value_heads, V), dtype),
         h: T.Tensor((slots, value_heads, V, K), dtype),
         dh: T.Tensor((slots, value_heads, V, K), dtype),
+        decay_dot: T.Tensor((slots, value_heads, value_tiles), "float32"),
         chunks: T.Tensor((slots, 4), "int32"),
         dq: T.Tensor((tokens, key_heads, K), dtype),
         dk: T.Tensor((tokens, key_heads, K), dtype),
@@ -113,7 +115,7 @@ def program(config: Config):
             r_k_s = T.alloc_shared((C, C + 1), "float32")
             columns_q_s = T.alloc_shared((2, C), "float32")
             columns_k_s = T.alloc_shared((2, C), "float32")
-            partial_s = T.alloc_shared((4,), "float32")
+            dot_v_s = T.alloc_shared((C,), "float32")
             keys_loaded = T.alloc_barrier([32])
             keys_ready = T.alloc_barrier([128])
             loaded = T.alloc_barrier([32])
@@ -127,6 +129,10 @@ def program(config: Config):
                 head = T.alloc_var("int32")
                 product = T.alloc_var("float32")
                 total = T.alloc_var("float32")
+                x_f = T.alloc_fragment((C, 32), "float32")
+                y_f = T.alloc_fragment((C, 32), "float32")
+                dot = T.alloc_fragment((C,), "float32")
+                dot_v = T.alloc_fragment((C,), "float32")
                 if rows > 0:
                     if i < 32:
                         T.tma_copy(q[row : row + C, key_head, 0:K], q_s[0, :, :], barrier=keys_loaded[0], leader_scope_threads=32)
@@ -154,28 +160,24 @@ def program(config: Config):
                         T.barrier_arrive(gates_ready[0])
                         T.barrier_wait(loaded[0], r % 2)
                         T.sync_threads(3, 128)
-                        # <dX_i, V_i> for dbeta, dV = beta dX: two threads a row
-                        product = 0.0
-                        for x in T.serial(V // 2):
-                            product = product + T.cast(dx_s[i // 2, x * 2 + i % 2], "float32") * T.cast(v_s[i // 2, x * 2 + i % 2], "float32")
-                        product = product + T.shfl_xor(product, 1)
-                        if i % 2 == 0:
-                            dot_s[i // 2] = product
-                        for x in T.serial(V * C // 128):
-                            if (x * 128 + i) // V < rows:
-                                dv[row + (x * 128 + i) // V, head, (x * 128 + i) % V] = T.cast(
-                                    beta_s[0, (x * 128 + i) // V] * T.cast(dx_s[(x * 128 + i) // V, (x * 128 + i) % V], "float32"), dtype
-                                )
-                        # <dS, S>, the gradient of the decay of the whole chunk
-                        total = 0.0
-                        for x in T.serial(V * K // 128):
-                            total = total + T.cast(h_s[(x * 128 + i) // K, (x * 128 + i) % K], "float32") * T.cast(
-                                dh_s[(x * 128 + i) // K, (x * 128 + i) % K], "float32"
-                            )
-                        for shift in T.unroll(5):
-                            total = total + T.shfl_xor(total, 1 << shift)
-                        if i % 32 == 0:
-                            partial_s[i // 32] = total
+                        # dV = beta dX; <dX_i, Vd_i> and <dX_i, V_i> for dbeta
+                        T.clear(dot)
+                        T.clear(dot_v)
+                        for x in T.serial(V // 32):
+                            for y, z in T.Parallel(C, 32):
+                                x_f[y, z] = T.cast(dx_s[y, x * 32 + z], "float32")
+                            for y, z in T.Parallel(C, 32):
+                                if y < rows:
+                                    dv[row + y, head, x * 32 + z] = T.cast(beta_s[0, y] * x_f[y, z], dtype)
+                            for y, z in T.Parallel(C, 32):
+                                y_f[y, z] = x_f[y, z] * T.cast(vd_s[y, x * 32 + z], "float32")
+                            T.reduce_sum(y_f, dot, dim=1, clear=False)
+                            for y, z in T.Parallel(C, 32):
+                                y_f[y, z] = x_f[y, z] * T.cast(v_s[y, x * 32 + z], "float32")
+                            T.reduce_sum(y_f, dot_v, dim=1, clear=False)
+                        for y in T.Parallel(C):
+                            dot_s[y] = dot[y]
+                            dot_v_s[y] = dot_v[y]
                         T.barrier_wait(parts_ready[0], r % 2)
                         T.sync_threads(3, 128)
                         if i < C:
@@ -184,13 +186,17 @@ def program(config: Config):
                                 product = (dgamma_q_s[i] - columns_q_s[0, i] - columns_q_s[1, i]) + (
                                     dgamma_k_s[i] - columns_k_s[0, i] - columns_k_s[1, i]
                                 )
-                                dbeta[row + i, head] = dbeta_k_s[i] + dot_s[i]
+                                if beta_s[0, i] != 0:
+                                    dbeta[row + i, head] = dot_s[i] / beta_s[0, i]
+                                else:
+                                    dbeta[row + i, head] = dbeta_k_s[i] + dot_v_s[i]
                             if i == rows - 1:
                                 total = 0.0
                                 for x in T.serial(rows):
                                     total = total + dgamma_end_s[x]
                                 product = product + total
-                                product = product + rise_s[0, rows - 1] * (partial_s[0] + partial_s[1] + partial_s[2] + partial_s[3])
+                                for x in T.serial(value_tiles):
+                                    product = product + rise_s[0, rows - 1] * decay_dot[slot, head, x]
                             dgamma_s[i] = product
                         T.sync_threads(3, 128)
                         if i < rows:
@@ -213,7 +219,7 @@ def program(config: Config):
                         if i == 127:
                             dbeta[row + rows + x, key_head * ratio + r] = 0.0
             elif tx >= 128:
-                T.set_max_nreg(208, 1)
+                T.set_max_nreg(224, 1)
                 if rows > 0:
                     s_k = T.alloc_fragment((C, C), "float32")
                     dk_f = T.alloc_fragment((C, K), "float32")
@@ -286,9 +292,10 @@ def program(config: Config):
                         T.tma_copy(k_s[0, :, :], dk[row : row + C, key_head, 0:K], leader_scope_threads=128)
                         T.tma_store_wait(0)
                     else:
-                        m.store_rows(k_s, 0, dk, row, rows, key_head, 0, K, tx - 128, 128)
+                        for part in tuple(range(0, K, 64)):
+                            m.store_rows(k_s, 0, dk, row, rows, key_head, 0, part, tx - 128)
             else:
-                T.set_max_nreg(208, 1)
+                T.set_max_nreg(192, 1)
                 if rows > 0:
                     p = T.alloc_fragment((C, C), "float32")
                     s_q = T.alloc_fragment((C, C), "float32")
@@ -346,7 +353,8 @@ def program(config: Config):
                         T.tma_copy(q_s[0, :, :], dq[row : row + C, key_head, 0:K], leader_scope_threads=128)
                         T.tma_store_wait(0)
                     else:
-                        m.store_rows(q_s, 0, dq, row, rows, key_head, 0, K, tx, 128)
+                        for part in tuple(range(0, K, 64)):
+                            m.store_rows(q_s, 0, dq, row, rows, key_head, 0, part, tx)
 
     return gradients
 
@@ -363,6 +371,7 @@ def specification(
     dx: jax.Array,
     h: jax.Array,
     dh: jax.Array,
+    decay_dot: jax.Array,
     chunks: jax.Array,
     *,
     ratio: int,
@@ -374,6 +383,7 @@ def specification(
     values, gates, strength, output, corrected, dx = (gather_chunks(x, chunks) for x in (v, gamma, beta, do, vd, dx))
     used = chunks[:, 2, None, None, None] > 0
     h, dh = (jnp.where(used, x, 0).astype(keys.dtype) for x in (h, dh))
+    decay_dot = jnp.where(used[..., 0], decay_dot, 0).astype(keys.dtype)
     end = last_row(gates, chunks)
     rise, fall = jnp.exp(gates), jnp.exp(end[:, None] - gates)
 
@@ -390,10 +400,11 @@ def specification(
     dk = jnp.einsum("sijh,sihk->sjhk", e, queries) + jnp.einsum("sijh,sjhk->sihk", m, keys)
     dk += jnp.einsum("sijh,sihk->sjhk", m, keys) - (rise * strength)[..., None] * z + y
     z_dot, y_dot = (jnp.sum(x * keys, axis=-1) for x in (z, y))
-    dbeta = jnp.sum(f * kk, axis=2) + jnp.sum(dx * values, axis=-1) - rise * z_dot
+    at_zero = jnp.sum(f * kk, axis=2) + jnp.sum(dx * values, axis=-1) - rise * z_dot
+    dbeta = jnp.where(strength == 0, at_zero, jnp.sum(dx * corrected, axis=-1) / jnp.where(strength == 0, 1, strength))
     dgamma = jnp.sum(r, axis=2) - jnp.sum(r, axis=1) + jnp.sum(dq_state * queries, axis=-1)
     dgamma += -strength * rise * z_dot - y_dot
-    at_end = jnp.exp(end) * jnp.sum(h * dh, axis=(2, 3)) + jnp.sum(y_dot, axis=1)
+    at_end = jnp.exp(end) * jnp.sum(decay_dot, axis=2) + jnp.sum(y_dot, axis=1)
     # every row is at or before the last one, so the last row's share reaches the dg of all
     dg = jnp.flip(jnp.cumsum(jnp.flip(dgamma, 1), axis=1), 1) + at_end[:, None]
     dg = jnp.where(gather_chunks(g, chunks) >= MIN_LOG_DECAY, dg, 0)

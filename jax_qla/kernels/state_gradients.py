@@ -4,6 +4,7 @@ Per chunk, value head and sequence, last chunk first, with dS the gradient of th
 P = scale Q K^T o G (notation of kernels/forward.py):
 
     dh  = dS                                                                        [K, V] stored transposed
+    decay_dot = <dS, h>, h the state before the chunk (kernels/states.py), dS in float32
     dVd = P^T dO + diag(exp(gamma_C - gamma)) K dS                                  [64, V]
     dX  = a^T dVd                                                                   [64, V]
     dS' = exp(gamma_C) dS + Q^T diag(scale exp(gamma)) dO - K^T diag(exp(gamma) beta) dX   [K, V]
@@ -23,7 +24,7 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 
-from jax_qla.kernels.common import CHUNK, PASS_CONFIGS, macros
+from jax_qla.kernels.common import CHUNK, PASS_CONFIGS, PRELUDE, accumulator_layout, macros
 from jax_qla.kernels.specification import decay, gather_chunks, last_row, scan_slots, scatter_chunks
 
 __all__ = ["PASS_CONFIGS", "Config", "program", "specification"]
@@ -51,7 +52,7 @@ def program(config: Config):
     policy = T.GemmWarpPolicy.FullRow
     m = macros()
     tokens, key_heads, value_heads, sequences, slots = T.dynamic("tokens, key_heads, value_heads, sequences, slots")
-    initial_states, final_states = T.dynamic("initial_states, final_states")  # sequences, or 0: not wanted, not given
+    initial_states, final_states, value_tiles = T.dynamic("initial_states, final_states, value_tiles")  # sequences, or 0: not wanted, not given
 
     @T.prim_func
     def state_gradients(
@@ -62,14 +63,16 @@ def program(config: Config):
         gamma: T.Tensor((tokens, value_heads), "float32"),
         beta: T.Tensor((tokens, value_heads), "float32"),
         d_final_state: T.Tensor((final_states, value_heads, K, V), "float32"),
+        h: T.Tensor((slots, value_heads, V, K), dtype),
         segments: T.Tensor((sequences, 2), "int32"),
         dh: T.Tensor((slots, value_heads, V, K), dtype),
         dx: T.Tensor((tokens, value_heads, V), dtype),
+        decay_dot: T.Tensor((slots, value_heads, value_tiles), "float32"),
         d_initial_state: T.Tensor((initial_states, value_heads, K, V), "float32"),
         ratio: T.int32,
         scale: T.float32,
     ):
-        with T.Kernel(sequences * tiles, value_heads, threads=S + 128) as (block, head):
+        with T.Kernel(sequences * tiles, value_heads, threads=S + 128, prelude=PRELUDE) as (block, head):
             T.annotate_min_blocks_per_sm(1)
             n = T.alloc_var("int32")
             start = T.alloc_var("int32")
@@ -90,6 +93,7 @@ def program(config: Config):
             a_s = T.alloc_shared((stages, C, C), dtype)
             p_s = T.alloc_shared((stages, C, C), dtype)
             dh_s = T.alloc_shared((W, K), dtype)
+            dot_s = T.alloc_shared((W,), "float32")
             gamma_s = T.alloc_shared((stages, C), "float32")
             rise_s = T.alloc_shared((stages, C), "float32")
             fall_s = T.alloc_shared((stages, C), "float32")
@@ -146,11 +150,19 @@ def program(config: Config):
                 u = T.alloc_fragment((W, C), "float32")
                 dvd_b = T.alloc_fragment((W, C), dtype)
                 dw_b = T.alloc_fragment((W, C), dtype)
+                dx_t = T.alloc_fragment((W, C), dtype)
+                h_f = T.alloc_fragment((W, K), dtype)
+                product = T.alloc_fragment((W, K), "float32")
+                dot = T.alloc_fragment((W,), "float32")
+                T.annotate_layout({dx_t: accumulator_layout(W, C)})
                 whole = T.alloc_var("float32")
+                total = T.alloc_var("float32")
                 at = T.alloc_var("int32")
                 line = T.alloc_var("int32")
                 lines = T.alloc_var("int32")
                 slot = T.alloc_var("int32")
+                part = T.alloc_var("int32")
+                part = tx // 128 * 64  # first of this warpgroup's columns
                 if final_states > 0:
                     for i, j in T.Parallel(W, K):
                         d[i, j] = d_final_state[n, head, j, first + i]
@@ -161,18 +173,35 @@ def program(config: Config):
                     line = start + (count - 1 - c) * C
                     lines = T.min(end - line, C)
                     slot = start // C + n + 1 + (count - 1 - c)
+                    T.copy(h[slot, head, first : first + W, 0:K], h_f)
                     T.copy(d, d_b)
                     T.barrier_wait(ready[at], (c // stages) % 2)
                     T.barrier_wait(loaded[at], (c // stages) % 2)
                     # dVd = exp(gamma_C - gamma) K dS + P^T dO
                     T.wgmma_gemm(d_b, k_s[at, :, :], u, transpose_B=True, clear_accum=True, policy=policy)
-                    # the gradient of the state after the chunk leaves while the product runs
+                    # by now the previous chunk's results have left, and its stage may be overwritten
                     T.tma_store_wait(0)
+                    if c > 0:
+                        T.barrier_arrive(free[(c - 1) % stages])
+                    # the gradient of the state after the chunk leaves while the product runs, and meets the state before it
+                    for i, j in T.Parallel(W, K):
+                        product[i, j] = d[i, j] * T.cast(h_f[i, j], "float32")
+                    T.reduce_sum(product, dot, dim=1)
                     T.sync_threads(4, S)
+                    for i in T.Parallel(W):
+                        dot_s[i] = dot[i]
                     T.copy(d_b, dh_s)
                     T.fence_proxy_async()
                     T.sync_threads(4, S)
                     T.tma_copy(dh_s, dh[slot, head, first : first + W, 0:K], leader_scope_threads=S)
+                    if tx < 32:
+                        total = dot_s[tx] + dot_s[tx + 32]
+                        if W == 128:
+                            total = total + (dot_s[tx + 64] + dot_s[tx + 96])
+                        for shift in T.unroll(5):
+                            total = total + T.shfl_xor(total, 1 << shift)
+                        if tx == 0:
+                            decay_dot[slot, head, block % tiles] = total
                     T.wait_wgmma(0)
                     for i, j in T.Parallel(W, C):
                         u[i, j] = u[i, j] * fall_s[at, j]
@@ -190,19 +219,21 @@ def program(config: Config):
                     for i, j in T.Parallel(W, C):
                         dw_b[i, j] = T.cast(-u[i, j] * (rise_s[at, j] * beta_s[at, j]), dtype)
                     T.wgmma_gemm(dw_b, k_s[at, :, :], d, policy=policy)
+                    T.copy(u, dx_t)
                     T.wait_wgmma(1)  # dO is no longer needed
-                    T.sync_threads(4, S)
-                    for i, j in T.Parallel(W, C):
-                        do_s[at, j, i] = T.cast(u[i, j], dtype)
+                    T.sync_threads(5 + tx // 128, 128)
+                    T.call_extern("handle", "jax_qla_store_transposed", T.address_of(dx_t[0, 0]), T.address_of(do_s[at, 0, part]))
                     T.fence_proxy_async()
-                    T.sync_threads(4, S)
+                    T.sync_threads(5 + tx // 128, 128)
                     if lines == C:
-                        T.tma_copy(do_s[at, :, :], dx[line : line + C, head, first : first + W], leader_scope_threads=S)
-                        T.tma_store_wait(0)
+                        T.tma_copy(
+                            do_s[at, :, part : part + 64],
+                            dx[line : line + C, head, first + part : first + part + 64],
+                            leader_scope_threads=128,
+                        )
                     else:
-                        m.store_rows(do_s, at, dx, line, lines, head, first, W, tx, S)
+                        m.store_rows(do_s, at, dx, line, lines, head, first, part, tx % 128)
                     T.wait_wgmma(0)
-                    T.barrier_arrive(free[at])
                 T.tma_store_wait(0)
                 if initial_states > 0:
                     for i, j in T.Parallel(W, K):
@@ -219,15 +250,16 @@ def specification(
     gamma: jax.Array,
     beta: jax.Array,
     d_final_state: jax.Array,
+    h: jax.Array,
     segments: jax.Array,
     chunks: jax.Array,
     *,
     ratio: int,
     scale: float,
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """(dh [slots, Hv, V, K] in do's dtype, dx [tokens, Hv, V] in do's dtype, d_initial_state [N, Hv, K, V]).
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+    """(dh [slots, Hv, V, K] in do's dtype, dx [tokens, Hv, V] in do's dtype, decay_dot [slots, Hv, 1], d_initial_state [N, Hv, K, V]).
 
-    dh of a slot without rows is not defined.
+    dh and decay_dot of a slot without rows are not defined. The kernel has a part of decay_dot for every value tile.
     """
     keys, queries = (jnp.repeat(gather_chunks(x, chunks), ratio, axis=2) for x in (k, q))
     output, inverse, gates, strength = (gather_chunks(x, chunks) for x in (do, a, gamma, beta))
@@ -244,4 +276,5 @@ def specification(
 
     xs = (queries, keys, output, inverse, p, gates, strength, last_row(gates, chunks))
     d_initial_state, (dh, dx) = scan_slots(step, d_final_state, segments, chunks, xs, reverse=True)
-    return dh.astype(do.dtype), scatter_chunks(dx, chunks, do.shape[0], do.dtype), d_initial_state
+    decay_dot = jnp.sum(dh * h, axis=(2, 3))[..., None]
+    return dh.astype(do.dtype), scatter_chunks(dx, chunks, do.shape[0], do.dtype), decay_dot, d_initial_state

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 
-from jax_qla.kernels.common import CHUNK, PASS_CONFIGS, macros
+from jax_qla.kernels.common import CHUNK, PASS_CONFIGS, PRELUDE, accumulator_layout, macros
 from jax_qla.kernels.specification import gather_chunks, last_row, scan_slots, scatter_chunks
 
 __all__ = ["PASS_CONFIGS", "Config", "program", "specification"]
@@ -65,7 +65,7 @@ def program(config: Config):
         vd: T.Tensor((tokens, value_heads, V), dtype),
         ratio: T.int32,
     ):
-        with T.Kernel(sequences * tiles, value_heads, threads=S + 128) as (block, head):
+        with T.Kernel(sequences * tiles, value_heads, threads=S + 128, prelude=PRELUDE) as (block, head):
             T.annotate_min_blocks_per_sm(1)
             n = T.alloc_var("int32")
             start = T.alloc_var("int32")
@@ -106,6 +106,8 @@ def program(config: Config):
                         T.barrier_wait(loaded[stage], ((step - (stages - 1)) // stages) % 2)
                         if rows < C:
                             m.zero_tail(k_s, stage, rows, K, tx - S, 128)
+                            m.zero_tail(v_s, stage, rows, W, tx - S, 128)
+                            m.zero_tail(a_s, stage, rows, C, tx - S, 128)
                             T.fence_proxy_async()
                         T.barrier_arrive(ready[stage])
                     if step < count:
@@ -125,11 +127,16 @@ def program(config: Config):
                 u = T.alloc_fragment((W, C), "float32")
                 x_b = T.alloc_fragment((W, C), dtype)
                 vk_b = T.alloc_fragment((W, C), dtype)
+                v_t = T.alloc_fragment((W, C), dtype)
+                vd_t = T.alloc_fragment((W, C), dtype)
+                T.annotate_layout({v_t: accumulator_layout(W, C), vd_t: accumulator_layout(W, C)})
                 whole = T.alloc_var("float32")
                 at = T.alloc_var("int32")
                 line = T.alloc_var("int32")
                 lines = T.alloc_var("int32")
                 slot = T.alloc_var("int32")
+                part = T.alloc_var("int32")
+                part = tx // 128 * 64  # first of this warpgroup's columns
                 if initial_states > 0:
                     for i, j in T.Parallel(W, K):
                         state[i, j] = initial_state[n, head, j, first + i]
@@ -145,8 +152,12 @@ def program(config: Config):
                     T.barrier_wait(loaded[at], (c // stages) % 2)
                     # U = S^T K^T
                     T.wgmma_gemm(state_b, k_s[at, :, :], u, transpose_B=True, clear_accum=True, policy=policy)
-                    # the state before the chunk leaves while the product runs
+                    T.call_extern("handle", "jax_qla_load_transposed", T.address_of(v_t[0, 0]), T.address_of(v_s[at, 0, part]))
+                    # by now the previous chunk's results have left, and its stage may be overwritten
                     T.tma_store_wait(0)
+                    if c > 0:
+                        T.barrier_arrive(free[(c - 1) % stages])
+                    # the state before the chunk leaves while the product runs
                     T.sync_threads(4, S)
                     T.copy(state_b, h_s)
                     T.fence_proxy_async()
@@ -155,9 +166,7 @@ def program(config: Config):
                     T.wait_wgmma(0)
                     # X = beta (V^T - exp(gamma) U)
                     for i, j in T.Parallel(W, C):
-                        x_b[i, j] = T.Select(
-                            j < lines, beta_s[at, j] * (T.cast(v_s[at, j, i], "float32") - rise_s[at, j] * u[i, j]), T.float32(0)
-                        )
+                        x_b[i, j] = beta_s[at, j] * (T.cast(v_t[i, j], "float32") - rise_s[at, j] * u[i, j])
                     # Vd = X A^T
                     T.wgmma_gemm(x_b, a_s[at, :, :], u, transpose_B=True, clear_accum=True, policy=policy)
                     whole = rise_s[at, lines - 1]
@@ -165,20 +174,22 @@ def program(config: Config):
                         state[i, j] = state[i, j] * whole
                     T.wait_wgmma(0)
                     for i, j in T.Parallel(W, C):
-                        vk_b[i, j] = T.Select(j < lines, u[i, j] * fall_s[at, j], T.float32(0))
+                        vk_b[i, j] = u[i, j] * fall_s[at, j]
                     # S = exp(gamma_C) S + (exp(gamma_C - gamma) Vd) K
                     T.wgmma_gemm(vk_b, k_s[at, :, :], state, policy=policy)
-                    for i, j in T.Parallel(W, C):
-                        v_s[at, j, i] = T.cast(u[i, j], dtype)
+                    T.copy(u, vd_t)
+                    T.call_extern("handle", "jax_qla_store_transposed", T.address_of(vd_t[0, 0]), T.address_of(v_s[at, 0, part]))
                     T.fence_proxy_async()
-                    T.sync_threads(4, S)
+                    T.sync_threads(5 + tx // 128, 128)
                     if lines == C:
-                        T.tma_copy(v_s[at, :, :], vd[line : line + C, head, first : first + W], leader_scope_threads=S)
-                        T.tma_store_wait(0)
+                        T.tma_copy(
+                            v_s[at, :, part : part + 64],
+                            vd[line : line + C, head, first + part : first + part + 64],
+                            leader_scope_threads=128,
+                        )
                     else:
-                        m.store_rows(v_s, at, vd, line, lines, head, first, W, tx, S)
+                        m.store_rows(v_s, at, vd, line, lines, head, first, part, tx % 128)
                     T.wait_wgmma(0)
-                    T.barrier_arrive(free[at])
                 T.tma_store_wait(0)
 
     return states

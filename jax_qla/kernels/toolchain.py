@@ -61,7 +61,7 @@ def compile_cubin(source: str, include: list[Path]) -> tuple[bytes, dict[str, in
         # Fixed relative names: nothing of this machine enters the cubin.
         Path(folder, "kernel.cu").write_text(source)
         gencode = f"arch=compute_{ARCHITECTURE[3:]},code={ARCHITECTURE}"
-        command = [str(find_nvcc()), "-cubin", "-gencode", gencode, "-std=c++17", "-O3", "-Xptxas", "-v"]
+        command = [str(find_nvcc()), "-cubin", "-gencode", gencode, "-std=c++17", "-O3", "-ftz=true", "-Xptxas", "-v"]
         command += [f"-I{folder}" for folder in include] + ["kernel.cu", "-o", "kernel.cubin"]
         done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
         if done.returncode:

@@ -1,0 +1,67 @@
+"""What one library's measurement of one row holds, and the interface that every library is measured through."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import numpy as np
+from rows import Row
+
+CALLS = 10
+"""Calls in one graph or one jitted function, whose device time is divided by this."""
+INTERVAL = 0.02
+"""The least seconds that one timing covers, so that what starts and ends it does not count."""
+REPETITIONS = 7
+USER_CALLS = 20
+
+
+@dataclass
+class Measurement:
+    """Milliseconds of one call, and what shows that the libraries compute the same."""
+
+    device: float
+    """On the device, from the first kernel to the last, without the host's dispatch."""
+    call: float
+    """As a user sees it: the host's clock over 20 calls that are not waited for in between."""
+    samples: dict[str, np.ndarray] = field(default_factory=dict)
+    """A few rows of each result, float32, by the names of jax_qla."""
+    memory: dict[str, int] = field(default_factory=dict)
+    """Bytes of forward and backward in one jitted function: temporary, arguments, results."""
+
+
+class Library(Protocol):
+    """A library that the comparison can run."""
+
+    name: str
+
+    def version(self) -> str:
+        """Its version. Raises ImportError if it is not installed."""
+        ...
+
+    def prepare(self, rows: Sequence[Row]) -> None:
+        """Compiles what the rows need, as far as that takes long; called once, before `measure`."""
+        ...
+
+    def measure(self, row: Row, operands: Mapping[str, Any]) -> Measurement:
+        """Times the row. The operands are those of `inputs.make`, which must not be written to; keeps none of them."""
+        ...
+
+
+def repeat(run: Callable[[int], float], calls: int) -> float:
+    """Median milliseconds of one call, where `run(times)` takes seconds for `times` runs of `calls` calls each."""
+    once = run(1)
+    times = max(1, round(INTERVAL / once))
+    return 1e3 * statistics.median(run(times) for _ in range(REPETITIONS)) / (times * calls)
+
+
+def repeat_calls(run: Callable[[int], float]) -> float:
+    """Median milliseconds of one call as a user sees it, where `run(times)` takes seconds for `times` calls."""
+    return 1e3 * statistics.median(run(USER_CALLS) for _ in range(REPETITIONS)) / USER_CALLS
+
+
+def sampled_rows(count: int) -> slice:
+    """Which of `count` rows of tokens are compared: about 64, in every part of a chunk."""
+    return slice(None, None, max(1, count // 64 + 1))

@@ -1,0 +1,208 @@
+"""jax_qla as a library of the comparison."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
+from typing import Any
+
+import inputs
+import jax
+import jax.numpy as jnp
+import numpy as np
+from measurement import CALLS, Measurement, repeat, repeat_calls, sampled_rows
+from rows import Row
+
+import jax_qla
+
+FORWARD = ("q", "k", "v", "g", "beta", "initial_state", "cu_seqlens")
+BACKWARD = (*FORWARD, "residuals", "do", "d_final_state")
+GRADIENTS = ("dq", "dk", "dv", "dg", "dbeta", "d_initial_state")
+
+
+class JaxQla:
+    """jax_qla with the given implementation, initial state given and final state returned.
+
+    The device time is that of a jitted function of `calls` calls. Each call takes the state (backward: the gradient of
+    the state) that the one before it returned, so XLA can neither merge them nor run them side by side. With
+    `shared_segments`, XLA may derive the chunks from cu_seqlens once for all of them, as it does in a model of many
+    layers, and as FlashQLA, which remembers what it derived, does in the graph that is timed.
+    """
+
+    def __init__(self, name: str, implementation: str, calls: int = CALLS, shared_segments: bool = False) -> None:
+        self.name = name
+        self._forward = partial(forward, implementation=implementation)
+        self._backward = partial(backward, implementation=implementation)
+        self._calls = calls
+        self._shared_segments = shared_segments
+        self._chains: dict[Row, Future[Any]] = {}
+        self._memory: dict[Row, Future[dict[str, int]]] = {}
+
+    def version(self) -> str:
+        return jax_qla.__version__
+
+    def prepare(self, rows: Sequence[Row]) -> None:
+        """Compiles the chains of calls, several at a time, and reads off the memory of forward and backward."""
+        pairs = list(dict.fromkeys(row.both for row in rows))
+        # Futures, so that a row which cannot be compiled fails when it is measured, and alone.
+        with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
+            self._chains |= {row: pool.submit(self._compiled_chain, row) for row in rows}
+            self._memory |= {pair: pool.submit(self._memory_of_both, pair) for pair in pairs}
+
+    def measure(self, row: Row, operands: Mapping[str, Any]) -> Measurement:
+        single: Callable[..., tuple[Any, ...]] = jax.jit(self._single(row))
+        if row.direction == "backward":
+            residuals = jax.jit(self._forward)(*_pick(operands, FORWARD))[2]
+            operands = {**operands, "residuals": residuals}
+        arguments = _pick(operands, FORWARD if row.direction == "forward" else BACKWARD)
+        chain = self._chains[row].result()
+        results = jax.block_until_ready(single(*arguments))
+        names = ("o", "final_state") if row.direction == "forward" else GRADIENTS
+        samples = {name: _sample(x) for name, x in zip(names, results, strict=False)}
+        del results
+        jax.block_until_ready(chain(*arguments))
+        return Measurement(
+            device=repeat(partial(_seconds, chain, arguments), self._calls),
+            call=repeat_calls(partial(_seconds, single, arguments)),
+            samples=samples,
+            memory=self._memory_found(row),
+        )
+
+    def _memory_found(self, row: Row) -> dict[str, int]:
+        future = self._memory[row.both]
+        if error := future.exception():
+            print(f"{row.name} {self.name}: no memory of forward and backward, {str(error)[:300]}", flush=True)
+            return {}
+        return future.result()
+
+    def _single(self, row: Row) -> Callable[..., tuple[Any, ...]]:
+        return self._forward if row.direction == "forward" else self._backward
+
+    def _compiled_chain(self, row: Row) -> Any:
+        single = self._single(row)
+        arguments = inputs.shapes(row)
+        if row.direction == "forward":
+            chain = partial(forward_chain, single, self._calls, self._shared_segments)
+            return jax.jit(chain).lower(*_pick(arguments, FORWARD)).compile()
+        residuals = jax.eval_shape(self._forward, *_pick(arguments, FORWARD))[2]
+        chain = partial(backward_chain, single, self._calls, self._shared_segments)
+        return jax.jit(chain).lower(*_pick({**arguments, "residuals": residuals}, BACKWARD)).compile()
+
+    def _memory_of_both(self, row: Row) -> dict[str, int]:
+        def both(operands: dict[str, Any]) -> tuple[Any, ...]:
+            o, final_state, residuals = self._forward(*_pick(operands, FORWARD))
+            return o, final_state, self._backward(*_pick({**operands, "residuals": residuals}, BACKWARD))
+
+        analysis = jax.jit(both).lower(inputs.shapes(row)).compile().memory_analysis()
+        if analysis is None:
+            return {}
+        return {
+            "temporary": analysis.temp_size_in_bytes,
+            "arguments": analysis.argument_size_in_bytes,
+            "results": analysis.output_size_in_bytes,
+        }
+
+
+def forward(
+    q: Any, k: Any, v: Any, g: Any, beta: Any, initial_state: Any, cu_seqlens: Any, *, implementation: str
+) -> tuple[Any, ...]:
+    """o, final_state, residuals."""
+    return jax_qla.chunk_gated_delta_rule_fwd(
+        q,
+        k,
+        v,
+        g,
+        beta,
+        initial_state=initial_state,
+        output_final_state=True,
+        cu_seqlens=cu_seqlens,
+        implementation=implementation,
+    )
+
+
+def backward(
+    q: Any,
+    k: Any,
+    v: Any,
+    g: Any,
+    beta: Any,
+    initial_state: Any,
+    cu_seqlens: Any,
+    residuals: Any,
+    do: Any,
+    d_final_state: Any,
+    *,
+    implementation: str,
+) -> tuple[Any, ...]:
+    """dq, dk, dv, dg, dbeta, d_initial_state."""
+    return jax_qla.chunk_gated_delta_rule_bwd(
+        q,
+        k,
+        v,
+        g,
+        beta,
+        residuals,
+        do,
+        d_final_state,
+        initial_state=initial_state,
+        cu_seqlens=cu_seqlens,
+        implementation=implementation,
+    )
+
+
+def forward_chain(
+    single: Callable[..., tuple[Any, ...]], calls: int, shared_segments: bool, *operands: Any
+) -> tuple[jax.Array, jax.Array]:
+    """`calls` forward calls, each from the final state of the one before it; one number of each o, and of the state."""
+    *rows, state, cu_seqlens = operands
+    probes: list[jax.Array] = []
+    for _ in range(calls):
+        o, state, _ = single(*rows, state, cu_seqlens)
+        o, state, cu_seqlens = _materialise((o, state), cu_seqlens, shared_segments)
+        probes.append(_probe(o))
+    return jnp.stack(probes), _probe(state)
+
+
+def backward_chain(
+    single: Callable[..., tuple[Any, ...]], calls: int, shared_segments: bool, *operands: Any
+) -> tuple[jax.Array, jax.Array]:
+    """`calls` backward calls, each from the state's gradient of the one before it; one number of each gradient."""
+    *rows, cu_seqlens, residuals, do, d_state = operands
+    probes: list[jax.Array] = []
+    for _ in range(calls):
+        gradients = single(*rows, cu_seqlens, residuals, do, d_state)
+        *others, d_state, cu_seqlens = _materialise(gradients, cu_seqlens, shared_segments)
+        probes.extend(_probe(x) for x in others)
+    return jnp.stack(probes), _probe(d_state)
+
+
+def _materialise(results: Sequence[jax.Array], cu_seqlens: jax.Array, shared_segments: bool) -> tuple[Any, ...]:
+    """Results and cu_seqlens, where XLA must compute the results in full, and cannot know that cu_seqlens is the same
+    as before unless it may share what is derived from it."""
+    if shared_segments:
+        return (*jax.lax.optimization_barrier(tuple(results)), cu_seqlens)
+    return jax.lax.optimization_barrier((*results, cu_seqlens))
+
+
+def _probe(x: jax.Array) -> jax.Array:
+    return x[(0,) * x.ndim].astype(jnp.float32)
+
+
+def _pick(operands: Mapping[str, Any], names: Sequence[str]) -> tuple[Any, ...]:
+    return tuple(operands[name] for name in names)
+
+
+def _seconds(function: Callable[..., Any], arguments: Sequence[Any], times: int) -> float:
+    start = time.perf_counter()
+    for _ in range(times):
+        results = function(*arguments)
+    jax.block_until_ready(results)
+    return time.perf_counter() - start
+
+
+def _sample(x: jax.Array) -> np.ndarray:
+    """A few tokens of [1, T, ...]; of states, a few rows of K."""
+    return np.asarray(x[:, sampled_rows(x.shape[1])].astype(jnp.float32))
