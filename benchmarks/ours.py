@@ -55,7 +55,7 @@ class JaxQla:
     def measure(self, row: Row, operands: Mapping[str, Any]) -> Measurement:
         single: Callable[..., tuple[Any, ...]] = jax.jit(self._single(row))
         if row.direction == "backward":
-            residuals = jax.jit(self._forward)(*_pick(operands, FORWARD))[2]
+            residuals = jax.block_until_ready(jax.jit(self._forward)(*_pick(operands, FORWARD))[2])
             operands = {**operands, "residuals": residuals}
         arguments = _pick(operands, FORWARD if row.direction == "forward" else BACKWARD)
         chain = self._chains[row].result()

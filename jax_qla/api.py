@@ -337,10 +337,11 @@ def chunk_gated_delta_rule_bwd(
         raise ValueError(
             'residuals are missing: "cuda" reads them; call chunk_gated_delta_rule_fwd with the same implementation='
         )
-    operands = _operands_of_half(q, k, v, g, beta, initial_state, cu_seqlens)
-    more = (residuals, do, d_final_state)
     dq, dk, dv, dg, dbeta, d_initial_state = dispatch.backward(
-        *dispatch.match_varying((*operands, *more), (operands, more)),
+        *_operands_of_half(q, k, v, g, beta, initial_state, cu_seqlens),
+        residuals,
+        do,
+        d_final_state,
         choice=choice,
         scale=checked.scale,
         precision=precision,
@@ -446,9 +447,7 @@ def _operands_of_half(
 ) -> tuple[Any, ...]:
     """The operands of `dispatch.forward`."""
     *rows_and_state, cu_seqlens = _arrays(q, k, v, g, beta, initial_state, cu_seqlens)
-    segments = None if cu_seqlens is None else segments_from_cu_seqlens(cu_seqlens, v.shape[1])
-    operands = (*rows_and_state, segments)
-    return dispatch.match_varying(operands, operands)
+    return *rows_and_state, None if cu_seqlens is None else segments_from_cu_seqlens(cu_seqlens, v.shape[1])
 
 
 def _arrays(*operands: Any) -> tuple[Any, ...]:

@@ -11,6 +11,7 @@ and Vd, as v. dX lives in dv until the gradients kernel scales it there.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Mapping
 from typing import Any
 
@@ -18,6 +19,8 @@ import jax
 import jax.numpy as jnp
 
 from jax_qla import segments as tables
+from jax_qla import store
+from jax_qla.kernels import PACKAGED
 from jax_qla.kernels import forward as forward_kernel
 from jax_qla.kernels import gradients as gradients_kernel
 from jax_qla.kernels import prepare as prepare_kernel
@@ -35,14 +38,36 @@ DTYPES = ("bfloat16", "float16")
 _MULTIPROCESSORS = 132  # of an H100 or H200 SXM
 
 
-def why_not(q: Any, k: Any, v: Any) -> str | None:
-    """Why the kernels cannot take these operands (arrays or ShapeDtypeStructs), or None."""
+def why_not(q: Any, k: Any, v: Any, *, build: bool | None = None) -> str | None:
+    """Why the kernels cannot take these operands (arrays or ShapeDtypeStructs), or None.
+
+    Args:
+        q, k, v: the operands.
+        build: whether kernels that are neither packaged nor cached may be built, where that is possible, when the call
+            is traced. None leaves it to `launch`, which builds them or refuses.
+    """
     if q.dtype.name not in DTYPES:
         return f"q, k and v must be bfloat16 or float16 for the kernels of 'cuda', got {q.dtype.name}"
     key_dim, value_dim = k.shape[-1], v.shape[-1]
     if key_dim not in HEAD_DIMS or value_dim not in HEAD_DIMS:
         return f"K and V must be 64 or 128 for the kernels of 'cuda', got K={key_dim} and V={value_dim}"
-    return unavailable()
+    if (reason := unavailable()) or build is None:
+        return reason
+    for name, config in _needed(key_dim, value_dim, q.dtype.name):
+        if reason := store.why_not_at_hand(name, config, build=build):
+            return f"its kernels are not built: {reason}"
+    return None
+
+
+@functools.cache
+def _needed(key_dim: int, value_dim: int, dtype: str) -> tuple[tuple[str, Any], ...]:
+    """(name, Config) of all packaged kernels for these sizes."""
+    sizes = {"key_dim": key_dim, "value_dim": value_dim, "dtype": dtype}
+
+    def fits(config: Any) -> bool:
+        return all(sizes.get(field, value) == value for field, value in store.config_fields(config).items())
+
+    return tuple((name, config) for name, config in PACKAGED if fits(config))
 
 
 def forward(

@@ -75,7 +75,8 @@ def forward(
         return _on_platform(choice, "forward", operands, options | {"precision": precision})
 
     batchable = _batchable(local, (*(_ROWS,) * 5, _STATES, _SEGMENTS), (_ROWS, _STATES, _ROWS))
-    o, final_state, residuals = batchable(q, k, v, g, beta, initial_state, segments)
+    operands = (q, k, v, g, beta, initial_state, segments)
+    o, final_state, residuals = batchable(*match_varying(operands, operands))
     return o, final_state, residuals
 
 
@@ -116,9 +117,8 @@ def backward(
 
     kinds = (*(_ROWS,) * 5, _STATES, _SEGMENTS, _ROWS, _ROWS, _STATES)
     batchable = _batchable(local, kinds, (*(_ROWS,) * 5, _STATES))
-    dq, dk, dv, dg, dbeta, d_initial_state = batchable(
-        q, k, v, g, beta, initial_state, segments, residuals, do, d_final_state
-    )
+    operands = (q, k, v, g, beta, initial_state, segments, residuals, do, d_final_state)
+    dq, dk, dv, dg, dbeta, d_initial_state = batchable(*match_varying(operands, operands))
     return dq, dk, dv, dg, dbeta, d_initial_state
 
 

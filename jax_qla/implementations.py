@@ -119,17 +119,25 @@ def _objection(name: str, q: Any, k: Any, v: Any, precision: Any, *, alternative
         module = load(name)
     except ImportError as error:
         return f"its modules cannot be imported ({error})"
-    # A card that cannot run the kernels counts only where another implementation may step in; the kernels asked for by
-    # name alone are lowered from any host, and the extension refuses the card when it loads them.
-    return module.why_not(q, k, v) or (_unsuitable_device() if name == "cuda" and alternatives else None)
+    if name != "cuda" or not alternatives:
+        return module.why_not(q, k, v)
+    # A card that cannot run the kernels, and kernels that would have to be built where nothing runs them, count only
+    # where another implementation may step in. Kernels asked for by name alone are built and lowered on any host, and
+    # the extension refuses the card when it loads them.
+    devices = _cuda_devices()
+    return _unsuitable(devices) or module.why_not(q, k, v, build=bool(devices))
 
 
-def _unsuitable_device() -> str | None:
-    """Which CUDA device of this process is not a Hopper card, or None (also where there is no CUDA device)."""
+def _cuda_devices() -> Sequence[Any]:
+    """CUDA devices of this process; without any, a program may still be lowered for them (jax.export)."""
     try:
-        devices = jax.local_devices(backend="cuda")
-    except RuntimeError:  # No CUDA backend here: the program may still be lowered for one (jax.export).
-        return None
+        return jax.local_devices(backend="cuda")
+    except RuntimeError:
+        return ()
+
+
+def _unsuitable(devices: Sequence[Any]) -> str | None:
+    """Which CUDA device is not a Hopper card, or None."""
     for device in devices:
         capability = getattr(device, "compute_capability", None)
         if capability != "9.0":

@@ -8,9 +8,11 @@ A launch plan (jax_qla/kernels/plan.py extracts it, jax_qla/store.py keeps it) i
     pdl                   whether it is launched with programmatic stream serialization
     operands              [{name, dtype, shape}], shapes as expressions
     scalars               [{name, dtype}]
-    arguments             in the kernel's order: {kind: "pointer", operand}, {kind: "scalar", dtype, value} or {kind: "tensor_map",
-                          operand, dtype, dims, strides, box, element_strides, interleave, swizzle, l2, oob}
+    arguments             in the kernel's order: {kind: "pointer", operand}, {kind: "scalar", dtype, value} or
+                          {kind: "tensor_map", operand, dtype, dims, strides, box, element_strides, interleave, swizzle,
+                          l2, oob}
 
+An expression is an int, the name of a dynamic size or scalar parameter, or [operator, operand, operand].
 Shapes are static when a call is traced, so Python binds the dynamic sizes from the operands' shapes, evaluates the
 expressions, and passes plain numbers; the C++ side never sees an expression. What the numbers mean is in ffi/plan.h.
 """
@@ -19,9 +21,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import struct
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -36,14 +37,14 @@ EXPORT_SAFETY_CHECKS = (jax.export.DisabledSafetyCheck.custom_call(TARGET),)
 """For `jax.export.export(..., disabled_checks=...)`: the target's interface is versioned by its name."""
 
 _PLAN_VERSION = 1
-_OPERATORS = {
+_OPERATORS: dict[str, Callable[[int, int], int]] = {
     "+": lambda a, b: a + b,
     "-": lambda a, b: a - b,
     "*": lambda a, b: a * b,
     "floordiv": lambda a, b: a // b,
     "floormod": lambda a, b: a % b,
-    "truncdiv": lambda a, b: int(a / b),
-    "truncmod": lambda a, b: a - b * int(a / b),
+    "truncdiv": lambda a, b: _truncated_quotient(a, b),
+    "truncmod": lambda a, b: a - b * _truncated_quotient(a, b),
     "min": min,
     "max": max,
     "<<": lambda a, b: a << b,
@@ -91,16 +92,18 @@ def launch(
         for operand in kernel.plan["operands"]
     }
     inputs = {name: x for name, x in inputs.items() if name in used}
-    shapes = {name: (tuple(x.shape), x.dtype.name) for name, x in (*inputs.items(), *outputs.items())}
+    operands: dict[str, jax.Array | jax.ShapeDtypeStruct] = {**inputs, **outputs}
+    shapes = {name: (tuple(x.shape), x.dtype.name) for name, x in operands.items()}
     buffers = {name: index for index, name in enumerate(shapes)}
     plan = [_PLAN_VERSION, len(steps)]
     for step, kernel in zip(steps, kernels, strict=True):
         plan += _numbers(step, kernel.plan, shapes, buffers)
-    # Inside shard_map the results vary over every manual axis that an input does; a bare ShapeDtypeStruct would not.
-    like = max((jax.typeof(x) for x in inputs.values()), key=lambda aval: len(aval.mat.varying))
+    arrays = _vary_alike(list(inputs.values()))
+    # A bare ShapeDtypeStruct would not vary over the manual axes of a surrounding shard_map, as the operands do.
+    like = jax.typeof(arrays[0])
     result_types = [like.update(shape=x.shape, dtype=x.dtype, weak_type=False) for x in outputs.values()]
     results = jax.ffi.ffi_call(TARGET, result_types)(
-        *inputs.values(),
+        *arrays,
         cubins=",".join(kernel.sha256 for kernel in kernels),
         functions=",".join(kernel.plan["name"] for kernel in kernels),
         plan=np.array(plan, np.int64),
@@ -134,13 +137,25 @@ def _register_once() -> None:
         from jax_qla import _ffi
     except ImportError as error:
         raise RuntimeError(
-            f"the extension jax_qla._ffi cannot be imported ({error}); reinstall jax_qla with a C++ compiler or from a wheel"
+            f"the extension jax_qla._ffi cannot be imported ({error}); reinstall jax_qla from a wheel or with a C++ "
+            "compiler"
         ) from error
     _ffi.set_cubin_directories(store.directories())
     for name, types in _ffi.types("CUDA").items():
         jax.ffi.register_ffi_type(name, types, platform="CUDA")
     for name, stages in _ffi.registrations("CUDA").items():
         jax.ffi.register_ffi_target(name, stages, platform="CUDA")
+
+
+def _vary_alike(arrays: Sequence[jax.Array]) -> list[jax.Array]:
+    """The arrays, all varying over the manual mesh axes (jax.shard_map) that any of them varies over."""
+    axes = frozenset().union(*(jax.typeof(x).mat.varying for x in arrays))
+
+    def vary(x: jax.Array) -> jax.Array:
+        missing = tuple(sorted(axes - jax.typeof(x).mat.varying))
+        return jax.lax.pcast(x, missing, to="varying") if missing else x
+
+    return [vary(x) for x in arrays]
 
 
 def evaluate(expression: Any, sizes: Mapping[str, int | float]) -> int:
@@ -151,6 +166,11 @@ def evaluate(expression: Any, sizes: Mapping[str, int | float]) -> int:
         return int(sizes[expression])
     operator, *operands = expression
     return int(_OPERATORS[operator](*(evaluate(operand, sizes) for operand in operands)))
+
+
+def _truncated_quotient(a: int, b: int) -> int:
+    """a / b rounded towards zero, as in C."""
+    return a // b if (a < 0) == (b < 0) else -(-a // b)
 
 
 def _numbers(
@@ -178,18 +198,21 @@ def _numbers(
             numbers += [1, *_scalar(argument["dtype"], argument["value"], sizes)]
         else:
             dims = values(argument["dims"])
-            numbers += [2, buffer(argument["operand"]), argument["dtype"], len(dims), *dims, *values(argument["strides"])]
-            numbers += [*values(argument["box"]), *values(argument["element_strides"])]
+            numbers += [2, buffer(argument["operand"]), argument["dtype"], len(dims), *dims]
+            numbers += [*values(argument["strides"]), *values(argument["box"]), *values(argument["element_strides"])]
             numbers += [argument["interleave"], argument["swizzle"], argument["l2"], argument["oob"]]
     return numbers
 
 
 def _scalar(dtype: str, expression: Any, sizes: Mapping[str, int | float]) -> tuple[int, int]:
-    """Size in bytes and bits of a scalar argument."""
+    """Size in bytes and bits of a scalar argument: those of 4 bytes zero-extended, those of 8 as a signed number."""
     if dtype == "float32":
-        return 4, struct.unpack("<I", struct.pack("<f", sizes[expression]))[0]
-    size = {"int32": 4, "int64": 8}[dtype]
-    return size, evaluate(expression, sizes) & ((1 << 8 * size) - 1)
+        return 4, int(np.float32(sizes[expression]).view(np.uint32))
+    if dtype == "int32":
+        return 4, int(np.int32(evaluate(expression, sizes)).view(np.uint32))
+    if dtype == "int64":
+        return 8, int(np.int64(evaluate(expression, sizes)))
+    raise RuntimeError(f"a scalar parameter of a kernel is a {dtype}, expected float32, int32 or int64")
 
 
 def _bind(
@@ -198,7 +221,12 @@ def _bind(
     """Values of the dynamic sizes and scalar parameters."""
     sizes: dict[str, int | float] = dict(step.scalars)
     for operand in plan["operands"]:
-        shape, dtype = shapes[step.rename.get(operand["name"], operand["name"])]
+        name = step.rename.get(operand["name"], operand["name"])
+        if name not in shapes:
+            raise RuntimeError(
+                f"the kernel {step.kernel} needs the operand {name}, which the call lacks; this is a bug of jax_qla"
+            )
+        shape, dtype = shapes[name]
         expected = operand["shape"]
         fits = dtype == operand["dtype"] and len(shape) == len(expected)
         for size, expression in zip(shape, expected, strict=False):
@@ -208,8 +236,8 @@ def _bind(
                 fits = fits and size == expression
         if not fits:
             raise RuntimeError(
-                f"operand {operand['name']} of the kernel {step.kernel} must be {operand['dtype']}{expected} with {sizes}, got "
-                f"{dtype}{list(shape)}; this is a bug of jax_qla"
+                f"operand {operand['name']} of the kernel {step.kernel} must be {operand['dtype']}{expected} with "
+                f"{sizes}, got {dtype}{list(shape)}; this is a bug of jax_qla"
             )
     missing = {scalar["name"] for scalar in plan["scalars"]} - sizes.keys()
     if missing:

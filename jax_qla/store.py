@@ -1,9 +1,9 @@
 """Where a kernel's cubin and launch plan come from: the package, the user's cache, or a build here and now.
 
 A cubin is a file `<sha256>.cubin`, named by its content; the extension checks that before the driver sees it. An entry
-says which cubin and which launch plan a kernel has, and which compilers made them. It is found by a key: the hash of the
-kernel's name, its configuration and its source (the kernel's own file and what all kernels are built with). A kernel whose
-source has changed is therefore not found, rather than found old.
+says which cubin and which launch plan a kernel has, and which compilers made them. It is found by a key: the hash of
+the kernel's name, its configuration and its source (the kernel's own file and what all kernels are built with). A
+kernel whose source has changed is therefore not found, rather than found old.
 
 The package keeps its entries in one `manifest.json`, whose sha256 is compiled into the extension of a wheel. The user's
 cache, $JAX_QLA_CACHE or ~/.cache/jax_qla, has one file for each, so that processes need not share a manifest. It is
@@ -78,12 +78,22 @@ def lookup(name: str, config: Any) -> Kernel:
         return _find(name, config) or _build(name, config)
 
 
-def why_not_at_hand(name: str, config: Any) -> str | None:
-    """Why a kernel would have to be built before it is used, or None if it is there; builds nothing and never raises."""
+def why_not_at_hand(name: str, config: Any, *, build: bool) -> str | None:
+    """Why `lookup` would fail, or None. Cheap, builds nothing and never raises.
+
+    Args:
+        name, config: as in `lookup`.
+        build: whether a kernel counts as at hand that `lookup` would build.
+    """
     try:
-        return None if _find(name, config) else "run python -m jax_qla.kernels.build"
-    except (ManifestError, OSError) as error:
+        if _find(name, config):
+            return None
+        if build and why_not_buildable() is None:
+            _make_cache(cache_directory())
+            return None
+    except (RuntimeError, OSError) as error:
         return str(error)
+    return "run python -m jax_qla.kernels.build"
 
 
 @functools.cache
@@ -132,7 +142,7 @@ def source_hash(name: str) -> str:
 
 
 def vouched_manifest() -> str:
-    """sha256 of the manifest that the extension was built with; "" if it vouches for none (an editable installation)."""
+    """sha256 of the manifest that the extension was built with; "" if it vouches for none (editable installations)."""
     try:
         from jax_qla import _ffi
     except ImportError:  # Nothing can be launched then, and jax_qla.launch says so.
@@ -215,16 +225,12 @@ def _find_cached(name: str, config: Any) -> Kernel | None:
 def _build(name: str, config: Any) -> Kernel:
     cache = cache_directory()
     settings = ", ".join(f"{field}={value}" for field, value in config_fields(config).items())
-    missing = f"the kernel {name}({settings}) is neither in {PACKAGED_DIRECTORY} nor in {cache}, and cannot be built here"
+    missing = (
+        f"the kernel {name}({settings}) is neither in {PACKAGED_DIRECTORY} nor in {cache}, and cannot be built here"
+    )
     if reason := why_not_buildable():
         raise KernelNotFoundError(f"{missing}: {reason}")
-    try:
-        cache.mkdir(mode=0o700, parents=True, exist_ok=True)
-    except OSError as error:
-        raise KernelNotFoundError(
-            f"{missing}: the cache cannot be made ({error}); set JAX_QLA_CACHE to another folder"
-        ) from error
-    _check_trust(cache)
+    _make_cache(cache)
     from jax_qla.kernels.build import build  # the compilers are imported only where they are used
 
     print(f"jax_qla: building the kernel {name}({settings}) into {cache}", file=sys.stderr, flush=True)
@@ -248,7 +254,8 @@ def _read_manifest(directory: Path, vouched: str) -> Mapping[str, Any]:
         status = path.stat()
     except FileNotFoundError:
         if vouched:
-            raise ManifestError(f"{path}, which belongs to this wheel of jax_qla, is missing; reinstall jax_qla") from None
+            message = f"{path}, which belongs to this wheel of jax_qla, is missing; reinstall jax_qla"
+            raise ManifestError(message) from None
         return {}
     return _parse_manifest(path, vouched, status.st_mtime_ns, status.st_size)
 
@@ -276,13 +283,22 @@ def _cubin(directory: Path, sha256: str) -> Path:
     return directory / f"{sha256}.cubin"
 
 
+def _make_cache(cache: Path) -> None:
+    try:
+        cache.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as error:
+        message = f"the kernel cache cannot be made ({error}); set JAX_QLA_CACHE to another folder"
+        raise KernelNotFoundError(message) from error
+    _check_trust(cache)
+
+
 def _check_trust(cache: Path) -> None:
     status = cache.stat()
     if status.st_uid != os.getuid() or stat.S_IMODE(status.st_mode) & 0o077 or not stat.S_ISDIR(status.st_mode):
         raise PermissionError(
             f"the kernel cache {cache} must be a folder of user {os.getuid()} with mode 0700, but belongs to user "
-            f"{status.st_uid} and has mode {stat.filemode(status.st_mode)}; run chmod 700 on it or set JAX_QLA_CACHE to "
-            "another folder"
+            f"{status.st_uid} and has mode {stat.S_IMODE(status.st_mode):04o}; run chmod 700 on it or set "
+            "JAX_QLA_CACHE to another folder"
         )
 
 

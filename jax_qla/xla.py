@@ -170,17 +170,35 @@ def _product(subscripts: str, x: jax.Array, y: jax.Array, precision: Precision) 
     return jnp.einsum(subscripts, x, y, precision=precision, preferred_element_type=jnp.float32)
 
 
+def _unit_lower_inverse(lower: jax.Array) -> jax.Array:
+    """(I + lower)^-1 of strictly lower triangular matrices [..., 64, 64], always in float32.
+
+    Diagonal blocks are doubled from one row to all: with the halves A and D of a block inverted,
+    [[A, 0], [C, D]]^-1 = [[A^-1, 0], [-D^-1 C A^-1, D^-1]]. Not by `jax.lax.linalg.triangular_solve`: on a CPU that is
+    a LAPACK call which waits for its own thread pool, and two devices of one process wait for ever (jax 0.10.2).
+    """
+    rows = 1
+    inverse = jnp.ones_like(lower[..., :1])[..., None]
+    while rows < CHUNK:
+        blocks = lower.reshape(*lower.shape[:-2], CHUNK // (2 * rows), 2 * rows, CHUNK // (2 * rows), 2 * rows)
+        corner = jnp.moveaxis(jnp.diagonal(blocks, axis1=-4, axis2=-2), -1, -3)[..., rows:, :rows]
+        upper, below = inverse[..., 0::2, :, :], inverse[..., 1::2, :, :]
+        corner = _product("...ij,...jk->...ik", below, corner, jax.lax.Precision.HIGHEST)
+        corner = -_product("...ij,...jk->...ik", corner, upper, jax.lax.Precision.HIGHEST)
+        first = jnp.concatenate([upper, jnp.zeros_like(upper)], axis=-1)
+        inverse = jnp.concatenate([first, jnp.concatenate([corner, below], axis=-1)], axis=-2)
+        rows *= 2
+    return inverse[..., 0, :, :]
+
+
 def _chunks(k: jax.Array, v: jax.Array, g: jax.Array, beta: jax.Array, precision: Precision) -> _Chunks:
     """The state-free part of a group of chunks from its rows k [..., Hk, 64, K], v [..., Hk, r, 64, V], g, beta."""
     k, v = k.astype(jnp.float32), v.astype(jnp.float32)
     weight, decay, decay_to_end = _gates(g)
     kk = _product("...ik,...jk->...ij", k, k, precision)[..., None, :, :]
     lower = _strictly_lower(weight * kk) * beta[..., None]
-    identity = jnp.eye(CHUNK, dtype=jnp.float32)
-    # The gated matrix is inverted, since the gate-free inverse can overflow; always in float32.
-    inverse = jax.lax.linalg.triangular_solve(
-        lower + identity, jnp.broadcast_to(identity, lower.shape), left_side=True, lower=True, unit_diagonal=True
-    )
+    # The gated matrix is inverted, since the gate-free inverse can overflow.
+    inverse = _unit_lower_inverse(lower)
     scaled = inverse * beta[..., None, :]
     u = _product("...ij,...jv->...iv", scaled, v, precision)
     y = _product("...rij,...jk->...rik", scaled * decay[..., None, :], k, precision)

@@ -46,7 +46,7 @@ def forget_traces() -> None:
 def kernels(objection: str | None = None) -> Iterator[None]:
     """`jax_qla.cuda` replaced by a module that takes everything, or nothing because of `objection`."""
     module = types.ModuleType("jax_qla.cuda")
-    functions = {"forward": _forward, "backward": _backward, "why_not": lambda q, k, v: objection}
+    functions = {"forward": _forward, "backward": _backward, "why_not": lambda q, k, v, **_: objection}
     vars(module).update(functions)
     with mock.patch.dict("sys.modules", {module.__name__: module}):
         try:

@@ -69,18 +69,22 @@ def macros():
     C = CHUNK
 
     @T.macro
-    def chunk_gates(gamma, beta, row, rows, head, thread, stage, gamma_s, rise_s, fall_s, beta_s):
+    def fetch_gates(gamma, beta, row, rows, head, thread, fetched):
+        """Threads 0..63 read gamma of their row and of the last, and beta, into `fetched` [3] (registers)."""
+        if thread < rows:
+            fetched[0] = gamma[row + thread, head] * T.float32(LOG2_E)
+            fetched[1] = gamma[row + rows - 1, head] * T.float32(LOG2_E)
+            fetched[2] = beta[row + thread, head]
+
+    @T.macro
+    def store_gates(fetched, rows, thread, stage, gamma_s, rise_s, fall_s, beta_s):
         """Threads 0..63 write gamma (in units of log2), exp(gamma), exp(gamma_C - gamma) and beta of one chunk; 0 beyond `rows`."""
-        last = T.alloc_var("float32")
-        own = T.alloc_var("float32")
         if thread < C:
             if thread < rows:
-                last = gamma[row + rows - 1, head] * T.float32(LOG2_E)
-                own = gamma[row + thread, head] * T.float32(LOG2_E)
-                gamma_s[stage, thread] = own
-                rise_s[stage, thread] = T.exp2(own)
-                fall_s[stage, thread] = T.exp2(last - own)
-                beta_s[stage, thread] = beta[row + thread, head]
+                gamma_s[stage, thread] = fetched[0]
+                rise_s[stage, thread] = T.exp2(fetched[0])
+                fall_s[stage, thread] = T.exp2(fetched[1] - fetched[0])
+                beta_s[stage, thread] = fetched[2]
             else:
                 gamma_s[stage, thread] = 0.0
                 rise_s[stage, thread] = 0.0
@@ -103,4 +107,4 @@ def macros():
                     stage, x * 2 + thread // 64, part + thread % 64
                 ]
 
-    return SimpleNamespace(chunk_gates=chunk_gates, zero_tail=zero_tail, store_rows=store_rows)
+    return SimpleNamespace(fetch_gates=fetch_gates, store_gates=store_gates, zero_tail=zero_tail, store_rows=store_rows)

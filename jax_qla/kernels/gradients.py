@@ -129,6 +129,7 @@ def program(config: Config):
                 head = T.alloc_var("int32")
                 product = T.alloc_var("float32")
                 total = T.alloc_var("float32")
+                gates = T.alloc_local((3,), "float32")
                 x_f = T.alloc_fragment((C, 32), "float32")
                 y_f = T.alloc_fragment((C, 32), "float32")
                 dot = T.alloc_fragment((C,), "float32")
@@ -156,7 +157,8 @@ def program(config: Config):
                             T.tma_copy(dh[slot, head, 0:V, 0:K], dh_s, barrier=loaded[0], leader_scope_threads=32)
                             T.tma_copy(v[row : row + C, head, 0:V], v_s, barrier=loaded[0], leader_scope_threads=32)
                             T.barrier_arrive(loaded[0])
-                        m.chunk_gates(gamma, beta, row, rows, head, i, 0, gamma_s, rise_s, fall_s, beta_s)
+                        m.fetch_gates(gamma, beta, row, rows, head, i, gates)
+                        m.store_gates(gates, rows, i, 0, gamma_s, rise_s, fall_s, beta_s)
                         T.barrier_arrive(gates_ready[0])
                         T.barrier_wait(loaded[0], r % 2)
                         T.sync_threads(3, 128)
@@ -219,7 +221,7 @@ def program(config: Config):
                         if i == 127:
                             dbeta[row + rows + x, key_head * ratio + r] = 0.0
             elif tx >= 128:
-                T.set_max_nreg(224, 1)
+                T.set_max_nreg(208, 1)
                 if rows > 0:
                     s_k = T.alloc_fragment((C, C), "float32")
                     dk_f = T.alloc_fragment((C, K), "float32")
@@ -292,10 +294,10 @@ def program(config: Config):
                         T.tma_copy(k_s[0, :, :], dk[row : row + C, key_head, 0:K], leader_scope_threads=128)
                         T.tma_store_wait(0)
                     else:
-                        for part in tuple(range(0, K, 64)):
-                            m.store_rows(k_s, 0, dk, row, rows, key_head, 0, part, tx - 128)
+                        for part in T.serial(K // 64):
+                            m.store_rows(k_s, 0, dk, row, rows, key_head, 0, part * 64, tx - 128)
             else:
-                T.set_max_nreg(192, 1)
+                T.set_max_nreg(208, 1)
                 if rows > 0:
                     p = T.alloc_fragment((C, C), "float32")
                     s_q = T.alloc_fragment((C, C), "float32")
@@ -353,8 +355,8 @@ def program(config: Config):
                         T.tma_copy(q_s[0, :, :], dq[row : row + C, key_head, 0:K], leader_scope_threads=128)
                         T.tma_store_wait(0)
                     else:
-                        for part in tuple(range(0, K, 64)):
-                            m.store_rows(q_s, 0, dq, row, rows, key_head, 0, part, tx)
+                        for part in T.serial(K // 64):
+                            m.store_rows(q_s, 0, dq, row, rows, key_head, 0, part * 64, tx)
 
     return gradients
 

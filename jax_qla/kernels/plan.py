@@ -1,8 +1,9 @@
 """The launch plan of a kernel, read from TileLang's host module.
 
-TileLang's host function holds everything a launcher must do: one `__tvm_tensormap_create_tiled` call for every TMA operand
-and one call of the kernel with its arguments, grid, block and shared memory, all as expressions of the program's dynamic
-sizes. Here they become JSON, expressions and all; jax_qla/launch.py evaluates them for the shapes of a call.
+TileLang's host function holds everything a launcher must do: one `__tvm_tensormap_create_tiled` call for every TMA
+operand and one call of the kernel with its arguments, grid, block and shared memory, all as expressions of the
+program's dynamic sizes. Here they become JSON, expressions and all; jax_qla/launch.py evaluates them for the shapes of
+a call.
 
 An expression is an int, the name of a dynamic size or scalar parameter, or [operator, operand, ...].
 """
@@ -20,9 +21,9 @@ _LAUNCH_SLOTS = {
     "threadIdx.x": ("block", 0),
     "threadIdx.y": ("block", 1),
     "threadIdx.z": ("block", 2),
-    "clusterIdx.x": ("cluster", 0),
-    "clusterIdx.y": ("cluster", 1),
-    "clusterIdx.z": ("cluster", 2),
+    "tir.cluster_dim_x": ("cluster", 0),
+    "tir.cluster_dim_y": ("cluster", 1),
+    "tir.cluster_dim_z": ("cluster", 2),
     "tirx.use_dyn_shared_memory": ("shared", 0),
 }
 
@@ -38,6 +39,9 @@ _BINARY = {
     "Max": "max",
 }
 
+_DEVICE_CALLS = frozenset({"__tvm_set_device"})
+"""What else a host module may call: XLA has chosen the device."""
+
 _SHIFTS = {"tirx.shift_left": "<<", "tirx.shift_right": ">>"}
 
 
@@ -49,9 +53,15 @@ def extract_plan(artifact: Any, program: Any) -> dict[str, Any]:
         program: the prim_func, for the names, shapes and dtypes of its operands.
 
     Returns:
-        {"name", "grid", "block", "cluster", "shared", "pdl", "operands", "scalars", "arguments"}; see the contract at the top
-        of jax_qla/launch.py.
+        {"name", "grid", "block", "cluster", "shared", "pdl", "operands", "scalars", "arguments"}; see the top of
+        jax_qla/launch.py.
+
+    Raises:
+        NotImplementedError: the host module has something that a plan cannot hold.
     """
+    kernels = [str(function.attrs["global_symbol"]) for function in artifact.device_mod.functions.values()]
+    if len(kernels) != 1:
+        raise NotImplementedError(f"a launch plan is of one kernel, the program has {', '.join(kernels) or 'none'}")
     (device,) = artifact.device_mod.functions.values()
     (host,) = artifact.host_mod.functions.values()
     name = str(device.attrs["global_symbol"])
@@ -65,6 +75,8 @@ def extract_plan(artifact: Any, program: Any) -> dict[str, Any]:
             tensor_maps[arguments[0].name] = _tensor_map(arguments)
         elif callee.value == name:
             launch = arguments
+        elif callee.value not in _DEVICE_CALLS:
+            raise NotImplementedError(f"the host module calls {callee.value}, which a launch plan cannot hold")
     slots = [str(slot) for slot in device.attrs["tirx.kernel_launch_params"]]
     count = len(launch) - len(slots)
     plan: dict[str, Any] = {
@@ -82,6 +94,8 @@ def extract_plan(artifact: Any, program: Any) -> dict[str, Any]:
         ],
     }
     for slot, value in zip(slots, launch[count:], strict=True):
+        if slot not in _LAUNCH_SLOTS:
+            raise NotImplementedError(f"the kernel {name} is launched with {slot}, which a launch plan cannot hold")
         kind, index = _LAUNCH_SLOTS[slot]
         if kind == "shared":
             plan["shared"] = _expression(value)
@@ -117,7 +131,7 @@ def _packed_calls(body: Any) -> list[Any]:
 
 
 def _tensor_map(arguments: list[Any]) -> dict[str, Any]:
-    """A tensor map from the arguments (descriptor, dtype, rank, pointer, dims.., strides.., box.., element strides.., ...)."""
+    """A tensor map, from (descriptor, dtype, rank, pointer, dims, strides, box, element strides, modes)."""
     _, dtype, rank_, pointer, *rest = arguments
     rank = int(rank_)
     values = [_expression(value) for value in rest]

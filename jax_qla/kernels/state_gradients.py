@@ -104,17 +104,17 @@ def program(config: Config):
 
             if tx >= S:
                 T.set_max_nreg(104, 0)
+                fetched = T.alloc_local((3,), "float32")  # gates of the chunk after
+                gates = T.alloc_local((3,), "float32")
                 p = T.alloc_fragment((C, C), "float32")
-                stage = T.alloc_var("int32")
-                row = T.alloc_var("int32")
-                rows = T.alloc_var("int32")
-                for step in T.serial(count + stages - 1):
-                    if step >= stages - 1:
-                        stage = (step - (stages - 1)) % stages
-                        row = start + (count - 1 - (step - (stages - 1))) * C
-                        rows = T.min(end - row, C)
-                        m.chunk_gates(gamma, beta, row, rows, head, tx - S, stage, gamma_s, rise_s, fall_s, beta_s)
-                        T.barrier_wait(loaded[stage], ((step - (stages - 1)) // stages) % 2)
+                T.clear(gates)
+                for step in T.serial(count + 1):
+                    if step > 0:
+                        # prepare the chunk before, which has arrived
+                        stage = (step + stages - 1) % stages
+                        rows = T.min(end - (start + (count - 1 - (step - 1)) * C), C)
+                        m.store_gates(gates, rows, tx - S, stage, gamma_s, rise_s, fall_s, beta_s)
+                        T.barrier_wait(loaded[stage], (step - 1) // stages % 2)
                         if rows < C:
                             m.zero_tail(q_s, stage, rows, K, tx - S, 128)
                             m.zero_tail(k_s, stage, rows, K, tx - S, 128)
@@ -133,16 +133,38 @@ def program(config: Config):
                         T.fence_proxy_async()
                         T.barrier_arrive(ready[stage])
                     if step < count:
-                        stage = step % stages
-                        row = start + (count - 1 - step) * C
+                        # load a chunk as soon as the state has left the stage, which it does when it has begun with the other
+                        m.fetch_gates(gamma, beta, start + (count - 1 - step) * C, T.min(end - (start + (count - 1 - step) * C), C), head, tx - S, fetched)
                         if step >= stages:
-                            T.barrier_wait(free[stage], (step // stages + 1) % 2)
+                            T.barrier_wait(free[step % stages], (step // stages + 1) % 2)
                         if tx < S + 32:
-                            T.tma_copy(k[row : row + C, key_head, 0:K], k_s[stage, :, :], barrier=loaded[stage], leader_scope_threads=32)
-                            T.tma_copy(q[row : row + C, key_head, 0:K], q_s[stage, :, :], barrier=loaded[stage], leader_scope_threads=32)
-                            T.tma_copy(a[row : row + C, head, 0:C], a_s[stage, :, :], barrier=loaded[stage], leader_scope_threads=32)
-                            T.tma_copy(do[row : row + C, head, first : first + W], do_s[stage, :, :], barrier=loaded[stage], leader_scope_threads=32)
-                            T.barrier_arrive(loaded[stage])
+                            T.tma_copy(
+                                k[start + (count - 1 - step) * C : start + (count - 1 - step) * C + C, key_head, 0:K],
+                                k_s[step % stages, :, :],
+                                barrier=loaded[step % stages],
+                                leader_scope_threads=32,
+                            )
+                            T.tma_copy(
+                                q[start + (count - 1 - step) * C : start + (count - 1 - step) * C + C, key_head, 0:K],
+                                q_s[step % stages, :, :],
+                                barrier=loaded[step % stages],
+                                leader_scope_threads=32,
+                            )
+                            T.tma_copy(
+                                a[start + (count - 1 - step) * C : start + (count - 1 - step) * C + C, head, 0:C],
+                                a_s[step % stages, :, :],
+                                barrier=loaded[step % stages],
+                                leader_scope_threads=32,
+                            )
+                            T.tma_copy(
+                                do[start + (count - 1 - step) * C : start + (count - 1 - step) * C + C, head, first : first + W],
+                                do_s[step % stages, :, :],
+                                barrier=loaded[step % stages],
+                                leader_scope_threads=32,
+                            )
+                            T.barrier_arrive(loaded[step % stages])
+                    for x in T.unroll(3):
+                        gates[x] = fetched[x]
             else:
                 T.set_max_nreg(200, 1)
                 d = T.alloc_fragment((W, K), "float32")
@@ -157,7 +179,6 @@ def program(config: Config):
                 T.annotate_layout({dx_t: accumulator_layout(W, C)})
                 whole = T.alloc_var("float32")
                 total = T.alloc_var("float32")
-                at = T.alloc_var("int32")
                 line = T.alloc_var("int32")
                 lines = T.alloc_var("int32")
                 slot = T.alloc_var("int32")

@@ -94,32 +94,49 @@ def program(config: Config):
 
             if tx >= S:
                 T.set_max_nreg(40, 0)
-                stage = T.alloc_var("int32")
-                row = T.alloc_var("int32")
-                rows = T.alloc_var("int32")
-                for step in T.serial(count + stages - 1):
-                    if step >= stages - 1:
-                        stage = (step - (stages - 1)) % stages
-                        row = start + (step - (stages - 1)) * C
-                        rows = T.min(end - row, C)
-                        m.chunk_gates(gamma, beta, row, rows, head, tx - S, stage, gamma_s, rise_s, fall_s, beta_s)
-                        T.barrier_wait(loaded[stage], ((step - (stages - 1)) // stages) % 2)
+                fetched = T.alloc_local((3,), "float32")  # gates of the chunk after
+                gates = T.alloc_local((3,), "float32")
+                T.clear(gates)
+                for step in T.serial(count + 1):
+                    if step < count:
+                        # load a chunk as soon as the state has left the stage
+                        m.fetch_gates(gamma, beta, start + step * C, T.min(end - (start + step * C), C), head, tx - S, fetched)
+                        if step >= stages:
+                            T.barrier_wait(free[step % stages], (step // stages + 1) % 2)
+                        if tx < S + 32:
+                            T.tma_copy(
+                                k[start + step * C : start + step * C + C, key_head, 0:K],
+                                k_s[step % stages, :, :],
+                                barrier=loaded[step % stages],
+                                leader_scope_threads=32,
+                            )
+                            T.tma_copy(
+                                a[start + step * C : start + step * C + C, head, 0:C],
+                                a_s[step % stages, :, :],
+                                barrier=loaded[step % stages],
+                                leader_scope_threads=32,
+                            )
+                            T.tma_copy(
+                                v[start + step * C : start + step * C + C, head, first : first + W],
+                                v_s[step % stages, :, :],
+                                barrier=loaded[step % stages],
+                                leader_scope_threads=32,
+                            )
+                            T.barrier_arrive(loaded[step % stages])
+                    if step > 0:
+                        # prepare the chunk before, which has arrived
+                        stage = (step + stages - 1) % stages
+                        rows = T.min(end - (start + (step - 1) * C), C)
+                        m.store_gates(gates, rows, tx - S, stage, gamma_s, rise_s, fall_s, beta_s)
+                        T.barrier_wait(loaded[stage], (step - 1) // stages % 2)
                         if rows < C:
                             m.zero_tail(k_s, stage, rows, K, tx - S, 128)
                             m.zero_tail(v_s, stage, rows, W, tx - S, 128)
                             m.zero_tail(a_s, stage, rows, C, tx - S, 128)
                             T.fence_proxy_async()
                         T.barrier_arrive(ready[stage])
-                    if step < count:
-                        stage = step % stages
-                        row = start + step * C
-                        if step >= stages:
-                            T.barrier_wait(free[stage], (step // stages + 1) % 2)
-                        if tx < S + 32:
-                            T.tma_copy(k[row : row + C, key_head, 0:K], k_s[stage, :, :], barrier=loaded[stage], leader_scope_threads=32)
-                            T.tma_copy(a[row : row + C, head, 0:C], a_s[stage, :, :], barrier=loaded[stage], leader_scope_threads=32)
-                            T.tma_copy(v[row : row + C, head, first : first + W], v_s[stage, :, :], barrier=loaded[stage], leader_scope_threads=32)
-                            T.barrier_arrive(loaded[stage])
+                    for x in T.unroll(3):
+                        gates[x] = fetched[x]
             else:
                 T.set_max_nreg(216, 1)
                 state = T.alloc_fragment((W, K), "float32")
@@ -131,7 +148,6 @@ def program(config: Config):
                 vd_t = T.alloc_fragment((W, C), dtype)
                 T.annotate_layout({v_t: accumulator_layout(W, C), vd_t: accumulator_layout(W, C)})
                 whole = T.alloc_var("float32")
-                at = T.alloc_var("int32")
                 line = T.alloc_var("int32")
                 lines = T.alloc_var("int32")
                 slot = T.alloc_var("int32")

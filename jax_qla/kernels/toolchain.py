@@ -32,7 +32,7 @@ def find_nvcc() -> Path:
         if candidate.is_file():
             return candidate
     raise FileNotFoundError(
-        "nvcc was not found in $CUDA_HOME, on PATH or in the nvidia-cuda-nvcc wheel; `pip install jax_qla[kernels]` brings it"
+        "nvcc was not found in $CUDA_HOME, on PATH or in the nvidia-cuda-nvcc wheel, which jax_qla[kernels] brings"
     )
 
 

@@ -1,0 +1,110 @@
+"""Small TileLang programs, one for everything that a launch plan must carry. They need TileLang, as a kernel's do."""
+
+# mypy: disable-error-code="no-untyped-def, untyped-decorator, valid-type"
+
+from __future__ import annotations
+
+from typing import Any
+
+PASS_CONFIGS: dict[str, object] = {"tl.disable_warp_specialized": True}
+
+TILE = 64
+
+
+def gemm() -> Any:
+    """c = a b^T with TMA and wgmma; M is dynamic, N and K are 128."""
+    import tilelang.language as T
+
+    rows = T.dynamic("rows")
+
+    @T.prim_func
+    def gemm(
+        b: T.Tensor((128, 128), "bfloat16"),
+        a: T.Tensor((rows, 128), "bfloat16"),
+        c: T.Tensor((rows, 128), "float32"),
+    ):
+        with T.Kernel(T.ceildiv(rows, TILE), 2, threads=128) as (i, j):
+            a_s = T.alloc_shared((TILE, 128), "bfloat16")
+            b_s = T.alloc_shared((TILE, 128), "bfloat16")
+            c_f = T.alloc_fragment((TILE, TILE), "float32")
+            loaded = T.alloc_barrier(128)
+            T.tma_copy(a[i * TILE : i * TILE + TILE, 0:128], a_s, barrier=loaded)
+            T.tma_copy(b[j * TILE : j * TILE + TILE, 0:128], b_s, barrier=loaded)
+            T.barrier_arrive(loaded)
+            T.barrier_wait(loaded, 0)
+            T.gemm(a_s, b_s, c_f, transpose_B=True, clear_accum=True)
+            T.copy(c_f, c[i * TILE : i * TILE + TILE, j * TILE : j * TILE + TILE])
+
+    return gemm
+
+
+def heads() -> Any:
+    """y = scale x + shift where a row is beyond `first`, through a 3-D tensor map with dynamic tokens and heads."""
+    import tilelang.language as T
+
+    tokens, heads = T.dynamic("tokens, heads")
+
+    @T.prim_func
+    def scale_heads(
+        x: T.Tensor((tokens, heads, TILE), "float16"),
+        y: T.Tensor((tokens, heads, TILE), "float16"),
+        first: T.int32,
+        scale: T.float32,
+    ):
+        with T.Kernel(T.ceildiv(tokens, TILE), heads, threads=128) as (i, h):
+            x_s = T.alloc_shared((TILE, TILE), "float16")
+            loaded = T.alloc_barrier(128)
+            T.tma_copy(x[i * TILE : i * TILE + TILE, h, 0:TILE], x_s, barrier=loaded)
+            T.barrier_arrive(loaded)
+            T.barrier_wait(loaded, 0)
+            for row, column in T.Parallel(TILE, TILE):
+                if i * TILE + row >= first and i * TILE + row < tokens:
+                    y[i * TILE + row, h, column] = T.cast(scale * T.cast(x_s[row, column], "float32"), "float16")
+
+    return scale_heads
+
+
+def cluster() -> Any:
+    """y = x, two blocks in a cluster."""
+    import tilelang.language as T
+
+    blocks = T.dynamic("blocks")
+
+    @T.prim_func
+    def clustered(x: T.Tensor((blocks, 128), "float32"), y: T.Tensor((blocks, 128), "float32")):
+        with T.ClusterKernel(blocks, cluster_dims=2, threads=128) as i:
+            for column in T.Parallel(128):
+                y[i, column] = x[i, column]
+
+    return clustered
+
+
+def dependent() -> Any:
+    """y = x, once the kernel before has let it."""
+    import tilelang.language as T
+
+    blocks = T.dynamic("blocks")
+
+    @T.prim_func
+    def dependent(x: T.Tensor((blocks, 128), "float32"), y: T.Tensor((blocks, 128), "float32")):
+        with T.Kernel(blocks, threads=128) as i:
+            T.pdl_sync()
+            for column in T.Parallel(128):
+                y[i, column] = x[i, column]
+
+    return dependent
+
+
+def unsupported() -> Any:
+    """A grid that no launch plan can hold."""
+    import tilelang.language as T
+
+    blocks = T.dynamic("blocks")
+
+    @T.prim_func
+    def unsupported(x: T.Tensor((blocks, 128), "float32")):
+        with T.Kernel(T.if_then_else(blocks > 4, blocks, 4), threads=128) as i:
+            for column in T.Parallel(128):
+                x[i, column] = 0.0
+
+    return unsupported

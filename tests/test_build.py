@@ -1,0 +1,247 @@
+"""From TileLang program to cubin and plan, with the real compilers; without a GPU."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import importlib
+import json
+import re
+import stat
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import programs
+import pytest
+
+from jax_qla import cuda, launch, store
+from jax_qla.kernels import PACKAGED, build, prepare, toolchain
+
+LACKING = store.why_not_buildable()
+pytestmark = pytest.mark.skipif(LACKING is not None, reason=str(LACKING))
+
+FLOAT16, FLOAT32, BFLOAT16 = 6, 7, 9
+"""CUtensorMapDataType."""
+
+
+@functools.cache
+def compiled(name: str) -> build.Compiled:
+    return build.compile_program(getattr(programs, name), programs.PASS_CONFIGS)
+
+
+def numbers(
+    name: str,
+    inputs: Mapping[str, jax.ShapeDtypeStruct],
+    outputs: Mapping[str, jax.ShapeDtypeStruct],
+    scalars: Mapping[str, int | float],
+) -> list[int]:
+    """The numbers of a program's launch, behind version and number of kernels."""
+    made = compiled(name)
+    kernel = store.Kernel(hashlib.sha256(made.cubin).hexdigest(), made.plan, "built")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(store, "lookup", lambda name, config: kernel)
+        jaxpr = jax.make_jaxpr(lambda **given: launch.launch([launch.Step(name, None, scalars)], given, outputs))
+        (equation,) = jaxpr(**inputs).eqns
+    return dict(equation.params["attributes"])["plan"].val.tolist()[2:]
+
+
+def shape(dtype: Any, *sizes: int) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(sizes, dtype)
+
+
+@pytest.mark.parametrize("rows", [1, 64, 1000])
+def test_gemm(rows: int) -> None:
+    inputs = {"a": shape(jnp.bfloat16, rows, 128), "b": shape(jnp.bfloat16, 128, 128)}
+    found = numbers("gemm", inputs, {"c": shape(jnp.float32, rows, 128)}, {})
+    blocks = -(-rows // programs.TILE)
+    assert found[:12] == [*(blocks, 2, 1), *(128, 1, 1), *(1, 1, 1), 2 * 64 * 128 * 2, 0, 4]
+    # Boxes of 128 bytes, which is as wide as the 128-byte swizzle takes them; the buffers are a, b and c.
+    modes = [*(64, 64), *(1, 1), *(0, 3, 2, 0)]
+    maps = [[2, buffer, BFLOAT16, 2, *(128, extent), 256, *modes] for buffer, extent in ((0, rows), (1, 128))]
+    assert found[12:] == [*maps[0], *maps[1], *(0, 2), *(1, 4, rows)]
+
+
+@pytest.mark.parametrize(("tokens", "heads"), [(1, 1), (130, 3)])
+def test_tensor_map_of_rank_3_and_scalars(tokens: int, heads: int) -> None:
+    x = shape(jnp.float16, tokens, heads, 64)
+    found = numbers("heads", {"x": x}, {"y": x}, {"first": -3, "scale": 0.1})
+    assert found[:12] == [*(-(-tokens // 64), heads, 1), *(128, 1, 1), *(1, 1, 1), 64 * 64 * 2, 0, 6]
+    kind, buffer, dtype, rank, *geometry = found[12:31]
+    assert (kind, buffer, dtype, rank) == (2, 0, FLOAT16, 3)
+    # Innermost first, whichever way the others stand.
+    dims, strides, box = geometry[:3], geometry[3:5], geometry[5:8]
+    axes = {(size, stride, part) for size, stride, part in zip(dims[1:], strides, box[1:], strict=True)}
+    assert (dims[0], box[0]) == (64, 64)
+    assert axes == {(tokens, 128 * heads, 64), (heads, 128, 1)}
+    assert geometry[8:11] == [1, 1, 1]
+    scale = int(np.float32(0.1).view(np.uint32))
+    assert found[31:33] == [0, 1]
+    values = [tuple(found[at : at + 3]) for at in range(33, len(found), 3)]
+    assert sorted(values) == sorted([(1, 4, 2**32 - 3), (1, 4, heads), (1, 4, scale), (1, 4, tokens)])
+
+
+def test_order_of_arguments() -> None:
+    """The cubin's parameters stand in an order of TileLang's, which the source shows."""
+    source = compiled("heads").source
+    signature = re.search(r"scale_heads_kernel\(([^)]*)\);", source)
+    assert signature is not None
+    parameters = [parameter.split()[-1].lstrip("*") for parameter in signature[1].split(",")]
+    arguments = compiled("heads").plan["arguments"]
+    named = [x["value"] if x["kind"] == "scalar" else x["operand"] for x in arguments]
+    assert [re.sub("_desc$", "", parameter) for parameter in parameters] == named
+
+
+def test_cluster() -> None:
+    x = shape(jnp.float32, 6, 128)
+    assert numbers("cluster", {"x": x}, {"y": x}, {})[:11] == [*(6, 1, 1), *(128, 1, 1), *(2, 1, 1), 0, 0]
+
+
+def test_programmatic_dependent_launch() -> None:
+    x = shape(jnp.float32, 6, 128)
+    assert numbers("dependent", {"x": x}, {"y": x}, {})[:11] == [*(6, 1, 1), *(128, 1, 1), *(1, 1, 1), 0, 1]
+    assert "griddepcontrol.wait" in compiled("dependent").source or "cudaGridDependency" in compiled("dependent").source
+
+
+def test_what_a_plan_cannot_hold() -> None:
+    with pytest.raises(NotImplementedError, match=r"an expression that a launch plan cannot hold: .*if_then_else"):
+        build.lower_program(programs.unsupported, programs.PASS_CONFIGS)
+
+
+def test_cubins() -> None:
+    """They are ELF files, the same whenever and wherever they are compiled."""
+    made = compiled("heads")
+    assert made.cubin.startswith(b"\x7fELF")
+    again = build.compile_program(programs.heads, programs.PASS_CONFIGS)
+    assert hashlib.sha256(again.cubin).digest() == hashlib.sha256(made.cubin).digest()
+    assert again == made
+    assert made.plan["name"].encode() in made.cubin
+    assert json.loads(json.dumps(made.plan)) == made.plan
+
+
+def test_resources() -> None:
+    resources = compiled("gemm").resources
+    assert 16 <= resources["registers"] <= 255
+    assert (resources["spill_stores"], resources["spill_loads"]) == (0, 0)
+    assert resources["shared"] == 2 * 64 * 128 * 2
+
+
+def test_spills_are_counted() -> None:
+    report = """ptxas info    : Function properties for main
+    104 bytes stack frame, 92 bytes spill stores, 96 bytes spill loads
+ptxas info    : Used 168 registers, used 3 barriers, 104 bytes cumulative stack size"""
+    assert toolchain._resources(report) == {"registers": 168, "spill_stores": 92, "spill_loads": 96}
+
+
+def test_what_nvcc_refuses() -> None:
+    with pytest.raises(RuntimeError, match=r"(?s)nvcc failed:.*kernel\.cu"):
+        toolchain.compile_cubin("this is no CUDA", [])
+
+
+def run_cli(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "jax_qla.kernels.build", *arguments]
+    return subprocess.run(command, text=True, capture_output=True)
+
+
+def test_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One real kernel into a folder, where the store finds it."""
+    folder, sources = tmp_path / "cubins", tmp_path / "sources"
+    config = prepare.Config(64, "bfloat16")
+    settings = ["--only", "key_dim=64", "--only", "dtype=bfloat16"]
+    done = run_cli("prepare", *settings, "--output", str(folder), "--keep-sources", str(sources))
+    assert done.returncode == 0, done.stderr
+    (line,) = done.stdout.splitlines()
+    assert re.search(r"\[  1/1\] prepare +key_dim=64 dtype=bfloat16 +\d+ registers +\d+ B spilled .* s$", line)
+    manifest, cubin = sorted(folder.iterdir(), key=lambda file: file.suffix, reverse=True)
+    assert {stat.S_IMODE(file.stat().st_mode) for file in (manifest, cubin)} == {0o644}
+    (entry,) = json.loads(manifest.read_text())["kernels"].values()
+    assert cubin.name == f"{entry['sha256']}.cubin"
+    assert hashlib.sha256(cubin.read_bytes()).hexdigest() == entry["sha256"]
+    assert (entry["kernel"], entry["config"]) == ("prepare", store.config_fields(config))
+    assert entry["versions"] == build.versions()
+    assert set(entry["versions"]) == {"tilelang", "nvcc", "architecture"}
+    assert "__global__" in next(sources.iterdir()).read_text()
+
+    monkeypatch.setattr(store, "PACKAGED_DIRECTORY", folder)
+    monkeypatch.setattr(store, "_found", {})
+    kernel = store.lookup("prepare", config)
+    assert kernel == store.Kernel(entry["sha256"], entry["plan"], "packaged")
+
+
+def test_command_line_refuses_unknown_names(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        build.main(["nothing", "--output", str(tmp_path)])
+    assert "no kernel named nothing; there are prepare, gradients, forward" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        build.main(["prepare", "--only", "key_dim=65", "--output", str(tmp_path)])
+    assert "no kernel of prepare has key_dim=65" in capsys.readouterr().err
+
+
+def test_command_line_leaves_a_wheel_alone(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(store, "vouched_manifest", lambda: "0" * 64)
+    with pytest.raises(SystemExit):
+        build.main([])
+    assert "this wheel of jax_qla has all its kernels" in capsys.readouterr().err
+
+
+def test_command_line_without_compilers(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(store, "why_not_buildable", lambda: "TileLang is not installed")
+    with pytest.raises(SystemExit):
+        build.main([])
+    assert "kernels cannot be built here: TileLang is not installed" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
+def test_kernels_fit_the_calls_of_the_implementation(packed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What `jax_qla.cuda` passes is what the kernels take: names, dtypes, shapes and scalars, forward and backward.
+
+    The kernels are lowered, not compiled, for one combination of K, V, dtype and tile; a build of the wheel lowers all.
+    """
+    monkeypatch.setattr(store, "lookup", lowered_kernel)
+    batch, tokens, key_heads, value_heads, key_dim, value_dim = 1, 200, 2, 4, 64, 128
+    q = shape(jnp.bfloat16, batch, tokens, key_heads, key_dim)
+    v = shape(jnp.bfloat16, batch, tokens, value_heads, value_dim)
+    g = shape(jnp.float32, batch, tokens, value_heads)
+    state = shape(jnp.float32, 3 if packed else batch, value_heads, key_dim, value_dim)
+    segments = shape(jnp.int32, 3, 2) if packed else None
+
+    def both(q: Any, v: Any, g: Any, state: Any, segments: Any) -> Any:
+        options: dict[str, Any] = {"output_final_state": True, "with_residuals": True}
+        o, final_state, residuals = cuda.forward(q, q, v, g, g, state, segments, scale=0.1, **options)
+        assert final_state is not None
+        assert residuals is not None
+        gradients = cuda.backward(q, q, v, g, g, state, segments, residuals, o, final_state, scale=0.1)
+        without = cuda.backward(q, q, v, g, g, None, segments, residuals, o, None, scale=0.1)
+        return o, final_state, residuals, gradients, without
+
+    o, final_state, (a, gamma), gradients, without = jax.eval_shape(both, q, v, g, state, segments)
+    described = [(x.dtype, x.shape) for x in (o, final_state, a, gamma, *gradients, *without[:5])]
+    states = shape(jnp.bfloat16, batch, tokens, value_heads, 64)
+    per_call = [(x.dtype, x.shape) for x in (q, q, v, g, g)]
+    assert described == [
+        *((x.dtype, x.shape) for x in (v, state, states, g)),
+        *per_call,
+        (state.dtype, state.shape),
+        *per_call,
+    ]
+    assert without[5] is None
+    lowered = jax.jit(both).trace(q, v, g, state, segments).lower(lowering_platforms=("cuda",)).as_text()
+    calls = re.findall(r'functions = "([^"]*)"', lowered)
+    assert calls == [
+        "prepare_kernel,forward_kernel",
+        *["states_kernel,state_gradients_kernel,gradients_kernel"] * 2,
+    ]
+
+
+@functools.cache
+def lowered_kernel(name: str, config: Any) -> store.Kernel:
+    """A kernel with its real plan and no cubin."""
+    assert (name, config) in PACKAGED
+    module = importlib.import_module(f"jax_qla.kernels.{name}")
+    _, plan = build.lower_program(lambda: module.program(config), module.PASS_CONFIGS)
+    return store.Kernel(hashlib.sha256(name.encode()).hexdigest(), plan, "built")
