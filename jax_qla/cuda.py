@@ -1,11 +1,11 @@
 """The Hopper implementation: which kernels run, in which order, on which arrays.
 
-Forward is two kernels in one FFI call (prepare, forward), backward three (states, state_gradients, gradients). All of them
-work on flat token arrays, dense batches included: a dense batch is a packed one whose tables are constants. Intermediate
-results (h, dh, decay_dot, Vd) are results of the call that are dropped here.
+Forward is two kernels in one FFI call (prepare, forward), backward three (states, state_gradients, gradients). All of
+them work on flat token arrays, dense batches included: a dense batch is a packed one whose tables are constants.
+Intermediate results (h, dh, decay_dot, Vd) are results of the call that are dropped here.
 
-Memory of the backward besides its operands and results, in elements of v's dtype: h and dh, ceil(T / 64) * Hv * K * V each,
-and Vd, as v. dX lives in dv until the gradients kernel scales it there.
+Memory of the backward besides its operands and results, in elements of v's dtype: h and dh, ceil(T / 64) * Hv * K * V
+each, and Vd, as v. dX lives in dv until the gradients kernel scales it there.
 """
 
 from __future__ import annotations
@@ -145,7 +145,7 @@ def backward(
             "vd": flat_shape["v"],
             "h": chunk_states,
             "dh": chunk_states,
-            "decay_dot": jax.ShapeDtypeStruct((call.slots, value_heads, call.value_tiles), jnp.float32),
+            "decay_dot": jax.ShapeDtypeStruct((call.slots, value_heads, value_dim // 64), jnp.float32),
         },
     )
     dq, dk, dv, dg, dbeta = (call.unflat(results[name]) for name in ("dq", "dk", "dv", "dg", "dbeta"))
@@ -161,13 +161,13 @@ class _Call:
         self.tokens = self.batch * self.length
         self.dtype = q.dtype.name
         chunks: Any
+        segments_: Any
         if segments is None:
             segments_, chunks = tables.dense_segments(*k.shape[:2]), tables.dense_chunk_table(*k.shape[:2])
         else:
             segments_, chunks = segments, tables.chunk_table(segments, self.tokens)
         self.sequences, self.slots = segments_.shape[0], chunks.shape[0]
         self.value_tile = value_tile(self.sequences * self.value_heads, self.value_dim)
-        self.value_tiles = self.value_dim // self.value_tile
         self.tables = {"segments": jnp.asarray(segments_), "chunks": jnp.asarray(chunks)}
 
     def flat(self, **arrays: jax.Array) -> dict[str, jax.Array]:
@@ -203,7 +203,7 @@ class _Call:
 def value_tile(recurrences: int, value_dim: int) -> int:
     """Value columns of a block of the recurrent kernels.
 
-    With few recurrences (heads times sequences) every multiprocessor that gets half a head saves time; with many, sharing
-    a head's keys and Q K^T between two warpgroups of one block saves more.
+    With few recurrences (heads times sequences) every multiprocessor that gets half a head saves time; with many,
+    sharing a head's keys and Q K^T between two warpgroups of one block saves more.
     """
     return 64 if 2 * recurrences <= _MULTIPROCESSORS else value_dim

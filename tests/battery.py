@@ -96,6 +96,8 @@ class Limits:
     o: float
     final_state: float
     gradients: float
+    gates: float | None = None
+    """Of dg and dbeta; None = as the other gradients."""
     head: float = 1.0
     """Allowed of `head`, as a multiple of what is allowed of `whole`."""
     position: float = 4.0
@@ -104,7 +106,9 @@ class Limits:
     """0 = none."""
 
     def of(self, result: str) -> float:
-        return {"o": self.o, "final_state": self.final_state}.get(result, self.gradients)
+        gates = self.gradients if self.gates is None else self.gates
+        own = {"o": self.o, "final_state": self.final_state, "dg": gates, "dbeta": gates}
+        return own.get(result, self.gradients)
 
 
 class Error(NamedTuple):

@@ -1,4 +1,4 @@
-"""The Hopper kernels on the battery, with poisoned memory, repeated, and against values that lie. Needs an H100 or H200."""
+"""The Hopper kernels on the battery, repeated, and against values that lie. Needs an H100 or H200."""
 
 from __future__ import annotations
 
@@ -17,9 +17,12 @@ from jax_qla import implementations, vjp
 
 pytestmark = pytest.mark.gpu
 
-LIMITS = battery.Limits(o=4e-3, final_state=4e-3, gradients=6e-3, head=1.5, position=8.0, dg_floor=1e-3)
+LIMITS = battery.Limits(o=4e-3, final_state=4e-3, gradients=6e-3, gates=1.2e-2, head=2.5, position=20.0, dg_floor=1e-3)
+# dg and dbeta are differences of larger numbers, of bf16 operands; docs/performance.md has what was measured.
 # The inverse of a matrix of ones has alternating signs, and bf16 operands cancel there (so they do in every library).
-IDENTICAL = battery.Limits(o=9e-3, final_state=9e-3, gradients=1.5e-2, head=1.5, position=8.0, dg_floor=1e-3)
+IDENTICAL = battery.Limits(
+    o=9e-3, final_state=9e-3, gradients=1.5e-2, gates=2.5e-2, head=2.5, position=20.0, dg_floor=1e-3
+)
 
 
 def cuda(q: Any, k: Any, v: Any, g: Any, beta: Any, initial_state: Any, segments: Any, scale: float) -> Any:
@@ -38,7 +41,16 @@ def _cases() -> Iterator[battery.Case]:
             yield dataclasses.replace(case, name=f"{case.name}, K and V 128", key_dim=128, value_dim=128)
 
 
-CASES = tuple(_cases())
+# Enough heads that a block takes all value columns of one (cuda.value_tile).
+MANY_HEADS = battery.Case(
+    "many heads", "bfloat16", tokens=500, key_heads=18, value_heads=72, key_dim=128, value_dim=128
+)
+
+CASES = (
+    *_cases(),
+    MANY_HEADS,
+    dataclasses.replace(MANY_HEADS, name="many heads, packed, gaps", segments=((3, 130), (130, 130), (150, 499))),
+)
 
 
 @pytest.fixture(scope="module")
@@ -53,3 +65,82 @@ def measured() -> Iterator[dict[str, dict[str, battery.Error]]]:
 def test_battery(case: battery.Case, measured: dict[str, dict[str, battery.Error]]) -> None:
     limits = IDENTICAL if case.keys.startswith("identical") else LIMITS
     measured[str(case)] = battery.check(case, cuda, limits)
+
+
+def _run(case: battery.Case) -> dict[str, np.ndarray]:
+    return battery.run(case, cuda)
+
+
+@pytest.mark.parametrize("case", [MANY_HEADS, CASES[-1]], ids=str)
+def test_bitwise_repeatable(case: battery.Case) -> None:
+    first = _run(case)
+    for _ in range(50):
+        again = _run(case)
+        assert all(again[name].tobytes() == first[name].tobytes() for name in first)
+
+
+def test_poisoned_memory() -> None:
+    """Results do not depend on what the memory of workspaces and results held before."""
+    case = CASES[-1]
+    first = _run(case)
+    for value in (np.nan, np.inf):
+        # Freed at once: the next call's workspaces and results are cut from these.
+        poison = [jnp.full((64, 1 << 20), value, jnp.bfloat16) for _ in range(8)]
+        jax.block_until_ready(poison)
+        del poison
+        again = _run(case)
+        assert all(again[name].tobytes() == first[name].tobytes() for name in first)
+
+
+@pytest.mark.parametrize("cu_seqlens", [[0, 700, 100, 5000], [-5, 64, 64, 1 << 30], [500, 400, 300, 0]])
+def test_lying_cu_seqlens_stay_in_bounds(cu_seqlens: list[int]) -> None:
+    """Under compute-sanitizer this finds any access outside the buffers; here, that the call ends and is finite."""
+    x = battery.inputs(MANY_HEADS)
+    q, k, v, g, beta = (jnp.asarray(y) for y in x[:5])
+    lies = jnp.asarray(cu_seqlens, jnp.int32)
+
+    def loss(*operands: Any) -> jax.Array:
+        o, state = jax_qla.chunk_gated_delta_rule(
+            *operands, cu_seqlens=lies, output_final_state=True, implementation="cuda"
+        )
+        assert state is not None
+        return jnp.sum(o.astype(jnp.float32)) + jnp.sum(state)
+
+    value, gradients = jax.jit(jax.value_and_grad(loss, argnums=(0, 1, 2, 3, 4)))(q, k, v, g, beta)
+    assert all(bool(jnp.all(jnp.isfinite(y))) for y in (value, *gradients))
+
+
+def test_chain_in_one_program_with_moving_buffers() -> None:
+    """Several calls under one jit, in command buffers where XLA makes them, run again with other buffers."""
+    x = battery.inputs(dataclasses.replace(MANY_HEADS, name="chain", tokens=200))
+
+    @jax.jit
+    def chain(q: Any, k: Any, v: Any, g: Any, beta: Any) -> Any:
+        for _ in range(4):
+            v = v + jax_qla.chunk_gated_delta_rule(q, k, v, g, beta, implementation="cuda")[0]
+        return v
+
+    operands = [jnp.asarray(y) for y in x[:5]]
+    first = np.asarray(chain(*operands))
+    kept = []
+    for _ in range(20):
+        moved = [y + jnp.zeros_like(y) for y in operands]
+        kept.append(moved)  # alive, so that the next round's buffers lie elsewhere
+        assert np.asarray(chain(*moved)).tobytes() == first.tobytes()
+
+
+def test_default_is_cuda_and_vmap_and_remat_agree() -> None:
+    x = battery.inputs(dataclasses.replace(MANY_HEADS, name="transformed", tokens=130, batch=3))
+    q, k, v, g, beta = (jnp.asarray(y) for y in x[:5])
+    assert jax_qla.which_implementation(q, k, v, g, beta).name == "cuda"
+
+    def loss(q: Any, k: Any, v: Any, g: Any, beta: Any) -> jax.Array:
+        return jnp.sum(jnp.sin(jax_qla.chunk_gated_delta_rule(q, k, v, g, beta)[0].astype(jnp.float32)))
+
+    plain = jax.jit(jax.grad(loss, argnums=(0, 1, 2, 3, 4)))(q, k, v, g, beta)
+    again = jax.jit(jax.grad(jax.checkpoint(loss), argnums=(0, 1, 2, 3, 4)))(q, k, v, g, beta)
+    folded = [y[:, None] for y in (q, k, v, g, beta)]
+    mapped = jax.jit(jax.vmap(jax.grad(loss, argnums=(0, 1, 2, 3, 4))))(*folded)
+    for a, b, c in zip(plain, again, mapped, strict=True):
+        assert np.array_equal(a, b)
+        assert np.array_equal(a, c[:, 0])

@@ -183,7 +183,11 @@ def test_precision(dtype: str, asked: Any, expected: str) -> None:
         forward, segments=None, scale=1.0, output_final_state=True, with_residuals=False, precision=asked
     )
     text = str(jax.make_jaxpr(run)(*operands[:6]))
-    assert text.count("dot_general") == text.count(f"precision=(Precision.{expected}, Precision.{expected})") > 0
+    products = text.count("dot_general")
+    # The inverse of a chunk is always taken in full float32, whatever the precision of the rest.
+    inverse = 0 if expected == "HIGHEST" else text.count("precision=(Precision.HIGHEST, Precision.HIGHEST)")
+    assert products - inverse == text.count(f"precision=(Precision.{expected}, Precision.{expected})") > 0
+    assert inverse <= 12
 
 
 @pytest.mark.parametrize("platform", ["cuda", "rocm", "tpu"])

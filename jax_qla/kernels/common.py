@@ -37,24 +37,18 @@ __device__ __forceinline__ void jax_qla_load_transposed(void* registers, const v
                  : "r"(jax_qla_matrix_row(tile, n)) : "memory");
   }
 }
-__device__ __forceinline__ void jax_qla_store_transposed(const void* registers, void* tile) {
-  const unsigned* r = static_cast<const unsigned*>(registers);
-#pragma unroll
-  for (int n = 0; n < 4; ++n) {
-    asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%4], {%0, %1, %2, %3};"
-                 :: "r"(r[4 * n]), "r"(r[4 * n + 1]), "r"(r[4 * n + 2]), "r"(r[4 * n + 3]), "r"(jax_qla_matrix_row(tile, n))
-                 : "memory");
-  }
-}
 """
 
 
-def accumulator_layout(rows: int, columns: int):
-    """The fragment layout of a wgmma accumulator, a warpgroup for every 64 rows, for a fragment that PRELUDE fills or reads."""
+def accumulator_layout(columns: int):
+    """The fragment layout of a wgmma accumulator [64, columns], for a fragment that PRELUDE fills.
+
+    It names threads 0..127. In another warpgroup such a fragment may be read, but a loop that writes it would be dropped.
+    """
     from tilelang.layout import Fragment
 
     return Fragment(
-        (rows, columns),
+        (64, columns),
         forward_thread_fn=lambda i, j: i // 16 * 32 + i % 8 * 4 + j % 8 // 2,
         forward_index_fn=lambda i, j: j // 8 * 4 + i % 16 // 8 * 2 + j % 2,
     )
@@ -95,7 +89,9 @@ def macros():
     def zero_tail(tiles, stage, rows, width, thread, threads):
         """Rows `rows`.. of tile `stage` of tiles [stages, 64, width] in shared memory become zero."""
         for x in T.serial((C - rows) * width // threads):
-            tiles[stage, rows + (x * threads + thread) // width, (x * threads + thread) % width] = T.cast(0, tiles.dtype)
+            tiles[stage, rows + (x * threads + thread) // width, (x * threads + thread) % width] = T.cast(
+                0, tiles.dtype
+            )
 
     @T.macro
     def store_rows(tiles, stage, target, row, rows, head, first, part, thread):

@@ -56,7 +56,7 @@ def program(config: Config):
 
     C, K, V, dtype = CHUNK, config.key_dim, config.value_dim, config.dtype
     m = macros()
-    tokens, key_heads, value_heads, slots, value_tiles = T.dynamic("tokens, key_heads, value_heads, slots, value_tiles")
+    tokens, key_heads, value_heads, slots = T.dynamic("tokens, key_heads, value_heads, slots")
 
     @T.prim_func
     def gradients(
@@ -71,7 +71,7 @@ def program(config: Config):
         dx: T.Tensor((tokens, value_heads, V), dtype),
         h: T.Tensor((slots, value_heads, V, K), dtype),
         dh: T.Tensor((slots, value_heads, V, K), dtype),
-        decay_dot: T.Tensor((slots, value_heads, value_tiles), "float32"),
+        decay_dot: T.Tensor((slots, value_heads, V // 64), "float32"),
         chunks: T.Tensor((slots, 4), "int32"),
         dq: T.Tensor((tokens, key_heads, K), dtype),
         dk: T.Tensor((tokens, key_heads, K), dtype),
@@ -136,8 +136,18 @@ def program(config: Config):
                 dot_v = T.alloc_fragment((C,), "float32")
                 if rows > 0:
                     if i < 32:
-                        T.tma_copy(q[row : row + C, key_head, 0:K], q_s[0, :, :], barrier=keys_loaded[0], leader_scope_threads=32)
-                        T.tma_copy(k[row : row + C, key_head, 0:K], k_s[0, :, :], barrier=keys_loaded[0], leader_scope_threads=32)
+                        T.tma_copy(
+                            q[row : row + C, key_head, 0:K],
+                            q_s[0, :, :],
+                            barrier=keys_loaded[0],
+                            leader_scope_threads=32,
+                        )
+                        T.tma_copy(
+                            k[row : row + C, key_head, 0:K],
+                            k_s[0, :, :],
+                            barrier=keys_loaded[0],
+                            leader_scope_threads=32,
+                        )
                         T.barrier_arrive(keys_loaded[0])
                     T.barrier_wait(keys_loaded[0], 0)
                     if rows < C:
@@ -197,7 +207,7 @@ def program(config: Config):
                                 for x in T.serial(rows):
                                     total = total + dgamma_end_s[x]
                                 product = product + total
-                                for x in T.serial(value_tiles):
+                                for x in T.serial(V // 64):
                                     product = product + rise_s[0, rows - 1] * decay_dot[slot, head, x]
                             dgamma_s[i] = product
                         T.sync_threads(3, 128)
@@ -205,7 +215,9 @@ def program(config: Config):
                             total = 0.0
                             for x in T.serial(C):
                                 total = total + T.Select(x >= i, dgamma_s[x], T.float32(0))
-                            dg[row + i, head] = T.Select(g[row + i, head] >= T.float32(MIN_LOG_DECAY), total, T.float32(0))
+                            dg[row + i, head] = T.Select(
+                                g[row + i, head] >= T.float32(MIN_LOG_DECAY), total, T.float32(0)
+                            )
                 for x in T.serial(fill):
                     for y in T.serial(K // 32):
                         if i // 32 == 0:
@@ -263,7 +275,9 @@ def program(config: Config):
                             T.wgmma_gemm(vd_s, dh_s[:, part * 64 : part * 64 + 64], t_k, clear_accum=True)
                             T.wait_wgmma(1)
                             for i, j in T.Parallel(C, 64):
-                                dk_f[i, part * 64 + j] = dk_f[i, part * 64 + j] - s_k[i, j] * (rise_s[0, i] * beta_s[0, i])
+                                dk_f[i, part * 64 + j] = dk_f[i, part * 64 + j] - s_k[i, j] * (
+                                    rise_s[0, i] * beta_s[0, i]
+                                )
                             for i, j in T.Parallel(C, 64):
                                 s_k[i, j] = s_k[i, j] * T.cast(k_s[0, i, part * 64 + j], "float32")
                             T.reduce_sum(s_k, z_dot, dim=1, clear=False)

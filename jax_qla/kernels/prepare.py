@@ -109,7 +109,9 @@ def program(config: Config):
                             for i, j in T.Parallel(C, C):
                                 lower_s[s, j, i] = T.if_then_else(
                                     i > j,
-                                    beta_s[s, i] * kk[i, j] * T.exp2(T.min(gamma_s[s, i] - gamma_s[s, j], T.float32(0))),
+                                    beta_s[s, i]
+                                    * kk[i, j]
+                                    * T.exp2(T.min(gamma_s[s, i] - gamma_s[s, j], T.float32(0))),
                                     T.float32(0),
                                 )
                         T.sync_threads(1, 128)
@@ -141,6 +143,8 @@ def specification(
     product = jnp.einsum("sihk,sjhk->sijh", keys, keys) * gather_chunks(beta, chunks)[:, :, None]
     lower = jnp.moveaxis(product * decay(gamma, strict=True), 3, 1)
     identity = jnp.broadcast_to(jnp.eye(CHUNK, dtype=lower.dtype), lower.shape)
-    inverse = jax.lax.linalg.triangular_solve(lower + identity, identity, left_side=True, lower=True, unit_diagonal=True)
+    inverse = jax.lax.linalg.triangular_solve(
+        lower + identity, identity, left_side=True, lower=True, unit_diagonal=True
+    )
     a = scatter_chunks(jnp.moveaxis(inverse, 1, 2), chunks, k.shape[0], k.dtype)
     return a, scatter_chunks(gamma, chunks, k.shape[0], g.dtype)

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 
-from jax_qla.kernels.common import CHUNK, PASS_CONFIGS, PRELUDE, accumulator_layout, macros
+from jax_qla.kernels.common import CHUNK, PASS_CONFIGS, macros
 from jax_qla.kernels.specification import decay, gather_chunks, last_row, scan_slots, scatter_chunks
 
 __all__ = ["PASS_CONFIGS", "Config", "program", "specification"]
@@ -49,10 +49,9 @@ def program(config: Config):
     tiles = V // W  # blocks a head
     stages = 2
     S = 2 * W  # threads that hold the gradient: one warpgroup for every 64 value columns
-    policy = T.GemmWarpPolicy.FullRow
     m = macros()
     tokens, key_heads, value_heads, sequences, slots = T.dynamic("tokens, key_heads, value_heads, sequences, slots")
-    initial_states, final_states, value_tiles = T.dynamic("initial_states, final_states, value_tiles")  # sequences, or 0: not wanted, not given
+    initial_states, final_states = T.dynamic("initial_states, final_states")  # sequences, or 0: not wanted, not given
 
     @T.prim_func
     def state_gradients(
@@ -67,12 +66,12 @@ def program(config: Config):
         segments: T.Tensor((sequences, 2), "int32"),
         dh: T.Tensor((slots, value_heads, V, K), dtype),
         dx: T.Tensor((tokens, value_heads, V), dtype),
-        decay_dot: T.Tensor((slots, value_heads, value_tiles), "float32"),
+        decay_dot: T.Tensor((slots, value_heads, V // 64), "float32"),
         d_initial_state: T.Tensor((initial_states, value_heads, K, V), "float32"),
         ratio: T.int32,
         scale: T.float32,
     ):
-        with T.Kernel(sequences * tiles, value_heads, threads=S + 128, prelude=PRELUDE) as (block, head):
+        with T.Kernel(sequences * tiles, value_heads, threads=S + 128) as (block, head):
             T.annotate_min_blocks_per_sm(1)
             n = T.alloc_var("int32")
             start = T.alloc_var("int32")
@@ -92,7 +91,7 @@ def program(config: Config):
             do_s = T.alloc_shared((stages, C, W), dtype)  # dO, then dX on its way out
             a_s = T.alloc_shared((stages, C, C), dtype)
             p_s = T.alloc_shared((stages, C, C), dtype)
-            dh_s = T.alloc_shared((W, K), dtype)
+            dh_s = T.alloc_shared((W // 64, 64, K), dtype)
             dot_s = T.alloc_shared((W,), "float32")
             gamma_s = T.alloc_shared((stages, C), "float32")
             rise_s = T.alloc_shared((stages, C), "float32")
@@ -124,17 +123,29 @@ def program(config: Config):
                         T.sync_threads(3, 128)
                         T.gemm(q_s[stage, :, :], k_s[stage, :, :], p, transpose_B=True, clear_accum=True)
                         for i, j in T.Parallel(C, C):
-                            p[i, j] = p[i, j] * scale * T.exp2(T.min(gamma_s[stage, i] - gamma_s[stage, j], T.float32(0)))
+                            p[i, j] = (
+                                p[i, j] * scale * T.exp2(T.min(gamma_s[stage, i] - gamma_s[stage, j], T.float32(0)))
+                            )
                         for i, j in T.Parallel(C, C):
                             p_s[stage, i, j] = T.Select(i >= j, T.cast(p[i, j], dtype), T.cast(0, dtype))
                         T.sync_threads(3, 128)  # every warp has read Q
                         for i, j in T.Parallel(C, K):
-                            q_s[stage, i, j] = T.cast(T.cast(q_s[stage, i, j], "float32") * (rise_s[stage, i] * scale), dtype)
+                            q_s[stage, i, j] = T.cast(
+                                T.cast(q_s[stage, i, j], "float32") * (rise_s[stage, i] * scale), dtype
+                            )
                         T.fence_proxy_async()
                         T.barrier_arrive(ready[stage])
                     if step < count:
                         # load a chunk as soon as the state has left the stage, which it does when it has begun with the other
-                        m.fetch_gates(gamma, beta, start + (count - 1 - step) * C, T.min(end - (start + (count - 1 - step) * C), C), head, tx - S, fetched)
+                        m.fetch_gates(
+                            gamma,
+                            beta,
+                            start + (count - 1 - step) * C,
+                            T.min(end - (start + (count - 1 - step) * C), C),
+                            head,
+                            tx - S,
+                            fetched,
+                        )
                         if step >= stages:
                             T.barrier_wait(free[step % stages], (step // stages + 1) % 2)
                         if tx < S + 32:
@@ -157,7 +168,11 @@ def program(config: Config):
                                 leader_scope_threads=32,
                             )
                             T.tma_copy(
-                                do[start + (count - 1 - step) * C : start + (count - 1 - step) * C + C, head, first : first + W],
+                                do[
+                                    start + (count - 1 - step) * C : start + (count - 1 - step) * C + C,
+                                    head,
+                                    first : first + W,
+                                ],
                                 do_s[step % stages, :, :],
                                 barrier=loaded[step % stages],
                                 leader_scope_threads=32,
@@ -166,99 +181,100 @@ def program(config: Config):
                     for x in T.unroll(3):
                         gates[x] = fetched[x]
             else:
-                T.set_max_nreg(200, 1)
-                d = T.alloc_fragment((W, K), "float32")
-                d_b = T.alloc_fragment((W, K), dtype)
-                u = T.alloc_fragment((W, C), "float32")
-                dvd_b = T.alloc_fragment((W, C), dtype)
-                dw_b = T.alloc_fragment((W, C), dtype)
-                dx_t = T.alloc_fragment((W, C), dtype)
-                h_f = T.alloc_fragment((W, K), dtype)
-                product = T.alloc_fragment((W, K), "float32")
-                dot = T.alloc_fragment((W,), "float32")
-                T.annotate_layout({dx_t: accumulator_layout(W, C)})
-                whole = T.alloc_var("float32")
-                total = T.alloc_var("float32")
-                line = T.alloc_var("int32")
-                lines = T.alloc_var("int32")
-                slot = T.alloc_var("int32")
-                part = T.alloc_var("int32")
-                part = tx // 128 * 64  # first of this warpgroup's columns
-                if final_states > 0:
-                    for i, j in T.Parallel(W, K):
-                        d[i, j] = d_final_state[n, head, j, first + i]
-                else:
-                    T.clear(d)
-                for c in T.serial(count):
-                    at = c % stages
-                    line = start + (count - 1 - c) * C
-                    lines = T.min(end - line, C)
-                    slot = start // C + n + 1 + (count - 1 - c)
-                    T.copy(h[slot, head, first : first + W, 0:K], h_f)
-                    T.copy(d, d_b)
-                    T.barrier_wait(ready[at], (c // stages) % 2)
-                    T.barrier_wait(loaded[at], (c // stages) % 2)
-                    # dVd = exp(gamma_C - gamma) K dS + P^T dO
-                    T.wgmma_gemm(d_b, k_s[at, :, :], u, transpose_B=True, clear_accum=True, policy=policy)
-                    # by now the previous chunk's results have left, and its stage may be overwritten
-                    T.tma_store_wait(0)
-                    if c > 0:
-                        T.barrier_arrive(free[(c - 1) % stages])
-                    # the gradient of the state after the chunk leaves while the product runs, and meets the state before it
-                    for i, j in T.Parallel(W, K):
-                        product[i, j] = d[i, j] * T.cast(h_f[i, j], "float32")
-                    T.reduce_sum(product, dot, dim=1)
-                    T.sync_threads(4, S)
-                    for i in T.Parallel(W):
-                        dot_s[i] = dot[i]
-                    T.copy(d_b, dh_s)
-                    T.fence_proxy_async()
-                    T.sync_threads(4, S)
-                    T.tma_copy(dh_s, dh[slot, head, first : first + W, 0:K], leader_scope_threads=S)
-                    if tx < 32:
-                        total = dot_s[tx] + dot_s[tx + 32]
-                        if W == 128:
-                            total = total + (dot_s[tx + 64] + dot_s[tx + 96])
-                        for shift in T.unroll(5):
-                            total = total + T.shfl_xor(total, 1 << shift)
-                        if tx == 0:
-                            decay_dot[slot, head, block % tiles] = total
-                    T.wait_wgmma(0)
-                    for i, j in T.Parallel(W, C):
-                        u[i, j] = u[i, j] * fall_s[at, j]
-                    T.wgmma_gemm(do_s[at, :, :], p_s[at, :, :], u, transpose_A=True, policy=policy)
-                    whole = rise_s[at, lines - 1]
-                    for i, j in T.Parallel(W, K):
-                        d[i, j] = d[i, j] * whole
-                    T.wait_wgmma(0)
-                    T.copy(u, dvd_b)
-                    # dX = A^T dVd
-                    T.wgmma_gemm(dvd_b, a_s[at, :, :], u, clear_accum=True, policy=policy)
-                    # dS = exp(gamma_C) dS + Q^T scale exp(gamma) dO - K^T exp(gamma) beta dX
-                    T.wgmma_gemm(do_s[at, :, :], q_s[at, :, :], d, transpose_A=True, policy=policy)
-                    T.wait_wgmma(1)
-                    for i, j in T.Parallel(W, C):
-                        dw_b[i, j] = T.cast(-u[i, j] * (rise_s[at, j] * beta_s[at, j]), dtype)
-                    T.wgmma_gemm(dw_b, k_s[at, :, :], d, policy=policy)
-                    T.copy(u, dx_t)
-                    T.wait_wgmma(1)  # dO is no longer needed
-                    T.sync_threads(5 + tx // 128, 128)
-                    T.call_extern("handle", "jax_qla_store_transposed", T.address_of(dx_t[0, 0]), T.address_of(do_s[at, 0, part]))
-                    T.fence_proxy_async()
-                    T.sync_threads(5 + tx // 128, 128)
-                    if lines == C:
-                        T.tma_copy(
-                            do_s[at, :, part : part + 64],
-                            dx[line : line + C, head, first + part : first + part + 64],
-                            leader_scope_threads=128,
-                        )
-                    else:
-                        m.store_rows(do_s, at, dx, line, lines, head, first, part, tx % 128)
-                    T.wait_wgmma(0)
-                T.tma_store_wait(0)
-                if initial_states > 0:
-                    for i, j in T.Parallel(W, K):
-                        d_initial_state[n, head, j, first + i] = d[i, j]
+                for wg in tuple(range(W // 64)):
+                    part = wg * 64  # first of this warpgroup's columns
+                    if tx < 128 if wg == 0 else tx >= 128:
+                        T.set_max_nreg(200, 1)
+                        d = T.alloc_fragment((64, K), "float32")
+                        d_b = T.alloc_fragment((64, K), dtype)
+                        u = T.alloc_fragment((64, C), "float32")
+                        dvd_b = T.alloc_fragment((64, C), dtype)
+                        dw_b = T.alloc_fragment((64, C), dtype)
+                        h_f = T.alloc_fragment((64, K), dtype)
+                        product = T.alloc_fragment((64, K), "float32")
+                        dot = T.alloc_fragment((64,), "float32")
+                        whole = T.alloc_var("float32")
+                        total = T.alloc_var("float32")
+                        line = T.alloc_var("int32")
+                        lines = T.alloc_var("int32")
+                        slot = T.alloc_var("int32")
+                        if final_states > 0:
+                            for i, j in T.Parallel(64, K):
+                                d[i, j] = d_final_state[n, head, j, first + part + i]
+                        else:
+                            T.clear(d)
+                        for c in T.serial(count):
+                            at = c % stages
+                            line = start + (count - 1 - c) * C
+                            lines = T.min(end - line, C)
+                            slot = start // C + n + 1 + (count - 1 - c)
+                            T.copy(h[slot, head, first + part : first + part + 64, 0:K], h_f)
+                            T.copy(d, d_b)
+                            T.barrier_wait(ready[at], (c // stages) % 2)
+                            T.barrier_wait(loaded[at], (c // stages) % 2)
+                            # dVd = exp(gamma_C - gamma) K dS + P^T dO
+                            T.wgmma_gemm(d_b, k_s[at, :, :], u, transpose_B=True, clear_accum=True)
+                            # by now the previous chunk's results have left, and its stage may be overwritten
+                            T.tma_store_wait(0)
+                            if c > 0:
+                                T.barrier_arrive(free[(c - 1) % stages])
+                            # the gradient of the state after the chunk leaves while the product runs, and meets the state before it
+                            for i, j in T.Parallel(64, K):
+                                product[i, j] = d[i, j] * T.cast(h_f[i, j], "float32")
+                            T.reduce_sum(product, dot, dim=1)
+                            T.sync_threads(4 + wg, 128)
+                            for i in T.Parallel(64):
+                                dot_s[part + i] = dot[i]
+                            T.copy(d_b, dh_s[wg, :, :])
+                            T.fence_proxy_async()
+                            T.sync_threads(4 + wg, 128)
+                            T.tma_copy(
+                                dh_s[wg, :, :],
+                                dh[slot, head, first + part : first + part + 64, 0:K],
+                                leader_scope_threads=128,
+                            )
+                            if tx - part * 2 < 32:
+                                total = dot_s[tx - part] + dot_s[tx - part + 32]
+                                for shift in T.unroll(5):
+                                    total = total + T.shfl_xor(total, 1 << shift)
+                                if tx == part * 2:
+                                    decay_dot[slot, head, block % tiles * (W // 64) + wg] = total
+                            T.wait_wgmma(0)
+                            for i, j in T.Parallel(64, C):
+                                u[i, j] = u[i, j] * fall_s[at, j]
+                            T.wgmma_gemm(do_s[at, :, part : part + 64], p_s[at, :, :], u, transpose_A=True)
+                            whole = rise_s[at, lines - 1]
+                            for i, j in T.Parallel(64, K):
+                                d[i, j] = d[i, j] * whole
+                            T.wait_wgmma(0)
+                            T.copy(u, dvd_b)
+                            # dX = A^T dVd
+                            T.wgmma_gemm(dvd_b, a_s[at, :, :], u, clear_accum=True)
+                            # dS = exp(gamma_C) dS + Q^T scale exp(gamma) dO - K^T exp(gamma) beta dX
+                            T.wgmma_gemm(do_s[at, :, part : part + 64], q_s[at, :, :], d, transpose_A=True)
+                            T.wait_wgmma(1)
+                            for i, j in T.Parallel(64, C):
+                                dw_b[i, j] = T.cast(-u[i, j] * (rise_s[at, j] * beta_s[at, j]), dtype)
+                            T.wgmma_gemm(dw_b, k_s[at, :, :], d)
+                            T.wait_wgmma(1)  # dO is no longer needed
+                            T.sync_threads(4 + wg, 128)
+                            for i, j in T.Parallel(64, C):
+                                do_s[at, j, part + i] = T.cast(u[i, j], dtype)
+                            T.fence_proxy_async()
+                            T.sync_threads(4 + wg, 128)
+                            if lines == C:
+                                T.tma_copy(
+                                    do_s[at, :, part : part + 64],
+                                    dx[line : line + C, head, first + part : first + part + 64],
+                                    leader_scope_threads=128,
+                                )
+                            else:
+                                m.store_rows(do_s, at, dx, line, lines, head, first, part, tx - wg * 128)
+                            T.wait_wgmma(0)
+                        T.tma_store_wait(0)
+                        if initial_states > 0:
+                            for i, j in T.Parallel(64, K):
+                                d_initial_state[n, head, j, first + part + i] = d[i, j]
 
     return state_gradients
 
@@ -280,7 +296,7 @@ def specification(
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
     """(dh [slots, Hv, V, K] in do's dtype, dx [tokens, Hv, V] in do's dtype, decay_dot [slots, Hv, 1], d_initial_state [N, Hv, K, V]).
 
-    dh and decay_dot of a slot without rows are not defined. The kernel has a part of decay_dot for every value tile.
+    dh and decay_dot of a slot without rows are not defined. The kernel has a part of decay_dot for every 64 value columns.
     """
     keys, queries = (jnp.repeat(gather_chunks(x, chunks), ratio, axis=2) for x in (k, q))
     output, inverse, gates, strength = (gather_chunks(x, chunks) for x in (do, a, gamma, beta))

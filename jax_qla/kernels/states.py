@@ -47,7 +47,6 @@ def program(config: Config):
     tiles = V // W  # blocks a head
     stages = 3
     S = 2 * W  # threads that hold the state: one warpgroup for every 64 value columns
-    policy = T.GemmWarpPolicy.FullRow
     m = macros()
     tokens, key_heads, value_heads, sequences, slots = T.dynamic("tokens, key_heads, value_heads, sequences, slots")
     initial_states = T.dynamic("initial_states")  # sequences, or 0: not given
@@ -83,7 +82,7 @@ def program(config: Config):
             k_s = T.alloc_shared((stages, C, K), dtype)
             v_s = T.alloc_shared((stages, C, W), dtype)  # V, then Vd on its way out
             a_s = T.alloc_shared((stages, C, C), dtype)
-            h_s = T.alloc_shared((W, K), dtype)
+            h_s = T.alloc_shared((W // 64, 64, K), dtype)
             gamma_s = T.alloc_shared((stages, C), "float32")
             rise_s = T.alloc_shared((stages, C), "float32")
             fall_s = T.alloc_shared((stages, C), "float32")
@@ -100,7 +99,9 @@ def program(config: Config):
                 for step in T.serial(count + 1):
                     if step < count:
                         # load a chunk as soon as the state has left the stage
-                        m.fetch_gates(gamma, beta, start + step * C, T.min(end - (start + step * C), C), head, tx - S, fetched)
+                        m.fetch_gates(
+                            gamma, beta, start + step * C, T.min(end - (start + step * C), C), head, tx - S, fetched
+                        )
                         if step >= stages:
                             T.barrier_wait(free[step % stages], (step // stages + 1) % 2)
                         if tx < S + 32:
@@ -138,75 +139,84 @@ def program(config: Config):
                     for x in T.unroll(3):
                         gates[x] = fetched[x]
             else:
-                T.set_max_nreg(216, 1)
-                state = T.alloc_fragment((W, K), "float32")
-                state_b = T.alloc_fragment((W, K), dtype)
-                u = T.alloc_fragment((W, C), "float32")
-                x_b = T.alloc_fragment((W, C), dtype)
-                vk_b = T.alloc_fragment((W, C), dtype)
-                v_t = T.alloc_fragment((W, C), dtype)
-                vd_t = T.alloc_fragment((W, C), dtype)
-                T.annotate_layout({v_t: accumulator_layout(W, C), vd_t: accumulator_layout(W, C)})
-                whole = T.alloc_var("float32")
-                line = T.alloc_var("int32")
-                lines = T.alloc_var("int32")
-                slot = T.alloc_var("int32")
-                part = T.alloc_var("int32")
-                part = tx // 128 * 64  # first of this warpgroup's columns
-                if initial_states > 0:
-                    for i, j in T.Parallel(W, K):
-                        state[i, j] = initial_state[n, head, j, first + i]
-                else:
-                    T.clear(state)
-                for c in T.serial(count):
-                    at = c % stages
-                    line = start + c * C
-                    lines = T.min(end - line, C)
-                    slot = start // C + n + 1 + c
-                    T.copy(state, state_b)
-                    T.barrier_wait(ready[at], (c // stages) % 2)
-                    T.barrier_wait(loaded[at], (c // stages) % 2)
-                    # U = S^T K^T
-                    T.wgmma_gemm(state_b, k_s[at, :, :], u, transpose_B=True, clear_accum=True, policy=policy)
-                    T.call_extern("handle", "jax_qla_load_transposed", T.address_of(v_t[0, 0]), T.address_of(v_s[at, 0, part]))
-                    # by now the previous chunk's results have left, and its stage may be overwritten
-                    T.tma_store_wait(0)
-                    if c > 0:
-                        T.barrier_arrive(free[(c - 1) % stages])
-                    # the state before the chunk leaves while the product runs
-                    T.sync_threads(4, S)
-                    T.copy(state_b, h_s)
-                    T.fence_proxy_async()
-                    T.sync_threads(4, S)
-                    T.tma_copy(h_s, h[slot, head, first : first + W, 0:K], leader_scope_threads=S)
-                    T.wait_wgmma(0)
-                    # X = beta (V^T - exp(gamma) U)
-                    for i, j in T.Parallel(W, C):
-                        x_b[i, j] = beta_s[at, j] * (T.cast(v_t[i, j], "float32") - rise_s[at, j] * u[i, j])
-                    # Vd = X A^T
-                    T.wgmma_gemm(x_b, a_s[at, :, :], u, transpose_B=True, clear_accum=True, policy=policy)
-                    whole = rise_s[at, lines - 1]
-                    for i, j in T.Parallel(W, K):
-                        state[i, j] = state[i, j] * whole
-                    T.wait_wgmma(0)
-                    for i, j in T.Parallel(W, C):
-                        vk_b[i, j] = u[i, j] * fall_s[at, j]
-                    # S = exp(gamma_C) S + (exp(gamma_C - gamma) Vd) K
-                    T.wgmma_gemm(vk_b, k_s[at, :, :], state, policy=policy)
-                    T.copy(u, vd_t)
-                    T.call_extern("handle", "jax_qla_store_transposed", T.address_of(vd_t[0, 0]), T.address_of(v_s[at, 0, part]))
-                    T.fence_proxy_async()
-                    T.sync_threads(5 + tx // 128, 128)
-                    if lines == C:
-                        T.tma_copy(
-                            v_s[at, :, part : part + 64],
-                            vd[line : line + C, head, first + part : first + part + 64],
-                            leader_scope_threads=128,
-                        )
-                    else:
-                        m.store_rows(v_s, at, vd, line, lines, head, first, part, tx % 128)
-                    T.wait_wgmma(0)
-                T.tma_store_wait(0)
+                for wg in tuple(range(W // 64)):
+                    part = wg * 64  # first of this warpgroup's columns
+                    if tx < 128 if wg == 0 else tx >= 128:
+                        T.set_max_nreg(216, 1)
+                        state = T.alloc_fragment((64, K), "float32")
+                        state_b = T.alloc_fragment((64, K), dtype)
+                        u = T.alloc_fragment((64, C), "float32")
+                        x_b = T.alloc_fragment((64, C), dtype)
+                        vk_b = T.alloc_fragment((64, C), dtype)
+                        v_t = T.alloc_fragment((64, C), dtype)
+                        T.annotate_layout({v_t: accumulator_layout(C)})
+                        whole = T.alloc_var("float32")
+                        line = T.alloc_var("int32")
+                        lines = T.alloc_var("int32")
+                        slot = T.alloc_var("int32")
+                        if initial_states > 0:
+                            for i, j in T.Parallel(64, K):
+                                state[i, j] = initial_state[n, head, j, first + part + i]
+                        else:
+                            T.clear(state)
+                        for c in T.serial(count):
+                            at = c % stages
+                            line = start + c * C
+                            lines = T.min(end - line, C)
+                            slot = start // C + n + 1 + c
+                            T.copy(state, state_b)
+                            T.barrier_wait(ready[at], (c // stages) % 2)
+                            T.barrier_wait(loaded[at], (c // stages) % 2)
+                            # U = S^T K^T
+                            T.wgmma_gemm(state_b, k_s[at, :, :], u, transpose_B=True, clear_accum=True)
+                            T.call_extern(
+                                "handle",
+                                "jax_qla_load_transposed",
+                                T.address_of(v_t[0, 0]),
+                                T.address_of(v_s[at, 0, part]),
+                            )
+                            # by now the previous chunk's results have left, and its stage may be overwritten
+                            T.tma_store_wait(0)
+                            if c > 0:
+                                T.barrier_arrive(free[(c - 1) % stages])
+                            # the state before the chunk leaves while the product runs
+                            T.sync_threads(4 + wg, 128)
+                            T.copy(state_b, h_s[wg, :, :])
+                            T.fence_proxy_async()
+                            T.sync_threads(4 + wg, 128)
+                            T.tma_copy(
+                                h_s[wg, :, :],
+                                h[slot, head, first + part : first + part + 64, 0:K],
+                                leader_scope_threads=128,
+                            )
+                            T.wait_wgmma(0)
+                            # X = beta (V^T - exp(gamma) U)
+                            for i, j in T.Parallel(64, C):
+                                x_b[i, j] = beta_s[at, j] * (T.cast(v_t[i, j], "float32") - rise_s[at, j] * u[i, j])
+                            # Vd = X A^T
+                            T.wgmma_gemm(x_b, a_s[at, :, :], u, transpose_B=True, clear_accum=True)
+                            whole = rise_s[at, lines - 1]
+                            for i, j in T.Parallel(64, K):
+                                state[i, j] = state[i, j] * whole
+                            T.wait_wgmma(0)
+                            for i, j in T.Parallel(64, C):
+                                vk_b[i, j] = u[i, j] * fall_s[at, j]
+                            # S = exp(gamma_C) S + (exp(gamma_C - gamma) Vd) K
+                            T.wgmma_gemm(vk_b, k_s[at, :, :], state)
+                            for i, j in T.Parallel(64, C):
+                                v_s[at, j, part + i] = T.cast(u[i, j], dtype)
+                            T.fence_proxy_async()
+                            T.sync_threads(4 + wg, 128)
+                            if lines == C:
+                                T.tma_copy(
+                                    v_s[at, :, part : part + 64],
+                                    vd[line : line + C, head, first + part : first + part + 64],
+                                    leader_scope_threads=128,
+                                )
+                            else:
+                                m.store_rows(v_s, at, vd, line, lines, head, first, part, tx - wg * 128)
+                            T.wait_wgmma(0)
+                        T.tma_store_wait(0)
 
     return states
 
