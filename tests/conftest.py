@@ -5,6 +5,8 @@ from __future__ import annotations
 import jax
 import pytest
 
+jax.config.update("jax_num_cpu_devices", 2)  # before anything is computed; test_transforms.py uses both
+
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     marked = [item for item in items if item.get_closest_marker("gpu")]

@@ -18,7 +18,6 @@ from test_api import assert_close, states, tokens
 import jax_qla
 
 # Before anything computes: several devices, made of one CPU.
-jax.config.update("jax_num_cpu_devices", 2)
 
 CU_SEQLENS = np.array([0, 3, 3, 9], np.int32)
 LENGTH = 10
