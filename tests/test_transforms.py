@@ -17,8 +17,6 @@ from test_api import assert_close, states, tokens
 
 import jax_qla
 
-# Before anything computes: several devices, made of one CPU.
-
 CU_SEQLENS = np.array([0, 3, 3, 9], np.int32)
 LENGTH = 10
 

@@ -88,10 +88,11 @@ def macros():
     @T.macro
     def zero_tail(tiles, stage, rows, width, thread, threads):
         """Rows `rows`.. of tile `stage` of tiles [stages, 64, width] in shared memory become zero."""
-        for x in T.serial((C - rows) * width // threads):
-            tiles[stage, rows + (x * threads + thread) // width, (x * threads + thread) % width] = T.cast(
-                0, tiles.dtype
-            )
+        for x in T.serial(T.ceildiv((C - rows) * width, threads)):
+            if x * threads + thread < (C - rows) * width:
+                tiles[stage, rows + (x * threads + thread) // width, (x * threads + thread) % width] = T.cast(
+                    0, tiles.dtype
+                )
 
     @T.macro
     def store_rows(tiles, stage, target, row, rows, head, first, part, thread):

@@ -228,6 +228,7 @@ def program(config: Config):
                             T.wgmma_gemm(vk_b, k_s[at, :, :], state)
                             T.wgmma_gemm(vd_b, p_s[at, :, :], acc, transpose_B=True)
                             T.wait_wgmma(0)
+                            T.sync_warp()  # V was read by other lanes
                             for i, j in T.Parallel(64, C):
                                 v_s[at, j, part + i] = T.cast(acc[i, j], dtype)
                             T.fence_proxy_async()

@@ -203,6 +203,7 @@ def program(config: Config):
                                 vk_b[i, j] = u[i, j] * fall_s[at, j]
                             # S = exp(gamma_C) S + (exp(gamma_C - gamma) Vd) K
                             T.wgmma_gemm(vk_b, k_s[at, :, :], state)
+                            T.sync_warp()  # V was read by other lanes
                             for i, j in T.Parallel(64, C):
                                 v_s[at, j, part + i] = T.cast(u[i, j], dtype)
                             T.fence_proxy_async()
