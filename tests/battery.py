@@ -12,9 +12,12 @@ Three relative errors are measured of each result, in the Euclidean norm:
     head       the worst value of it over (value or key) heads
     position   the worst row of K or V elements (states: the worst matrix; dg, dbeta: the worst element), relative to
                that row or to the root mean square row of its head, whichever is larger
-No reference norm is taken smaller than float32 can resolve (`UNDERFLOW`). An implementation that takes dg as a
-difference of larger sums may ask for a floor: the norm of dg then counts as at least `Limits.dg_floor` times that of
-its natural scale, |do_t| |o_t|. Everything else is purely relative.
+No reference norm is taken smaller than float32 can resolve (`UNDERFLOW`).
+
+dg_t and dbeta_t are inner products, of K V and of V terms whose signs are random: <dS_t, S_t> and <k_t^T dS_t, delta_t>. By
+chance such a sum can be far smaller than the Euclidean length of its terms (`terms`), and what the rounding of its operands
+does to it is in proportion to the latter. With `Limits.of_terms`, the reference value of either counts as at least that
+length. Everything else is purely relative.
 """
 
 from __future__ import annotations
@@ -102,8 +105,8 @@ class Limits:
     """Allowed of `head`, as a multiple of what is allowed of `whole`."""
     position: float = 4.0
     """Allowed of `position`, as a multiple of what is allowed of `whole`."""
-    dg_floor: float = 0.0
-    """0 = none."""
+    of_terms: bool = False
+    """Whether dg and dbeta are measured against the Euclidean length of their terms where that is larger."""
 
     def of(self, result: str) -> float:
         gates = self.gradients if self.gates is None else self.gates
@@ -237,8 +240,39 @@ def reference(case: Case) -> dict[str, np.ndarray]:
     return {name: x if name.endswith("state") else x[:, : case.tokens] for name, x in result.items()}
 
 
-def _error(name: str, measured: np.ndarray, expected: np.ndarray, floor: np.ndarray) -> Error:
-    """`floor`: per head, the smallest root mean square that the reference's elements count as."""
+@functools.cache
+def terms(case: Case) -> dict[str, np.ndarray]:
+    """For dg and dbeta, the Euclidean length of the terms that each of their elements is the sum of, [B, T, Hv]."""
+    x = inputs(case)
+    q, k, v, g, beta, do = (y.astype(np.float32) for y in (*x[:5], x.do))
+    scale, ratio = _scale(case), case.value_heads // case.key_heads
+    lengths = {name: np.zeros(g.shape) for name in ("dg", "dbeta")}
+    bounds = ((0, case.tokens),) * case.batch if case.segments is None else case.segments
+    for n, (start, end) in enumerate(bounds):
+        b = n if case.segments is None else 0
+        for h in range(case.value_heads):
+            rows = [(q[b, t, h // ratio], k[b, t, h // ratio], v[b, t, h], t) for t in range(start, end)]
+            state = np.zeros((case.key_dim, case.value_dim), np.float32)
+            if x.initial_state is not None:
+                state = x.initial_state[n, h]
+            decayed = []
+            for _, key, value, t in rows:
+                state = np.exp(g[b, t, h]) * state
+                decayed.append(state)
+                state = state + beta[b, t, h] * np.outer(key, value - key @ state)
+            gradient = x.d_final_state[n, h]
+            for (query, key, value, t), state in zip(reversed(rows), reversed(decayed), strict=True):
+                gradient = gradient + scale * np.outer(query, do[b, t, h])
+                read = key @ gradient
+                lengths["dbeta"][b, t, h] = np.linalg.norm(read * (value - key @ state))
+                gradient = gradient - beta[b, t, h] * np.outer(key, read)
+                lengths["dg"][b, t, h] = np.linalg.norm(gradient * state)
+                gradient = np.exp(g[b, t, h]) * gradient
+    return lengths
+
+
+def _error(name: str, measured: np.ndarray, expected: np.ndarray, least: np.ndarray | float) -> Error:
+    """`least`: magnitudes that the reference's elements count as at the least."""
 
     def by_head(x: np.ndarray) -> np.ndarray:
         """[heads, positions, elements]"""
@@ -249,32 +283,22 @@ def _error(name: str, measured: np.ndarray, expected: np.ndarray, floor: np.ndar
     def norm(x: np.ndarray, axis: int | tuple[int, int] | None = None) -> np.ndarray:
         return np.asarray(np.sqrt(np.sum(x * x, axis=axis)))
 
-    expected = by_head(expected)
-    difference = by_head(measured.astype(np.float64)) - expected
+    difference = by_head(measured.astype(np.float64) - expected)
+    expected = by_head(np.maximum(np.abs(expected), least))
     _, positions, elements = expected.shape
-    whole_floor = norm(floor) * np.sqrt(positions * elements)
-    whole = norm(difference) / np.maximum(norm(expected), whole_floor)
-    head_norm = np.maximum(norm(expected, (1, 2)), floor * np.sqrt(positions * elements))
+    floor = UNDERFLOW * np.sqrt(positions * elements)
+    whole = norm(difference) / np.maximum(norm(expected), floor)
+    head_norm = np.maximum(norm(expected, (1, 2)), floor)
     head = np.max(norm(difference, (1, 2)) / head_norm)
     row = np.maximum(norm(expected, 2), head_norm[:, None] / np.sqrt(positions))
     position = np.max(norm(difference, 2) / row)
     return Error(float(whole), float(head), float(position))
 
 
-def errors(case: Case, results: Mapping[str, np.ndarray], dg_floor: float = 0.0) -> dict[str, Error]:
+def errors(case: Case, results: Mapping[str, np.ndarray], of_terms: bool = False) -> dict[str, Error]:
     """Errors of `results`, named as in RESULTS, against the reference."""
-    expected = reference(case)
-    x = inputs(case)
-    measured = {}
-    for name, value in results.items():
-        heads = value.shape[1] if name.endswith("state") else value.shape[2]
-        floor = np.full(heads, UNDERFLOW)
-        if name == "dg":
-            do = np.where(x.outside[:, None, None], 0, x.do.astype(np.float64))
-            natural = np.linalg.norm(do, axis=-1) * np.linalg.norm(expected["o"], axis=-1)
-            floor = np.maximum(floor, dg_floor * np.sqrt(np.mean(natural**2, axis=(0, 1))))
-        measured[name] = _error(name, value, expected[name], floor)
-    return measured
+    least = terms(case) if of_terms else {}
+    return {name: _error(name, value, reference(case)[name], least.get(name, 0.0)) for name, value in results.items()}
 
 
 def _exact(case: Case, results: Mapping[str, np.ndarray]) -> Iterator[str]:
@@ -302,7 +326,7 @@ def _exact(case: Case, results: Mapping[str, np.ndarray]) -> Iterator[str]:
 def check(case: Case, function: Function, limits: Limits) -> dict[str, Error]:
     """Asserts that `function` is within `limits` on the case; returns what was measured."""
     results = run(case, function)
-    measured = errors(case, results, limits.dg_floor)
+    measured = errors(case, results, limits.of_terms)
     wrong = list(_exact(case, results))
     for name, error in measured.items():
         for kind, factor in (("whole", 1.0), ("head", limits.head), ("position", limits.position)):

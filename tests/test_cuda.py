@@ -17,11 +17,11 @@ from jax_qla import implementations, vjp
 
 pytestmark = pytest.mark.gpu
 
-LIMITS = battery.Limits(o=4e-3, final_state=4e-3, gradients=6e-3, gates=1.2e-2, head=2.5, position=20.0, dg_floor=1e-3)
+LIMITS = battery.Limits(o=4e-3, final_state=4e-3, gradients=6e-3, gates=1.2e-2, head=2.5, position=20.0, of_terms=True)
 # dg and dbeta are differences of larger numbers, of bf16 operands; docs/performance.md has what was measured.
 # The inverse of a matrix of ones has alternating signs, and bf16 operands cancel there (so they do in every library).
 IDENTICAL = battery.Limits(
-    o=9e-3, final_state=9e-3, gradients=1.5e-2, gates=2.5e-2, head=2.5, position=20.0, dg_floor=1e-3
+    o=9e-3, final_state=9e-3, gradients=1.5e-2, gates=2.5e-2, head=2.5, position=20.0, of_terms=True
 )
 
 

@@ -248,8 +248,10 @@ def program(config: Config):
                                 d[i, j] = d[i, j] * whole
                             T.wait_wgmma(0)
                             T.copy(u, dvd_b)
-                            # dX = A^T dVd
-                            T.wgmma_gemm(dvd_b, a_s[at, :, :], u, clear_accum=True)
+                            # dX = A^T dVd, on the diagonal (of ones) without the rounding of dVd
+                            for i, j in T.Parallel(64, C):
+                                u[i, j] = u[i, j] - T.cast(dvd_b[i, j], "float32")
+                            T.wgmma_gemm(dvd_b, a_s[at, :, :], u)
                             # dS = exp(gamma_C) dS + Q^T scale exp(gamma) dO - K^T exp(gamma) beta dX
                             T.wgmma_gemm(do_s[at, :, part : part + 64], q_s[at, :, :], d, transpose_A=True)
                             T.wait_wgmma(1)
