@@ -2,7 +2,7 @@
 
 Forward is two kernels in one FFI call (prepare, forward), backward three (states, state_gradients, gradients). All of
 them work on flat token arrays, dense batches included: a dense batch is a packed one whose tables are constants.
-Intermediate results (h, dh, decay_dot, Vd) are results of the call that are dropped here.
+Intermediate results (h, dh, Vd) are results of the call that are dropped here.
 
 Memory of the backward besides its operands and results, in elements of v's dtype: h and dh, ceil(T / 64) * Hv * K * V
 each, and Vd, as v. dX lives in dv until the gradients kernel scales it there.
@@ -145,7 +145,6 @@ def backward(
             "vd": flat_shape["v"],
             "h": chunk_states,
             "dh": chunk_states,
-            "decay_dot": jax.ShapeDtypeStruct((call.slots, value_heads, value_dim // 64), jnp.float32),
         },
     )
     dq, dk, dv, dg, dbeta = (call.unflat(results[name]) for name in ("dq", "dk", "dv", "dg", "dbeta"))

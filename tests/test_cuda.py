@@ -17,12 +17,9 @@ from jax_qla import implementations, vjp
 
 pytestmark = pytest.mark.gpu
 
-LIMITS = battery.Limits(o=4e-3, final_state=4e-3, gradients=6e-3, gates=1.2e-2, head=2.5, position=20.0, of_terms=True)
-# dg and dbeta are differences of larger numbers, of bf16 operands; docs/performance.md has what was measured.
+LIMITS = battery.Limits(o=4e-3, final_state=4e-3, gradients=6e-3, head=2.5, position=20.0, of_terms=True)
 # The inverse of a matrix of ones has alternating signs, and bf16 operands cancel there (so they do in every library).
-IDENTICAL = battery.Limits(
-    o=9e-3, final_state=9e-3, gradients=1.5e-2, gates=2.5e-2, head=2.5, position=20.0, of_terms=True
-)
+IDENTICAL = battery.Limits(o=9e-3, final_state=9e-3, gradients=1.5e-2, head=2.5, position=20.0, of_terms=True)
 
 
 def cuda(q: Any, k: Any, v: Any, g: Any, beta: Any, initial_state: Any, segments: Any, scale: float) -> Any:
@@ -62,12 +59,12 @@ def measured() -> Iterator[dict[str, dict[str, battery.Error]]]:
 
 
 MISSED = {
-    "length 63": "dg 1.5e-2",
-    "beta 2": "o 6.0e-3, dk 8.0e-3, d_initial_state 9.5e-3",
-    "beta 2, K and V 128": "o 4.7e-3, dk 6.5e-3, d_initial_state 6.5e-3",
-    "identical keys, beta 1, decaying": "dbeta 6.7e-2",
-    "identical keys, beta 2": "o 8.0e-1: reflections never forget a rounding",
-    "identical keys, beta 2, K and V 128": "o 1.8e-1: reflections never forget a rounding",
+    "beta 2": "o 6.0e-3, dk 7.9e-3, d_initial_state 9.5e-3",
+    "beta 2, K and V 128": "o 4.7e-3, dk 6.2e-3, d_initial_state 6.2e-3",
+    "identical keys, beta 1": "dbeta 1.7e-2",
+    "identical keys, beta 1, decaying": "dbeta 4.5e-2",
+    "identical keys, beta 2": "o 1.2: reflections never forget a rounding",
+    "identical keys, beta 2, K and V 128": "o 8.0e-2: reflections never forget a rounding",
 }
 """Cases whose limits the kernels do not keep, with what was measured (docs/performance.md)."""
 

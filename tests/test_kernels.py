@@ -82,9 +82,9 @@ def chain(given: Mapping[str, Any], segments: Any, *, tokens: int) -> Arrays:
         (states, "k v a gamma beta initial_state segments chunks -> h vd"),
         (
             state_gradients,
-            "q k do a gamma beta d_final_state h segments chunks -> dh dx decay_dot d_initial_state",
+            "q k do a gamma beta d_final_state segments chunks -> dh dx d_initial_state",
         ),
-        (gradients, "q k v g gamma beta do vd dx h dh decay_dot chunks -> dq dk dv dg dbeta"),
+        (gradients, "q k v g gamma beta do vd dx h dh chunks -> dq dk dv dg dbeta"),
     ):
         operands, results = (part.split() for part in names.split("->"))
         scalars = {"ratio": ratio} | ({"scale": SCALE} if kernel in (forward, state_gradients, gradients) else {})
@@ -166,7 +166,7 @@ def test_dtypes_are_the_kernels(dtype: str) -> None:
     found = jax.eval_shape(functools.partial(chain, tokens=TOKENS), given, jnp.asarray(bounds, jnp.int32))
     for name in ("a", "o", "h", "vd", "dh", "dx", "dq", "dk", "dv"):
         assert found[name].dtype == dtype, name
-    for name in ("gamma", "final_state", "decay_dot", "d_initial_state", "dg", "dbeta"):
+    for name in ("gamma", "final_state", "d_initial_state", "dg", "dbeta"):
         assert found[name].dtype == jnp.float32, name
     slots = tables.slot_count(TOKENS, len(bounds))
     assert found["h"].shape == found["dh"].shape == (slots, 6, VALUE_DIM, KEY_DIM)

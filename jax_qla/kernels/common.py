@@ -40,16 +40,18 @@ __device__ __forceinline__ void jax_qla_load_transposed(void* registers, const v
 """
 
 
-def accumulator_layout(columns: int):
-    """The fragment layout of a wgmma accumulator [64, columns], for a fragment that PRELUDE fills.
+def accumulator_layout(columns: int, first_thread: int = 0):
+    """The fragment layout of a wgmma accumulator [64, columns] of the warpgroup that begins at `first_thread`, for a fragment whose
+    registers C++ functions take.
 
-    It names threads 0..127. In another warpgroup such a fragment may be read, but a loop that writes it would be dropped.
+    TileLang drops, without a word, a loop that writes or reads such a fragment alone when `first_thread` is wrong, and a loop over
+    a part of one's columns beside another: look at the CUDA source (`build --keep-sources`).
     """
     from tilelang.layout import Fragment
 
     return Fragment(
         (64, columns),
-        forward_thread_fn=lambda i, j: i // 16 * 32 + i % 8 * 4 + j % 8 // 2,
+        forward_thread_fn=lambda i, j: first_thread + i // 16 * 32 + i % 8 * 4 + j % 8 // 2,
         forward_index_fn=lambda i, j: j // 8 * 4 + i % 16 // 8 * 2 + j % 2,
     )
 

@@ -77,6 +77,7 @@ def program(config: Config):
     ):
         with T.Kernel(sequences * tiles, value_heads, threads=S + 128, prelude=PRELUDE) as (block, head):
             T.annotate_min_blocks_per_sm(1)
+            T.pdl_sync()  # `prepare` has ended
             n = T.alloc_var("int32")
             start = T.alloc_var("int32")
             end = T.alloc_var("int32")

@@ -4,7 +4,6 @@ Per chunk, value head and sequence, last chunk first, with dS the gradient of th
 P = scale Q K^T o G (notation of kernels/forward.py):
 
     dh  = dS                                                                        [K, V] stored transposed
-    decay_dot = <dS, h>, h the state before the chunk (kernels/states.py), dS in float32
     dVd = P^T dO + diag(exp(gamma_C - gamma)) K dS                                  [64, V]
     dX  = a^T dVd                                                                   [64, V]
     dS' = exp(gamma_C) dS + Q^T diag(scale exp(gamma)) dO - K^T diag(exp(gamma) beta) dX   [K, V]
@@ -62,17 +61,16 @@ def program(config: Config):
         gamma: T.Tensor((tokens, value_heads), "float32"),
         beta: T.Tensor((tokens, value_heads), "float32"),
         d_final_state: T.Tensor((final_states, value_heads, K, V), "float32"),
-        h: T.Tensor((slots, value_heads, V, K), dtype),
         segments: T.Tensor((sequences, 2), "int32"),
         dh: T.Tensor((slots, value_heads, V, K), dtype),
         dx: T.Tensor((tokens, value_heads, V), dtype),
-        decay_dot: T.Tensor((slots, value_heads, V // 64), "float32"),
         d_initial_state: T.Tensor((initial_states, value_heads, K, V), "float32"),
         ratio: T.int32,
         scale: T.float32,
     ):
         with T.Kernel(sequences * tiles, value_heads, threads=S + 128) as (block, head):
             T.annotate_min_blocks_per_sm(1)
+            T.pdl_trigger()  # `gradients` waits by itself
             n = T.alloc_var("int32")
             start = T.alloc_var("int32")
             end = T.alloc_var("int32")
@@ -92,7 +90,6 @@ def program(config: Config):
             a_s = T.alloc_shared((stages, C, C), dtype)
             p_s = T.alloc_shared((stages, C, C), dtype)
             dh_s = T.alloc_shared((W // 64, 64, K), dtype)
-            dot_s = T.alloc_shared((W,), "float32")
             gamma_s = T.alloc_shared((stages, C), "float32")
             rise_s = T.alloc_shared((stages, C), "float32")
             fall_s = T.alloc_shared((stages, C), "float32")
@@ -190,11 +187,7 @@ def program(config: Config):
                         u = T.alloc_fragment((64, C), "float32")
                         dvd_b = T.alloc_fragment((64, C), dtype)
                         dw_b = T.alloc_fragment((64, C), dtype)
-                        h_f = T.alloc_fragment((64, K), dtype)
-                        product = T.alloc_fragment((64, K), "float32")
-                        dot = T.alloc_fragment((64,), "float32")
                         whole = T.alloc_var("float32")
-                        total = T.alloc_var("float32")
                         line = T.alloc_var("int32")
                         lines = T.alloc_var("int32")
                         slot = T.alloc_var("int32")
@@ -208,7 +201,6 @@ def program(config: Config):
                             line = start + (count - 1 - c) * C
                             lines = T.min(end - line, C)
                             slot = start // C + n + 1 + (count - 1 - c)
-                            T.copy(h[slot, head, first + part : first + part + 64, 0:K], h_f)
                             T.copy(d, d_b)
                             T.barrier_wait(ready[at], (c // stages) % 2)
                             T.barrier_wait(loaded[at], (c // stages) % 2)
@@ -218,13 +210,8 @@ def program(config: Config):
                             T.tma_store_wait(0)
                             if c > 0:
                                 T.barrier_arrive(free[(c - 1) % stages])
-                            # the gradient of the state after the chunk leaves while the product runs, and meets the state before it
-                            for i, j in T.Parallel(64, K):
-                                product[i, j] = d[i, j] * T.cast(h_f[i, j], "float32")
-                            T.reduce_sum(product, dot, dim=1)
+                            # the gradient of the state after the chunk leaves while the product runs
                             T.sync_threads(4 + wg, 128)
-                            for i in T.Parallel(64):
-                                dot_s[part + i] = dot[i]
                             T.copy(d_b, dh_s[wg, :, :])
                             T.fence_proxy_async()
                             T.sync_threads(4 + wg, 128)
@@ -233,12 +220,6 @@ def program(config: Config):
                                 dh[slot, head, first + part : first + part + 64, 0:K],
                                 leader_scope_threads=128,
                             )
-                            if tx - part * 2 < 32:
-                                total = dot_s[tx - part] + dot_s[tx - part + 32]
-                                for shift in T.unroll(5):
-                                    total = total + T.shfl_xor(total, 1 << shift)
-                                if tx == part * 2:
-                                    decay_dot[slot, head, block % tiles * (W // 64) + wg] = total
                             T.wait_wgmma(0)
                             for i, j in T.Parallel(64, C):
                                 u[i, j] = u[i, j] * fall_s[at, j]
@@ -277,6 +258,7 @@ def program(config: Config):
                         if initial_states > 0:
                             for i, j in T.Parallel(64, K):
                                 d_initial_state[n, head, j, first + part + i] = d[i, j]
+            T.pdl_sync()  # ends after `states`, for `gradients` waits for this kernel alone
 
     return state_gradients
 
@@ -289,16 +271,15 @@ def specification(
     gamma: jax.Array,
     beta: jax.Array,
     d_final_state: jax.Array,
-    h: jax.Array,
     segments: jax.Array,
     chunks: jax.Array,
     *,
     ratio: int,
     scale: float,
-) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-    """(dh [slots, Hv, V, K] in do's dtype, dx [tokens, Hv, V] in do's dtype, decay_dot [slots, Hv, 1], d_initial_state [N, Hv, K, V]).
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """(dh [slots, Hv, V, K] in do's dtype, dx [tokens, Hv, V] in do's dtype, d_initial_state [N, Hv, K, V]).
 
-    dh and decay_dot of a slot without rows are not defined. The kernel has a part of decay_dot for every 64 value columns.
+    dh of a slot without rows is not defined.
     """
     keys, queries = (jnp.repeat(gather_chunks(x, chunks), ratio, axis=2) for x in (k, q))
     output, inverse, gates, strength = (gather_chunks(x, chunks) for x in (do, a, gamma, beta))
@@ -315,5 +296,4 @@ def specification(
 
     xs = (queries, keys, output, inverse, p, gates, strength, last_row(gates, chunks))
     d_initial_state, (dh, dx) = scan_slots(step, d_final_state, segments, chunks, xs, reverse=True)
-    decay_dot = jnp.sum(dh * h, axis=(2, 3))[..., None]
-    return dh.astype(do.dtype), scatter_chunks(dx, chunks, do.shape[0], do.dtype), decay_dot, d_initial_state
+    return dh.astype(do.dtype), scatter_chunks(dx, chunks, do.shape[0], do.dtype), d_initial_state
