@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, Protocol
 
 import equinox as eqx
 import jax
+import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
@@ -15,6 +17,8 @@ import jax_qla.nn.flax
 from jax_qla.nn import GatedDeltaNetConfig, parameter_shapes
 
 Weights = Mapping[str, Any]
+QUICK = {"xla_backend_optimization_level": "0"}
+"""Compiles in half the time: nearly all of these tests' time is compilation."""
 
 
 class Framework(Protocol):
@@ -23,11 +27,11 @@ class Framework(Protocol):
     def make(self, config: GatedDeltaNetConfig, weights: Weights | None = None, **options: Any) -> Any:
         """A layer, with the given weights if any."""
 
-    def jit(self, method: Callable[..., Any]) -> Callable[..., Any]:
-        """`method`, whose first argument is a layer, compiled."""
+    def jit(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """`function`, whose first argument is a layer and whose others are arrays, compiled."""
 
-    def gradients(self, loss: Callable[[Any, jax.Array], jax.Array], layer: Any, x: jax.Array) -> dict[str, jax.Array]:
-        """The gradients of loss(layer, x) by parameter, and of x under the name "x"."""
+    def outputs_and_gradients(self, layer: Any, x: Any, dy: Any) -> tuple[jax.Array, dict[str, jax.Array]]:
+        """layer(x), and for its cotangent dy the gradients by parameter, that of x under the name "x"."""
 
 
 class Flax:
@@ -37,14 +41,27 @@ class Flax:
             layer.set_weights(weights)
         return layer
 
-    def jit(self, method: Callable[..., Any]) -> Callable[..., Any]:
-        return nnx.jit(method)
+    def jit(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        def run(layer: Any, *arguments: Any) -> Any:
+            graphdef, state = nnx.split(layer)
+            return compiled(graphdef, state, *arguments)
 
-    def gradients(self, loss: Callable[[Any, jax.Array], jax.Array], layer: Any, x: jax.Array) -> dict[str, jax.Array]:
+        @partial(jax.jit, static_argnums=0, compiler_options=QUICK)
+        def compiled(graphdef: Any, state: Any, *arguments: Any) -> Any:
+            return function(nnx.merge(graphdef, state), *arguments)
+
+        return run
+
+    def outputs_and_gradients(self, layer: Any, x: Any, dy: Any) -> tuple[jax.Array, dict[str, jax.Array]]:
         graphdef, parameters = nnx.split(layer)
-        function = jax.jit(jax.grad(lambda parameters, x: loss(nnx.merge(graphdef, parameters), x), argnums=(0, 1)))
-        by_parameter, by_x = function(parameters, x)
-        return {**nnx.merge(graphdef, by_parameter).get_weights(), "x": by_x}
+
+        @partial(jax.jit, compiler_options=QUICK)
+        def run(parameters: Any, x: jax.Array, dy: jax.Array) -> Any:
+            y, transpose = jax.vjp(lambda parameters, x: nnx.merge(graphdef, parameters)(x), parameters, x)
+            return y, transpose(dy)
+
+        y, (by_parameter, by_x) = run(parameters, jnp.asarray(x), jnp.asarray(dy))
+        return y, {**nnx.merge(graphdef, by_parameter).get_weights(), "x": by_x}
 
 
 class Equinox:
@@ -52,13 +69,27 @@ class Equinox:
         layer = jax_qla.nn.equinox.GatedDeltaNet(config, key=jax.random.key(0), **options)
         return layer if weights is None else layer.with_weights(weights)
 
-    def jit(self, method: Callable[..., Any]) -> Callable[..., Any]:
-        return eqx.filter_jit(method)
+    def jit(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        def run(layer: Any, *arguments: Any) -> Any:
+            arrays, rest = eqx.partition(layer, eqx.is_array)
+            return compiled(rest, arrays, *arguments)
 
-    def gradients(self, loss: Callable[[Any, jax.Array], jax.Array], layer: Any, x: jax.Array) -> dict[str, jax.Array]:
-        function = eqx.filter_jit(eqx.filter_grad(lambda both: loss(*both)))
-        by_layer, by_x = function((layer, x))
-        return {**by_layer.get_weights(), "x": by_x}
+        @partial(jax.jit, static_argnums=0, compiler_options=QUICK)
+        def compiled(rest: Any, arrays: Any, *arguments: Any) -> Any:
+            return function(eqx.combine(arrays, rest), *arguments)
+
+        return run
+
+    def outputs_and_gradients(self, layer: Any, x: Any, dy: Any) -> tuple[jax.Array, dict[str, jax.Array]]:
+        arrays, rest = eqx.partition(layer, eqx.is_array)
+
+        @partial(jax.jit, compiler_options=QUICK)
+        def run(arrays: Any, x: jax.Array, dy: jax.Array) -> Any:
+            y, transpose = jax.vjp(lambda arrays, x: eqx.combine(arrays, rest)(x), arrays, x)
+            return y, transpose(dy)
+
+        y, (by_array, by_x) = run(arrays, jnp.asarray(x), jnp.asarray(dy))
+        return y, {**eqx.combine(by_array, rest).get_weights(), "x": by_x}
 
 
 FRAMEWORKS: dict[str, Framework] = {"flax": Flax(), "equinox": Equinox()}

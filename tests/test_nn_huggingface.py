@@ -1,4 +1,4 @@
-"""The layers compute what the Qwen3-Next and Qwen3.5 modules of Hugging Face transformers compute, weight for weight."""
+"""The layers compute what Qwen3-Next and Qwen3.5 of Hugging Face transformers compute, weight for weight."""
 
 from __future__ import annotations
 
@@ -14,13 +14,14 @@ pytest.importorskip("equinox", reason="needs the equinox extra")
 torch = pytest.importorskip("torch", reason="transformers needs PyTorch")
 transformers = pytest.importorskip("transformers", reason="needs the test extra")
 
-from frameworks import FRAMEWORKS, Framework, assert_close
+import safetensors.torch
+from frameworks import FRAMEWORKS, Framework, assert_close, random_weights
 from transformers import DynamicCache
 
-from jax_qla.nn import GatedDeltaNetCache, GatedDeltaNetConfig, load_gated_deltanet_weights
+from jax_qla.nn import GatedDeltaNetCache, GatedDeltaNetConfig, load_gated_deltanet_weights, parameter_shapes
 
 LIMIT = 1e-4
-SIZES = {
+SIZES: dict[str, Any] = {
     "vocab_size": 60,
     "hidden_size": 32,
     "intermediate_size": 48,
@@ -35,7 +36,12 @@ SIZES = {
     "linear_conv_kernel_dim": 4,
     "rms_norm_eps": 1e-5,
 }
-MIXTURE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "shared_expert_intermediate_size": 16}
+MIXTURE = {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "shared_expert_intermediate_size": 16,
+}
 LAYER = 1
 
 
@@ -102,35 +108,32 @@ def their_cache(cache: Any) -> GatedDeltaNetCache:
     return GatedDeltaNetCache(conv[:, :, 1:].transpose(1, 2).numpy(), state.numpy())
 
 
-@pytest.mark.parametrize("length", [1, 3, 150])
-def test_outputs_and_gradients_of_every_parameter(
-    framework: Framework, ours: Any, theirs: Any, length: int
-) -> None:
-    x, weighting = random_input(length), random_input(length, seed=1)
+def as_ours(name: str, theirs: Any) -> np.ndarray:
+    """A parameter of theirs, or its gradient, in our orientation."""
+    array: np.ndarray = theirs.detach().numpy()
+    return array[:, 0].T if name == "conv1d.weight" else array.T
+
+
+def test_outputs_and_gradients_of_every_parameter(framework: Framework, ours: Any, theirs: Any) -> None:
+    x, dy = random_input(150), random_input(150, seed=1)
     their_x = torch.tensor(x, requires_grad=True)
     theirs.zero_grad()
     their_y = theirs(their_x)
-    (their_y * torch.tensor(weighting)).sum().backward()
-    assert_close(framework.jit(type(ours).__call__)(ours, jnp.asarray(x)), their_y.detach(), LIMIT)
-
-    gradients = framework.gradients(lambda layer, x: jnp.sum(layer(x) * weighting), ours, jnp.asarray(x))
-    names = {name.removesuffix(".weight"): parameter.grad for name, parameter in theirs.named_parameters()}
-    names["x"] = their_x.grad
-    assert gradients.keys() == names.keys()
-    for name, expected in names.items():
-        expected = expected[:, 0].T if name == "conv1d" else expected.T if name.endswith(("proj", "_qkvz", "_ba")) else expected
-        if name.startswith("in_proj") and expected.shape != gradients[name].shape:
-            expected = expected.T
-        assert_close(gradients[name], expected, LIMIT, name)
+    their_y.backward(torch.tensor(dy))
+    y, gradients = framework.outputs_and_gradients(ours, x, dy)
+    assert_close(y, their_y.detach(), LIMIT)
+    assert_close(gradients.pop("x"), their_x.grad, LIMIT)
+    expected = {name: as_ours(name, parameter.grad) for name, parameter in theirs.named_parameters()}
+    assert {name.removesuffix(".weight") for name in expected} == gradients.keys()
+    for name, gradient in expected.items():
+        assert_close(gradients[name.removesuffix(".weight")], gradient, LIMIT, name)
 
 
 @pytest.mark.parametrize("prompt_length", [2, 70])
-def test_prefill_and_decoding(
-    framework: Framework, ours: Any, theirs: Any, model: Any, prompt_length: int
-) -> None:
+def test_prefill_and_decoding(framework: Framework, ours: Any, theirs: Any, model: Any, prompt_length: int) -> None:
     x = random_input(prompt_length + 4)
     past = DynamicCache(config=model.config)
-    prefill, step = framework.jit(type(ours).prefill), framework.jit(type(ours).step)
+    prefill, step = (framework.jit(getattr(type(ours), name)) for name in ("prefill", "step"))
     with torch.no_grad():
         y, cache = prefill(ours, jnp.asarray(x[:, :prompt_length]))
         assert_close(y, theirs(torch.tensor(x[:, :prompt_length]), cache_params=past), LIMIT)
@@ -142,3 +145,94 @@ def test_prefill_and_decoding(
             assert_close(y, theirs(torch.tensor(token), cache_params=past), LIMIT)
         for name, computed, expected in zip(cache._fields, cache, their_cache(past), strict=True):
             assert_close(computed, expected, LIMIT, name)
+
+
+def test_single_file_and_sharded_checkpoint(
+    model: Any, theirs: Any, config: GatedDeltaNetConfig, checkpoint: Path, tmp_path: Path
+) -> None:
+    model.save_pretrained(tmp_path, max_shard_size="10KB")
+    assert len(list(tmp_path.glob("*.safetensors"))) > 2
+    for path in (checkpoint, checkpoint / "model.safetensors", tmp_path):
+        weights = load_gated_deltanet_weights(path, LAYER, config)
+        assert weights.keys() == parameter_shapes(config).keys()
+        for name, parameter in theirs.named_parameters():
+            np.testing.assert_array_equal(weights[name.removesuffix(".weight")], as_ours(name, parameter))
+
+
+def test_bfloat16_checkpoint(framework: Framework, config: GatedDeltaNetConfig, tmp_path: Path) -> None:
+    weights = {f"model.language_model.layers.0.linear_attn.{name}": tensor for name, tensor in tensors(config).items()}
+    safetensors.torch.save_file({name: tensor.bfloat16() for name, tensor in weights.items()}, tmp_path / "x")
+    loaded = load_gated_deltanet_weights(tmp_path / "x", 0, config)
+    assert loaded["out_proj"].dtype == jnp.bfloat16
+    layer = framework.make(config, loaded, param_dtype=jnp.bfloat16, dtype=jnp.bfloat16)
+    assert layer.get_weights()["A_log"].dtype == jnp.float32
+    assert layer.get_weights()["conv1d"].dtype == jnp.bfloat16
+    x = random_input(70)
+    call = framework.jit(lambda layer, x: layer(x))
+    expected = call(framework.make(config, loaded), jnp.asarray(x))
+    difference = call(layer, jnp.asarray(x)).astype(jnp.float32) - expected
+    assert jnp.linalg.norm(difference) < 0.02 * jnp.linalg.norm(expected)
+
+
+def tensors(config: GatedDeltaNetConfig) -> dict[str, Any]:
+    """Random weights of one layer under transformers' names, relative to the layer."""
+    random = random_weights(config)
+    arrays = {
+        name if name in ("A_log", "dt_bias") else f"{name}.weight": array[:, None] if name == "conv1d" else array
+        for name, array in random.items()
+    }
+    return {name: torch.tensor(array.T.copy()) for name, array in arrays.items()}
+
+
+def test_wrong_checkpoints_are_refused(config: GatedDeltaNetConfig, tmp_path: Path) -> None:
+    prefix = "model.layers.3.linear_attn."
+    right = {prefix + name: tensor for name, tensor in tensors(config).items()}
+
+    def load(arrays: dict[str, Any], layer: int = 3) -> None:
+        safetensors.torch.save_file(arrays, tmp_path / "model.safetensors")
+        load_gated_deltanet_weights(tmp_path, layer, config)
+
+    load(right)
+    with pytest.raises(ValueError, match=r"has no Gated DeltaNet layer 2; it has layers \[3\]"):
+        load(right, 2)
+    with pytest.raises(ValueError, match=r"has more than one Gated DeltaNet layer 3: draft\."):
+        load({**right, f"draft.{prefix}A_log": torch.zeros(6)})
+    with pytest.raises(ValueError, match=r"layer 3 of .*: weights do not fit .*: dt_bias is missing$"):
+        load({name: array for name, array in right.items() if not name.endswith("dt_bias")})
+    with pytest.raises(ValueError, match=r"gate\.bias does not belong to the layer$"):
+        load({**right, prefix + "gate.bias": torch.zeros(2)})
+    with pytest.raises(ValueError, match=r"norm must have shape \(12,\), got \(11,\)$"):
+        load({**right, prefix + "norm.weight": torch.zeros(11)})
+    with pytest.raises(ValueError, match="quantised weights cannot be loaded"):
+        load({**right, prefix + "norm.weight": torch.zeros(12, dtype=torch.int8)})
+
+
+def test_damaged_checkpoints_are_refused(config: GatedDeltaNetConfig, tmp_path: Path) -> None:
+    file = tmp_path / "model.safetensors"
+    with pytest.raises(FileNotFoundError, match="is neither a safetensors file nor a folder"):
+        load_gated_deltanet_weights(tmp_path, 0, config)
+    file.write_bytes(b"not a checkpoint, but long enough to hold the length of a header")
+    with pytest.raises(ValueError, match="is not a safetensors file"):
+        load_gated_deltanet_weights(tmp_path, 0, config)
+    file.write_bytes((5).to_bytes(8, "little") + b"{nope")
+    with pytest.raises(ValueError, match="its header is not JSON"):
+        load_gated_deltanet_weights(tmp_path, 0, config)
+    layer = {f"layers.0.linear_attn.{name}": tensor for name, tensor in tensors(config).items()}
+    safetensors.torch.save_file(layer, file)
+    file.write_bytes(file.read_bytes()[:-8])
+    with pytest.raises(ValueError, match="is damaged"):
+        load_gated_deltanet_weights(tmp_path, 0, config)
+    (tmp_path / "model.safetensors.index.json").write_text('{"weight_map": {"A_log": "model-2.safetensors"}}')
+    with pytest.raises(FileNotFoundError, match=r"lacks model-2\.safetensors"):
+        load_gated_deltanet_weights(tmp_path, 0, config)
+
+
+def test_config_of_the_model(model: Any, config: GatedDeltaNetConfig) -> None:
+    assert (config.num_value_heads, config.value_head_dim, config.norm_eps) == (6, 12, 1e-5)
+    assert GatedDeltaNetConfig.from_huggingface(model.config.to_dict()) == config
+    nested = {"model_type": "qwen3_5", "text_config": model.config.to_dict()}
+    assert GatedDeltaNetConfig.from_huggingface(nested) == config
+    with pytest.raises(ValueError, match=r"must be of a Qwen3-Next or Qwen3\.5 model, got model_type 'llama'"):
+        GatedDeltaNetConfig.from_huggingface({"model_type": "llama"})
+    with pytest.raises(ValueError, match='hidden_act must be "silu"'):
+        GatedDeltaNetConfig.from_huggingface({**model.config.to_dict(), "hidden_act": "gelu"})

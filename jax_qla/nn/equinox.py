@@ -55,8 +55,14 @@ class GatedDeltaNet(eqx.Module):
         (2, 1, 32)
     """
 
-    in_proj: dict[str, eqx.nn.Linear]
-    """The linear layers of `config.input_projections`, by name."""
+    in_proj_qkv: eqx.nn.Linear | None
+    in_proj_z: eqx.nn.Linear | None
+    in_proj_b: eqx.nn.Linear | None
+    in_proj_a: eqx.nn.Linear | None
+    """These four with split projections, else None."""
+    in_proj_qkvz: eqx.nn.Linear | None
+    in_proj_ba: eqx.nn.Linear | None
+    """These two with fused projections, else None."""
     conv1d: jax.Array
     """[width, channels]"""
     A_log: jax.Array
@@ -85,10 +91,17 @@ class GatedDeltaNet(eqx.Module):
         shapes = parameters.parameter_shapes(config)
         keys = dict(zip(shapes, jax.random.split(key, len(shapes)), strict=True))
 
-        def linear(name: str) -> eqx.nn.Linear:
+        def linear(name: str) -> eqx.nn.Linear | None:
+            if name not in shapes:
+                return None
             return eqx.nn.Linear(*shapes[name], use_bias=False, dtype=param_dtype, key=keys[name])
 
-        self.in_proj = {name: linear(name) for name in config.input_projections}
+        self.in_proj_qkv = linear("in_proj_qkv")
+        self.in_proj_z = linear("in_proj_z")
+        self.in_proj_b = linear("in_proj_b")
+        self.in_proj_a = linear("in_proj_a")
+        self.in_proj_qkvz = linear("in_proj_qkvz")
+        self.in_proj_ba = linear("in_proj_ba")
         self.conv1d = parameters.initial_conv1d(keys["conv1d"], shapes["conv1d"], param_dtype)
         self.A_log = parameters.initial_a_log(keys["A_log"], shapes["A_log"])
         self.dt_bias = parameters.initial_dt_bias(keys["dt_bias"], shapes["dt_bias"])
@@ -195,7 +208,8 @@ class GatedDeltaNet(eqx.Module):
         return jax.vmap(jax.vmap(linear))(x.astype(self.dtype))
 
     def _project(self, x: jax.Array) -> Projected:
-        return arrange({name: self._apply(linear, x) for name, linear in self.in_proj.items()}, self.config)
+        outputs = {name: self._apply(getattr(self, name), x) for name in self.config.input_projections}
+        return arrange(outputs, self.config)
 
     def _weights(self) -> mixer.MixerWeights:
         return mixer.MixerWeights(self.conv1d, self.A_log, self.dt_bias, self.norm)
@@ -222,6 +236,5 @@ def _is_linear(name: str) -> bool:
 
 def _leaf(layer: GatedDeltaNet, name: str) -> Any:
     """The parameter of this name as Equinox stores it."""
-    if name == "out_proj":
-        return layer.out_proj.weight
-    return layer.in_proj[name].weight if _is_linear(name) else getattr(layer, name)
+    leaf = getattr(layer, name)
+    return leaf.weight if _is_linear(name) else leaf

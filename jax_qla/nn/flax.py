@@ -69,7 +69,8 @@ class GatedDeltaNet(nnx.Module):
     ):
         self.config = config
         self.dtype = dtype
-        self.implementation = implementation
+        # A tuple, because NNX hashes what is static in a module.
+        self.implementation = implementation if isinstance(implementation, str | None) else tuple(implementation)
         shapes = parameters.parameter_shapes(config)
 
         def linear(name: str) -> nnx.Linear:
