@@ -25,7 +25,8 @@ SIZES = {
     "tiny": TrainConfig(  # for tests
         Qwen35Config(
             256,
-            layers=4,
+            layers=2,
+            full_attention_interval=2,
             width=32,
             mlp_width=64,
             gated_deltanet=GatedDeltaNetConfig(32, 1, 2, 16, 16),

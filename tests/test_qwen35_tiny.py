@@ -72,6 +72,9 @@ def theirs() -> Any:
         linear_num_value_heads=4,
         linear_key_head_dim=8,
         linear_value_head_dim=12,
+        # Large, so that four layers of norms do not enlarge rounding errors: with the usual 1e-6, gradients of
+        # transformers in float32 differ by 2e-4 from its own in float64. The layer alone is compared with 1e-5.
+        rms_norm_eps=1e-2,
     )
     model = transformers.Qwen3_5ForCausalLM(config).eval()
     with torch.no_grad():
@@ -117,7 +120,11 @@ def test_logits_and_gradients_of_the_whole_model(framework: str, theirs: Any, ch
     paths = jax.tree_util.tree_leaves_with_path(expected)
     assert len(paths) == sum(1 for _ in theirs.parameters())
     for (path, gradient), computed in zip(paths, jax.tree.leaves(gradients), strict=True):
-        assert_close(computed, gradient, LIMIT, jax.tree_util.keystr(path))
+        name = jax.tree_util.keystr(path)
+        # One number a head, the sum of what 140 tokens contribute with both signs: where it nearly vanishes,
+        # transformers in float32 differs by 2.5e-4 from its own in float64.
+        cancels = "A_log" in name or "dt_bias" in name
+        assert_close(computed, gradient, 2e-3 if cancels else LIMIT, name)
 
 
 def test_pieces_and_steps_equal_the_whole(framework: str) -> None:
@@ -136,7 +143,7 @@ def test_pieces_and_steps_equal_the_whole(framework: str) -> None:
         pieces.append(logits)
     assert_close(jnp.concatenate(pieces, axis=1), expected, LIMIT)
     kinds = [isinstance(cache, KeyValueCache) for cache in caches]
-    assert kinds == [False, False, False, True]
+    assert kinds == [False, True]
     for computed, wanted in zip(jax.tree.leaves(caches), jax.tree.leaves(whole_caches), strict=True):
         assert_close(computed, wanted, LIMIT)
 
