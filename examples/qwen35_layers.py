@@ -50,6 +50,7 @@ def rotate(x: jax.Array, positions: jax.Array, rotary_dim: int, theta: float) ->
     return jnp.concatenate([*(part.astype(x.dtype) for part in turned), rest], axis=-1)
 
 
+@jax.named_scope("gated_attention")
 def gated_attention(
     query_and_gate: jax.Array,
     key: jax.Array,

@@ -11,6 +11,7 @@ from jax_qla.nn.precision import widen
 
 # Rematerialized: its backward pass starts from x in its own dtype instead of the float32 sum before the SiLU.
 @jax.checkpoint
+@jax.named_scope("causal_convolution")
 def causal_convolution(
     x: jax.Array, kernel: jax.Array, tail: jax.Array | None = None, segment_ids: jax.Array | None = None
 ) -> jax.Array:

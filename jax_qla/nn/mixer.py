@@ -37,6 +37,11 @@ class MixerWeights(NamedTuple):
     """[V]"""
 
 
+# Named in profiles.
+_chunk_gated_delta_rule = jax.named_scope("gated_delta_rule")(chunk_gated_delta_rule)
+_recurrent_gated_delta_rule = jax.named_scope("gated_delta_rule")(recurrent_gated_delta_rule)
+
+
 def mix(
     projected: Projected,
     weights: MixerWeights,
@@ -58,7 +63,7 @@ def mix(
         [B, T, Hv * V] in the dtype of projected.qkv: the input of the output projection.
     """
     qkv = causal_convolution(projected.qkv, weights.conv1d, None, segment_ids)
-    o, _ = chunk_gated_delta_rule(
+    o, _ = _chunk_gated_delta_rule(
         *_operands(qkv, projected, weights, config),
         segment_ids=segment_ids,
         use_qk_l2norm_in_kernel=True,
@@ -94,7 +99,7 @@ def mix_prefill(
     if cache is not None:
         check_cache(cache, config, batch)
     tail = None if cache is None else cache.conv
-    o, state = chunk_gated_delta_rule(
+    o, state = _chunk_gated_delta_rule(
         *_operands(causal_convolution(projected.qkv, weights.conv1d, tail, segment_ids), projected, weights, config),
         initial_state=None if cache is None else cache.state,
         output_final_state=True,
@@ -123,7 +128,7 @@ def mix_step(
         cache = empty_cache(config, batch, projected.qkv.dtype)
     check_cache(cache, config, batch)
     qkv = causal_convolution(projected.qkv, weights.conv1d, cache.conv)
-    o, state = recurrent_gated_delta_rule(
+    o, state = _recurrent_gated_delta_rule(
         *_operands(qkv, projected, weights, config),
         initial_state=cache.state,
         output_final_state=True,

@@ -12,6 +12,7 @@ from jax_qla.nn.precision import widen
 
 # Rematerialized: its backward pass starts from o and z in their own dtype instead of float32 intermediate results.
 @partial(jax.checkpoint, static_argnums=3)
+@jax.named_scope("gated_rms_norm")
 def gated_rms_norm(o: jax.Array, z: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
     """o / sqrt(mean(o^2) + eps) * weight * silu(z), head by head, computed in float32.
 
