@@ -276,6 +276,32 @@ def test_wrong_configurations_are_refused(change: dict[str, Any], error: type[Ex
         dataclasses.replace(CONFIG, **change)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_kernels_in_the_layer(framework: Framework, head_dim: int) -> None:
+    """In bfloat16 the kernels are as near to "xla" in float32 as bfloat16 allows, and the cache goes on from theirs."""
+    config = GatedDeltaNetConfig(256, 1, 2, head_dim, head_dim)
+    weights, x, dy = random_weights(config), random_array(2, 200, 256), random_array(2, 200, 256, seed=1)
+    kernels = framework.make(config, weights, dtype=jnp.bfloat16, implementation="cuda")
+    with jax.default_matmul_precision("float32"):
+        exact = framework.make(config, weights, implementation="xla")
+        expected, expected_gradients = framework.outputs_and_gradients(exact, x, dy)
+
+    def distance(computed: Any, expected: Any) -> float:
+        computed, expected = np.asarray(computed, np.float64), np.asarray(expected, np.float64)
+        return float(np.linalg.norm(computed - expected) / np.linalg.norm(expected))
+
+    y, gradients = framework.outputs_and_gradients(kernels, x, dy.astype(jnp.bfloat16))
+    assert distance(y, expected) < 2e-2
+    for name, gradient in expected_gradients.items():
+        # Two numbers, the sums of what 400 tokens contribute with both signs.
+        cancels = name in ("A_log", "dt_bias")
+        assert distance(gradients[name], gradient) < (0.15 if cancels else 3e-2), name
+    start, cache = framework.jit(lambda layer, x: layer.prefill(x))(kernels, x[:, :199])
+    last, _ = framework.jit(lambda layer, x, cache: layer.step(x, cache))(kernels, x[:, 199:], cache)
+    assert distance(jnp.concatenate([start, last], axis=1), expected) < 2e-2
+
+
 RULES = (
     ("embed", None),
     ("value", "model"),

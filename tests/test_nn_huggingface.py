@@ -147,6 +147,19 @@ def test_prefill_and_decoding(framework: Framework, ours: Any, theirs: Any, mode
             assert_close(computed, expected, LIMIT, name)
 
 
+def test_prompts_padded_before_their_start(framework: Framework, ours: Any, theirs: Any, model: Any) -> None:
+    x, mask = random_input(20), np.ones((2, 20), np.int32)
+    mask[0, :7] = 0
+    past = DynamicCache(config=model.config)
+    with torch.no_grad():
+        their_y = theirs(torch.tensor(x), cache_params=past, attention_mask=torch.tensor(mask))
+    prefill = framework.jit(lambda layer, x, ids: layer.prefill(x, segment_ids=ids))
+    y, cache = prefill(ours, jnp.asarray(x), jnp.asarray(mask))
+    assert_close(y * mask[..., None], their_y * torch.tensor(mask)[..., None], LIMIT)
+    for name, computed, expected in zip(cache._fields, cache, their_cache(past), strict=True):
+        assert_close(computed, expected, LIMIT, name)
+
+
 def test_single_file_and_sharded_checkpoint(
     model: Any, theirs: Any, config: GatedDeltaNetConfig, checkpoint: Path, tmp_path: Path
 ) -> None:

@@ -36,9 +36,6 @@ def load_gated_deltanet_weights(
         FileNotFoundError: there is no such checkpoint, or a file of it is missing.
         ValueError: the checkpoint has no Gated DeltaNet layer of this index; a weight of the layer is missing, is one
             too many, or has another shape than the configuration says; or a file is damaged or quantised.
-
-    Example:
-        weights = load_gated_deltanet_weights("Qwen3.5-0.8B", 0, config)
     """
     arrays = Checkpoint(checkpoint)
     matches = [match for match in map(_LAYER.fullmatch, arrays.names) if match]

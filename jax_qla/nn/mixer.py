@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_qla.api import chunk_gated_delta_rule, recurrent_gated_delta_rule
-from jax_qla.nn.cache import GatedDeltaNetCache, check_cache, empty_cache
+from jax_qla.nn.cache import GatedDeltaNetCache, check_cache
 from jax_qla.nn.config import GatedDeltaNetConfig
 from jax_qla.nn.convolution import causal_convolution, tail_after
 from jax_qla.nn.gates import log_decay, update_strength
@@ -116,17 +116,14 @@ def mix_prefill(
 
 
 def mix_step(
-    projected: Projected, weights: MixerWeights, config: GatedDeltaNetConfig, cache: GatedDeltaNetCache | None
+    projected: Projected, weights: MixerWeights, config: GatedDeltaNetConfig, cache: GatedDeltaNetCache
 ) -> tuple[jax.Array, GatedDeltaNetCache]:
     """As `mix_prefill`, token by token: for one or a few tokens.
 
     Raises:
         ValueError: the cache is not of this layer and batch.
     """
-    batch = projected.qkv.shape[0]
-    if cache is None:
-        cache = empty_cache(config, batch, projected.qkv.dtype)
-    check_cache(cache, config, batch)
+    check_cache(cache, config, projected.qkv.shape[0])
     qkv = causal_convolution(projected.qkv, weights.conv1d, cache.conv)
     o, state = _recurrent_gated_delta_rule(
         *_operands(qkv, projected, weights, config),
