@@ -50,12 +50,9 @@ class GatedDeltaNet(nnx.Module):
         >>> config = GatedDeltaNetConfig(32, num_key_heads=1, num_value_heads=2, key_head_dim=8, value_head_dim=8)
         >>> layer = GatedDeltaNet(config, rngs=nnx.Rngs(0))
         >>> x = jnp.ones((2, 10, 32))
-        >>> layer(x).shape
-        (2, 10, 32)
-        >>> _, cache = layer.prefill(x)
-        >>> y, cache = layer.step(x[:, :1], cache)
-        >>> y.shape
-        (2, 1, 32)
+        >>> y, cache = layer.prefill(x)
+        >>> y.shape, cache.state.shape
+        ((2, 10, 32), (2, 2, 8, 8))
     """
 
     def __init__(
