@@ -3,8 +3,9 @@
 #   make demo      sets up .venv and trains a language model on the Python standard library (a large one on a Hopper GPU)
 #   make test      sets up .venv and passes the checks and the tests; what .ci/run calls
 #
-# Beside them: make lint, make gpu-test (needs a Hopper GPU), make kernels (compiles the TileLang programs into
-# jax_qla/cubins; needs no GPU), make versions, make clean. Everything is installed from PyPI into .venv.
+# Beside them: make lint, make docs (into build/docs), make gpu-test (needs a Hopper GPU), make kernels (compiles the
+# TileLang programs into jax_qla/cubins; needs no GPU), make versions, make clean. Everything is installed from PyPI into
+# .venv.
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -26,12 +27,12 @@ comma := ,
 install = $(BIN)/python -m pip install $(2) --editable '.[$(1)$(if $(CUDA),$(comma)$(CUDA))]'
 EXTENSION := pyproject.toml $(wildcard ffi/*)
 
-.PHONY: demo test pytest gpu-test lint kernels versions clean
+.PHONY: demo test pytest gpu-test lint docs kernels versions clean
 
 demo: $(VENV)/demo.stamp $(if $(HOPPER),kernels)
 	$(BIN)/python examples/train_lm.py $(if $(HOPPER),--size large) --output runs/demo-$$(date +%Y%m%d-%H%M%S) $(ARGS)
 
-test: versions lint pytest
+test: versions lint docs pytest
 
 pytest: $(VENV)/test.stamp
 	$(BIN)/python -m pytest --numprocesses $(TEST_JOBS) --dist loadfile $(ARGS)
@@ -44,6 +45,9 @@ lint: $(VENV)/test.stamp
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
+
+docs: $(VENV)/test.stamp
+	$(BIN)/python -m sphinx --quiet --fail-on-warning --keep-going docs build/docs
 
 kernels: $(VENV)/kernels.stamp
 	$(BIN)/python -m jax_qla.kernels.build
@@ -62,7 +66,7 @@ $(VENV)/kernels.stamp: $(VENV)/venv.stamp $(EXTENSION)
 
 # One installation serves all three purposes, so the other two need none of their own after it.
 $(VENV)/test.stamp: $(VENV)/venv.stamp $(EXTENSION)
-	$(call install,examples$(comma)equinox$(comma)kernels$(comma)test,$(TORCH))
+	$(call install,examples$(comma)kernels$(comma)docs$(comma)test,$(TORCH))
 	touch $@ $(VENV)/demo.stamp $(VENV)/kernels.stamp
 
 # Without ensurepip (Debian without python3-venv), the environment is made empty and pip put into it from outside.

@@ -3,67 +3,31 @@
     python examples/train_lm.py                     two minutes on two CPU cores
     python examples/train_lm.py --size large        a Hopper GPU: bfloat16, long sequences, the jax_qla kernels
 
-Writes into --output: a checkpoint (continue from it with --resume), the loss curve as PNG, the losses as JSON, and a
-sample that the trained model writes token by token from its recurrent state. The model is in gdn_lm.py, the text in
-stdlib_text.py; this file is the training.
+The model is in gdn_lm.py, the training and what it writes in training.py.
 """
 
 from __future__ import annotations
 
-import argparse
-import dataclasses
-import json
-import statistics
-import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from functools import partial
-from pathlib import Path
-from typing import Any, NamedTuple
 
-import jax
-import jax.numpy as jnp
-import numpy as np
-import optax
-import orbax.checkpoint as ocp
-import stdlib_text
+import training
 from flax import nnx
 from gdn_lm import LanguageModel, ModelConfig
-from matplotlib.figure import Figure
-from stdlib_text import DOCUMENT_START, Batch, Corpus
-from tqdm import tqdm
+from training import TrainConfig
 
-import jax_qla
-
-EVALUATION_WINDOWS = 64
-REPORT_EVERY = 10
-"""Steps between two readings of the loss. Each reading waits for the device, so not every step does it."""
-
-
-@dataclass(frozen=True)
-class TrainConfig:
-    """All that the losses of a run depend on, beside the text and the machine."""
-
-    model: ModelConfig
-    batch_size: int
-    sequence_length: int
-    steps: int
-    learning_rate: float
-    seed: int = 0
-    packed: bool = False
-    """Keep the documents in a window apart: no state, no convolution and no prediction reaches across their border."""
-
+from jax_qla.nn import GatedDeltaNetConfig
 
 SIZES = {
     "tiny": TrainConfig(  # for tests
-        ModelConfig(256, layers=2, width=32, key_heads=1, value_heads=2, key_dim=16, value_dim=16, mlp_width=64),
+        ModelConfig(256, layers=2, gated_deltanet=GatedDeltaNetConfig(32, 1, 2, 16, 16), mlp_width=64),
         batch_size=4,
         sequence_length=80,
         steps=20,
         learning_rate=1e-2,
     ),
     "small": TrainConfig(  # for two CPU cores
-        ModelConfig(256, layers=2, width=128, key_heads=2, value_heads=4, key_dim=32, value_dim=32, mlp_width=384),
+        ModelConfig(256, layers=2, gated_deltanet=GatedDeltaNetConfig(128, 2, 4, 32, 32), mlp_width=384),
         batch_size=8,
         sequence_length=256,
         steps=500,
@@ -71,15 +35,7 @@ SIZES = {
     ),
     "large": TrainConfig(  # for one Hopper GPU
         ModelConfig(
-            256,
-            layers=8,
-            width=1024,
-            key_heads=4,
-            value_heads=8,
-            key_dim=128,
-            value_dim=128,
-            mlp_width=2816,
-            dtype="bfloat16",
+            256, layers=8, gated_deltanet=GatedDeltaNetConfig(1024, 4, 8, 128, 128), mlp_width=2816, dtype="bfloat16"
         ),
         batch_size=8,
         sequence_length=8192,
@@ -89,255 +45,15 @@ SIZES = {
 }
 
 
-class TrainState(NamedTuple):
-    """What a step changes and a checkpoint keeps."""
-
-    params: nnx.State
-    optimizer: optax.OptState
-
-
-def which_implementation(config: TrainConfig) -> jax_qla.Implementation:
-    """Which implementation of the gated delta rule the training steps run on this machine, and why."""
-    model, shape = config.model, (config.batch_size, config.sequence_length)
-    array: Callable[..., Any] = jax.ShapeDtypeStruct
-    q = k = array((*shape, model.key_heads, model.key_dim), model.dtype)
-    v = array((*shape, model.value_heads, model.value_dim), model.dtype)
-    g = beta = array((*shape, model.value_heads), jnp.float32)
-    return jax_qla.which_implementation(q, k, v, g, beta, implementation=model.implementation)
-
-
-def make_optimizer(config: TrainConfig) -> optax.GradientTransformation:
-    """AdamW behind gradient clipping, with linear warm-up and cosine decay. Only matrices decay."""
-    schedule = optax.warmup_cosine_decay_schedule(
-        init_value=0.0,
-        peak_value=config.learning_rate,
-        warmup_steps=max(1, config.steps // 10),
-        decay_steps=config.steps,
-        end_value=0.1 * config.learning_rate,
-    )
-    return optax.chain(
-        optax.clip_by_global_norm(1.0),
-        optax.adamw(
-            schedule, b2=0.95, weight_decay=0.1, mask=lambda params: jax.tree.map(lambda p: p.ndim > 1, params)
-        ),
-    )
-
-
-def mean_loss(graphdef: nnx.GraphDef, params: nnx.State, batch: Batch, packed: bool) -> jax.Array:
-    """Mean of -log p(next byte) over a batch of windows, in nats."""
-    model: LanguageModel = nnx.merge(graphdef, params)
-    tokens, segment_ids = jnp.asarray(batch.tokens), jnp.asarray(batch.segment_ids)
-    logits = model(tokens[:, :-1], segment_ids[:, :-1] if packed else None)
-    losses: jax.Array = optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:])
-    if not packed:
-        return losses.mean()
-    inside = segment_ids[:, 1:] == segment_ids[:, :-1]
-    return jnp.sum(losses * inside) / jnp.sum(inside)
-
-
-def make_train_step(
-    graphdef: nnx.GraphDef, optimizer: optax.GradientTransformation, packed: bool
-) -> Callable[[TrainState, Batch], tuple[TrainState, jax.Array]]:
-    @partial(jax.jit, donate_argnums=0)
-    def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, jax.Array]:
-        loss, gradients = jax.value_and_grad(partial(mean_loss, graphdef, packed=packed))(state.params, batch)
-        updates, optimizer_state = optimizer.update(gradients, state.optimizer, state.params)
-        return TrainState(optax.apply_updates(state.params, updates), optimizer_state), loss
-
-    return train_step
-
-
-def evaluate(graphdef: nnx.GraphDef, params: nnx.State, config: TrainConfig, corpus: Corpus) -> float:
-    """The mean loss in nats per byte over windows spread evenly over `corpus`."""
-    windows = corpus.even_windows(EVALUATION_WINDOWS, config.sequence_length + 1)
-    loss = jax.jit(partial(mean_loss, graphdef, packed=config.packed))
-    starts = range(0, EVALUATION_WINDOWS, config.batch_size)
-    batches = [Batch(*(rows[start : start + config.batch_size] for rows in windows)) for start in starts]
-    return float(np.mean([loss(params, batch) for batch in batches]))
-
-
-@partial(jax.jit, static_argnames=("graphdef", "length"))
-def generate(
-    graphdef: nnx.GraphDef, params: nnx.State, prompt: jax.Array, key: jax.Array, *, length: int, temperature: float
-) -> jax.Array:
-    """Continues prompt int32 [B, P] by `length` sampled tokens: int32 [B, length].
-
-    The prompt is read in parallel; after it every token costs the same, however long the text has become, because all
-    that is kept of it is one state and one convolution tail per layer.
-    """
-    model: LanguageModel = nnx.merge(graphdef, params)
-    logits, caches = model.prefill(prompt)
-
-    def step(carry: Any, key: jax.Array) -> tuple[Any, jax.Array]:
-        logits, caches = carry
-        token = jax.random.categorical(key, logits / temperature)
-        logits, caches = model.decode(token[:, None], caches)
-        return (logits[:, -1], caches), token
-
-    _, tokens = jax.lax.scan(step, (logits[:, -1], caches), jax.random.split(key, length))
-    return tokens.T
-
-
-def train(
-    config: TrainConfig,
-    graphdef: nnx.GraphDef,
-    state: TrainState,
-    losses: list[float],
-    corpus: Corpus,
-    save: Callable[[TrainState], None],
-    save_every: int,
-) -> tuple[TrainState, float]:
-    """Takes the steps from len(losses) to config.steps and appends their losses to `losses`.
-
-    Calls `save` every `save_every` steps and after the last one. Returns the new state and the median rate in tokens
-    per second, compilation left out.
-    """
-    train_step = make_train_step(graphdef, make_optimizer(config), config.packed)
-    first = len(losses)
-    unread: list[jax.Array] = []
-    rates: list[float] = []
-    with tqdm(total=config.steps, initial=first, unit="step", dynamic_ncols=True) as progress:
-        clock = time.perf_counter()
-        for step in range(first, config.steps):
-            batch = corpus.random_windows(config.batch_size, config.sequence_length + 1, seed=config.seed, step=step)
-            state, loss = train_step(state, batch)
-            unread.append(loss)
-            done = step + 1
-            save_now = done % save_every == 0 or done == config.steps
-            # Reading a loss waits for the device, which then runs dry; so it is not done at every step.
-            if step == first or done % REPORT_EVERY == 0 or save_now:
-                losses.extend(float(loss) for loss in unread)
-                rate = len(unread) * config.batch_size * config.sequence_length / (time.perf_counter() - clock)
-                if step > first:
-                    rates.append(rate)
-                progress.update(len(unread))
-                progress.set_postfix_str(f"loss {losses[-1]:.3f}, {rate:,.0f} tokens/s")
-                unread.clear()
-                if save_now:
-                    save(state)
-                clock = time.perf_counter()
-    return state, statistics.median(rates) if rates else float("nan")
-
-
-def restore(
-    checkpoints: ocp.CheckpointManager, config: TrainConfig, state: TrainState
-) -> tuple[TrainState, list[float]]:
-    """The newest checkpoint: its state (in the structure of `state`) and the losses of the steps up to it."""
-    step = checkpoints.latest_step()
-    if step is None:
-        raise SystemExit(f"--resume: there is no checkpoint in {checkpoints.directory}")
-    history = checkpoints.restore(step, args=ocp.args.Composite(history=ocp.args.JsonRestore()))["history"]
-    if history["config"] != dataclasses.asdict(config):
-        raise SystemExit(
-            f"--resume: the checkpoint was made with {history['config']}, "
-            f"this run asks for {dataclasses.asdict(config)}"
-        )
-    restored = checkpoints.restore(step, args=ocp.args.Composite(state=ocp.args.StandardRestore(state)))["state"]
-    return restored, history["losses"]
-
-
-def plot_losses(losses: Sequence[float], held_out_loss: float, entropy: float, path: Path) -> None:
-    """Draws the loss curve as PNG."""
-    figure = Figure(figsize=(7, 4), layout="constrained")
-    axes = figure.subplots()
-    axes.plot(range(1, len(losses) + 1), losses, linewidth=1, label="training")
-    axes.axhline(entropy, color="gray", linestyle="--", label=f"byte unigrams: {entropy:.3f}")
-    axes.axhline(held_out_loss, color="C1", linestyle=":", label=f"held out, at the end: {held_out_loss:.3f}")
-    axes.set(xlabel="step", ylabel="loss (nats per byte)", title="Gated DeltaNet on the Python standard library")
-    axes.legend()
-    figure.savefig(path, dpi=150)
-
-
-def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--size", choices=sorted(SIZES), default="small", help="default: small, for a CPU")
-    parser.add_argument("--implementation", help="of chunk_gated_delta_rule: cuda, xla, ...; default: jax_qla chooses")
-    parser.add_argument("--steps", type=int, help="optimizer steps; default: by size")
-    parser.add_argument("--seed", type=int, default=0, help="of the parameters, the batches and the sample")
-    parser.add_argument("--packed", action="store_true", help="keep documents apart, by segment_ids")
-    parser.add_argument("--output", type=Path, default=Path("runs/train_lm"), help="folder; default: %(default)s")
-    parser.add_argument("--resume", action="store_true", help="continue from the newest checkpoint in --output")
-    parser.add_argument("--checkpoint-every", type=int, default=100, metavar="STEPS", help="default: %(default)s")
-    parser.add_argument("--log", type=Path, metavar="FILE", help="losses as JSON; default: log.json in --output")
-    parser.add_argument("--prompt", default="def ", help="start of the sample; default: %(default)r")
-    parser.add_argument("--sample-length", type=int, default=400, metavar="BYTES", help="default: %(default)s")
-    parser.add_argument("--temperature", type=float, default=0.7, help="of the sample; default: %(default)s")
-    return parser.parse_args(argv)
+def make_model(config: ModelConfig, seed: int) -> tuple[training.Merge, training.Parameters]:
+    graphdef, params = nnx.split(LanguageModel(config, nnx.Rngs(seed)))
+    return partial(nnx.merge, graphdef), params
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    arguments = parse_arguments(argv)
-    config = SIZES[arguments.size]
-    config = dataclasses.replace(
-        config,
-        model=dataclasses.replace(config.model, implementation=arguments.implementation),
-        steps=arguments.steps or config.steps,
-        seed=arguments.seed,
-        packed=arguments.packed,
-    )
-    output: Path = arguments.output.resolve()
-    output.mkdir(parents=True, exist_ok=True)
-
-    training, held_out = stdlib_text.load()
-    graphdef, params = nnx.split(LanguageModel(config.model, nnx.Rngs(config.seed)))
-    state = TrainState(params, make_optimizer(config).init(params))
-    parameters = sum(p.size for p in jax.tree.leaves(params))
-    implementation, reason = which_implementation(config)
-    print(f"device: {jax.devices()[0].device_kind} (jax {jax.__version__}, jax_qla {jax_qla.__version__})")
-    print(f"gated delta rule: {implementation}, because {reason}")
-    print(f"text: {len(training.text):,} bytes to train on, {len(held_out.text):,} held out")
-    print(f"model: {parameters:,} parameters; batch: {config.batch_size} x {config.sequence_length} bytes")
-
-    options = ocp.CheckpointManagerOptions(max_to_keep=2, enable_async_checkpointing=False)
-    with ocp.CheckpointManager(output / "checkpoints", options=options) as checkpoints:
-        losses: list[float] = []
-        if arguments.resume:
-            state, losses = restore(checkpoints, config, state)
-            print(f"resumed after step {len(losses)}")
-        elif checkpoints.latest_step() is not None:
-            raise SystemExit(f"{output} holds a run already: continue it with --resume, or choose another --output")
-
-        def save(state: TrainState) -> None:
-            history = {"config": dataclasses.asdict(config), "losses": losses}
-            checkpoints.save(
-                len(losses),
-                args=ocp.args.Composite(state=ocp.args.StandardSave(state), history=ocp.args.JsonSave(history)),
-            )
-
-        state, rate = train(config, graphdef, state, losses, training, save, arguments.checkpoint_every)
-
-    entropy = training.unigram_entropy()
-    held_out_loss = evaluate(graphdef, state.params, config, held_out)
-    print(f"held-out loss: {held_out_loss:.4f} nats per byte; byte-unigram entropy of the text: {entropy:.4f}")
-    print(f"training rate: {rate:,.0f} tokens/s")
-
-    plot_losses(losses, held_out_loss, entropy, output / "loss.png")
-    log = {
-        "config": dataclasses.asdict(config),
-        "implementation": implementation,
-        "reason": reason,
-        "device": jax.devices()[0].device_kind,
-        "jax": jax.__version__,
-        "tokens_per_second": rate,
-        "byte_unigram_entropy": entropy,
-        "held_out_loss": held_out_loss,
-        "losses": losses,
-    }
-    (arguments.log or output / "log.json").write_text(json.dumps(log, indent=1) + "\n")
-
-    prompt = np.frombuffer(bytes([DOCUMENT_START]) + arguments.prompt.encode(), np.uint8).astype(np.int32)[None]
-    sampled = generate(
-        graphdef,
-        state.params,
-        jnp.asarray(prompt),
-        jax.random.key(config.seed),
-        length=arguments.sample_length,
-        temperature=arguments.temperature,
-    )
-    sample = arguments.prompt + bytes(np.asarray(sampled[0], np.uint8)).decode(errors="replace")
-    (output / "sample.txt").write_text(sample)
-    print(f"sample, from the recurrent state:\n{sample}\n")
-    print(f"written to {output}: loss.png, log.json, sample.txt, checkpoints")
+    parser = training.argument_parser((__doc__ or "").partition("\n")[0], SIZES, "runs/train_lm")
+    arguments = parser.parse_args(argv)
+    training.run(arguments, SIZES[arguments.size], make_model)
 
 
 if __name__ == "__main__":

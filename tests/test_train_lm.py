@@ -20,8 +20,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
 
 import stdlib_text
 import train_lm
+import training
 from flax import nnx
-from gdn_lm import LanguageModel, causal_convolution
+from gdn_lm import LanguageModel
 
 STEPS = 20
 TINY = ["--size", "tiny", "--implementation", "xla", "--steps", str(STEPS), "--checkpoint-every", "10"]
@@ -86,7 +87,7 @@ def test_run_refuses_to_mix_runs(finished_run: Path, tmp_path: Path) -> None:
 def test_decoding_equals_the_parallel_form(model: LanguageModel, prompt_length: int) -> None:
     tokens = jax.random.randint(jax.random.key(1), (2, prompt_length + 5), 0, 256)
     expected = parallel(model, tokens)
-    logits, caches = prefill(model, tokens[:, :prompt_length])
+    logits, caches = prefill(model, tokens[:, :prompt_length], model.init_cache(2))
     computed = [logits]
     for position in range(prompt_length, tokens.shape[1]):
         logits, caches = decode(model, tokens[:, position : position + 1], caches)
@@ -105,22 +106,11 @@ def test_packed_documents_do_not_see_each_other(model: LanguageModel) -> None:
 def test_packed_loss_leaves_out_predictions_across_documents(model: LanguageModel) -> None:
     batch = stdlib_text.Corpus.of([b"x" * 100, b"y" * 100]).windows(np.array([40]), 141)
     graphdef, params = nnx.split(model)
-    loss = jax.jit(partial(train_lm.mean_loss, graphdef, packed=True))(params, batch)
+    loss = jax.jit(partial(training.mean_loss, partial(nnx.merge, graphdef), packed=True))(params, batch)
     logits = parallel(model, batch.tokens[:, :-1], batch.segment_ids[:, :-1])
     losses = -jnp.take_along_axis(jax.nn.log_softmax(logits), batch.tokens[:, 1:, None], axis=-1)[0, :, 0]
     border = 60  # the last of the window's 61 bytes of the first document, whose next byte starts the second one
     np.testing.assert_allclose(loss, jnp.mean(jnp.delete(losses, border)), rtol=1e-5)
-
-
-def test_causal_convolution() -> None:
-    x = np.random.default_rng(0).standard_normal((1, 9, 2)).astype(np.float32)
-    kernel = np.random.default_rng(1).standard_normal((4, 2)).astype(np.float32)
-    expected = np.stack([np.convolve(x[0, :, channel], kernel[::-1, channel])[:9] for channel in range(2)], axis=-1)
-    whole, _ = causal_convolution(jnp.asarray(x), jnp.asarray(kernel))
-    np.testing.assert_allclose(whole[0], expected, atol=1e-6)
-    start, tail = causal_convolution(jnp.asarray(x[:, :2]), jnp.asarray(kernel))
-    end, _ = causal_convolution(jnp.asarray(x[:, 2:]), jnp.asarray(kernel), tail)
-    np.testing.assert_allclose(jnp.concatenate([start, end], axis=1), whole, atol=1e-6)
 
 
 def test_text_is_marked_and_numbered_by_document() -> None:

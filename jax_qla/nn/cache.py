@@ -1,0 +1,46 @@
+"""What a Gated DeltaNet layer remembers of the text before the next token."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jax_qla.nn.config import GatedDeltaNetConfig
+
+
+class GatedDeltaNetCache(NamedTuple):
+    """What one layer carries from token to token, of a size that does not grow with the text. A pytree."""
+
+    conv: jax.Array
+    """[B, conv_kernel_size - 1, conv_channels] in the layer's dtype: the last inputs of the convolution."""
+    state: jax.Array
+    """float32 [B, Hv, K, V]: the state of the gated delta rule."""
+
+
+def empty_cache(config: GatedDeltaNetConfig, batch_size: int, dtype: Any = jnp.float32) -> GatedDeltaNetCache:
+    """The cache before the first token: zeros.
+
+    Args:
+        config: of the layer.
+        batch_size: B.
+        dtype: the layer's computation dtype, in which the convolution's inputs are kept.
+    """
+    return GatedDeltaNetCache(
+        jnp.zeros((batch_size, config.conv_kernel_size - 1, config.conv_channels), dtype),
+        jnp.zeros((batch_size, config.num_value_heads, config.key_head_dim, config.value_head_dim), jnp.float32),
+    )
+
+
+def check_cache(cache: GatedDeltaNetCache, config: GatedDeltaNetConfig, batch_size: int) -> None:
+    """Whether the cache is one of this layer and batch.
+
+    Raises:
+        ValueError: an array has another shape.
+    """
+    expected = jax.eval_shape(lambda: empty_cache(config, batch_size))
+    for name in cache._fields:
+        shape, wanted = tuple(getattr(cache, name).shape), tuple(getattr(expected, name).shape)
+        if shape != wanted:
+            raise ValueError(f"cache.{name} must have shape {wanted} for this layer and input, got {shape}")

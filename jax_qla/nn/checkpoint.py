@@ -1,0 +1,69 @@
+"""The weights of a Gated DeltaNet layer from a Hugging Face checkpoint of a Qwen3-Next or Qwen3.5 model."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import numpy as np
+
+from jax_qla.nn.config import GatedDeltaNetConfig
+from jax_qla.nn.parameters import check_weights, parameter_shapes
+from jax_qla.nn.safetensors import Checkpoint
+
+_LAYER = re.compile(r"(?P<prefix>(?:.*\.)?layers\.(?P<layer>\d+)\.linear_attn\.)(?P<rest>.+)")
+_NOT_LINEAR = ("A_log", "dt_bias")
+
+
+def load_gated_deltanet_weights(
+    checkpoint: str | Path, layer: int, config: GatedDeltaNetConfig
+) -> dict[str, np.ndarray]:
+    """Reads the weights of one Gated DeltaNet layer from a safetensors checkpoint.
+
+    They go into a layer with `GatedDeltaNet.set_weights` (Flax) or `GatedDeltaNet.with_weights` (Equinox).
+
+    Args:
+        checkpoint: a safetensors file, or a folder as `save_pretrained` of transformers writes it, with one file or
+            with many and an index. Only this layer's bytes are read.
+        layer: the index of the layer in the model, from 0; full-attention layers count.
+        config: of the layer; see `GatedDeltaNetConfig.from_huggingface`.
+
+    Returns:
+        The names and shapes of `jax_qla.nn.parameter_shapes(config)`, in the dtypes of the checkpoint. Matrices are
+        [inputs, outputs] and conv1d is [width, channels], transposed from the checkpoint's.
+
+    Raises:
+        FileNotFoundError: there is no such checkpoint, or a file of it is missing.
+        ValueError: the checkpoint has no Gated DeltaNet layer of this index; a weight of the layer is missing, is one
+            too many, or has another shape than the configuration says; or a file is damaged or quantised.
+    """
+    arrays = Checkpoint(checkpoint)
+    matches = [match for match in map(_LAYER.fullmatch, arrays.names) if match]
+    here = [match for match in matches if int(match["layer"]) == layer]
+    prefixes = sorted({match["prefix"] for match in here})
+    if not prefixes:
+        layers = sorted({int(match["layer"]) for match in matches})
+        raise ValueError(
+            f"{checkpoint} has no Gated DeltaNet layer {layer}; it has layers {layers or 'of no such kind'}"
+        )
+    if len(prefixes) > 1:
+        raise ValueError(f"{checkpoint} has more than one Gated DeltaNet layer {layer}: {', '.join(prefixes)}")
+    names = {_plain_name(match["rest"]): match[0] for match in here}
+    try:
+        weights = {name: _transposed(name, arrays.read(full)) for name, full in names.items()}
+        check_weights(weights, config)
+    except ValueError as error:
+        raise ValueError(f"layer {layer} of {checkpoint}: {error}") from error
+    return {name: weights[name] for name in parameter_shapes(config)}
+
+
+def _plain_name(rest: str) -> str:
+    """in_proj_qkv.weight -> in_proj_qkv; what has no such ending, and should have none, stays."""
+    return rest if rest in _NOT_LINEAR else rest.removesuffix(".weight")
+
+
+def _transposed(name: str, array: np.ndarray) -> np.ndarray:
+    """PyTorch's orientation to ours: [outputs, inputs] of a matrix, [channels, 1, width] of the convolution."""
+    if name == "conv1d" and array.ndim == 3 and array.shape[1] == 1:
+        array = array[:, 0]
+    return array.T

@@ -1,0 +1,87 @@
+"""The short causal convolution over q, k and v, for dense, packed and continued sequences."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jax_qla.nn.precision import widen
+
+
+# Rematerialized: its backward pass starts from x in its own dtype instead of the float32 sum before the SiLU.
+@jax.checkpoint
+@jax.named_scope("causal_convolution")
+def causal_convolution(
+    x: jax.Array, kernel: jax.Array, tail: jax.Array | None = None, segment_ids: jax.Array | None = None
+) -> jax.Array:
+    """silu(sum_i kernel_i x_{t - width + 1 + i}), channel by channel; the sum is float32.
+
+    Args:
+        x: [B, T, channels].
+        kernel: [width, channels].
+        tail: [B, width - 1, channels], the tokens before x; zeros if None.
+        segment_ids: int32 [B, T]: a token sees tokens of its own sequence only, where a sequence is a maximal run of
+            equal ids within a row. Not together with `tail`, whose tokens have no ids.
+
+    Returns:
+        [B, T, channels] in x's dtype.
+    """
+    length, width = x.shape[1], kernel.shape[0]
+    extended = _extended(x, tail, width)
+    # A sum of shifted copies: XLA fuses it, the mask and the activation into one elementwise kernel.
+    shifted = [extended[:, i : i + length] for i in range(width)]
+    if segment_ids is not None:
+        runs = _runs(segment_ids)
+        before = jnp.pad(runs, ((0, 0), (width - 1, 0)))
+        shifted = [jnp.where((before[:, i : i + length] == runs)[..., None], part, 0) for i, part in enumerate(shifted)]
+    total = sum(widen(part) * widen(kernel[i]) for i, part in enumerate(shifted))
+    return jax.nn.silu(jnp.asarray(total)).astype(x.dtype)
+
+
+def tail_after(
+    x: jax.Array, width: int, tail: jax.Array | None = None, segment_ids: jax.Array | None = None
+) -> jax.Array:
+    """What the convolution must remember to continue after x: the last width - 1 tokens.
+
+    Args:
+        x, tail, segment_ids: as given to `causal_convolution`. With segment_ids, the tail is that of each row's first
+            sequence (a run of equal ids other than 0), wherever it ends, and zeros for a row without one.
+        width: of the convolution.
+
+    Returns:
+        [B, width - 1, channels] in x's dtype; zeros stand for tokens before the first one.
+    """
+    extended = _extended(x, tail, width)
+    if segment_ids is None:
+        return extended[:, x.shape[1] :]
+    runs = _runs(segment_ids)
+    real = segment_ids != 0
+    nowhere = np.iinfo(np.int32).max
+    first = jnp.min(jnp.where(real, runs, nowhere), axis=1, keepdims=True, initial=nowhere)
+    inside = runs == first
+    position = jnp.arange(x.shape[1], dtype=jnp.int32)
+    # A row without a sequence has end 0, so that all its positions precede the text.
+    end = jnp.max(jnp.where(inside, position + 1, 0), axis=1, keepdims=True, initial=0)
+    # Row `end + j` of the extended array is the token before the end by width - 1 - j.
+    index = end + jnp.arange(width - 1, dtype=jnp.int32)
+    kept = jnp.pad(inside, ((0, 0), (width - 1, 0)))
+    kept = jnp.take_along_axis(kept, index, axis=1)[..., None]
+    return jnp.where(kept, jnp.take_along_axis(extended, index[..., None], axis=1), 0)
+
+
+def _extended(x: jax.Array, tail: jax.Array | None, width: int) -> jax.Array:
+    """x behind the width - 1 tokens before it: [B, width - 1 + T, channels]."""
+    if tail is None:
+        return jnp.pad(x, ((0, 0), (width - 1, 0), (0, 0)))
+    return jnp.concatenate([tail.astype(x.dtype), x], axis=1)
+
+
+def _runs(segment_ids: jax.Array) -> jax.Array:
+    """Numbers the maximal runs of equal ids in each row from 1: int32 [B, T].
+
+    The ids themselves do not tell sequences apart: the same id may come back a few tokens later.
+    """
+    before = jnp.pad(segment_ids, ((0, 0), (1, 0)), constant_values=-1)[:, :-1]
+    first = jnp.arange(segment_ids.shape[1]) == 0
+    return jnp.cumsum(first | (segment_ids != before), axis=1, dtype=jnp.int32)

@@ -1,0 +1,195 @@
+"""The Gated DeltaNet layer of Qwen3-Next and Qwen3.5 in Flax NNX. Needs the extra `jax_qla[flax]`."""
+
+# mypy: disallow-subclassing-any=False
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+try:
+    from flax import nnx
+except ModuleNotFoundError as error:
+    raise ModuleNotFoundError("jax_qla.nn.flax needs Flax: pip install 'jax_qla[flax]'", name=error.name) from error
+
+from jax_qla.nn import mixer, parameters
+from jax_qla.nn.cache import GatedDeltaNetCache, empty_cache
+from jax_qla.nn.config import GatedDeltaNetConfig
+from jax_qla.nn.projections import Projected, arrange
+
+__all__ = ["GatedDeltaNet"]
+
+
+class GatedDeltaNet(nnx.Module):
+    """Token mixing by the gated delta rule: [B, T, D] -> [B, T, D].
+
+    The layer of Qwen3-Next and Qwen3.5: the same weights give the same outputs as in Hugging Face transformers. Its
+    submodules and parameters have the names that they have there: the projections of `config.input_projections` and
+    `out_proj` are `nnx.Linear`s, `conv1d` [width, channels], `A_log` [Hv], `dt_bias` [Hv] and `norm` [V] are
+    `nnx.Param`s.
+
+    Parameters carry the logical axis names of `jax_qla.nn.LOGICAL_AXES` as their `out_sharding` metadata. They are
+    annotations only: nothing is placed by them until `nnx.get_named_sharding` is asked for shardings, under
+    `nnx.logical_axis_rules` that map them to the axes of a mesh.
+
+    Args:
+        config: sizes and options.
+        dtype: of the computation, outputs and cache. Gates, norms, the sums of the convolution and the state are
+            float32 whatever it is.
+        param_dtype: of the parameters; A_log and dt_bias are always float32.
+        implementation: of the gated delta rule, as in `jax_qla.chunk_gated_delta_rule`.
+        rngs: the stream "params" makes the initial parameters.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from flax import nnx
+        >>> from jax_qla.nn import GatedDeltaNetConfig
+        >>> from jax_qla.nn.flax import GatedDeltaNet
+        >>> config = GatedDeltaNetConfig(32, num_key_heads=1, num_value_heads=2, key_head_dim=8, value_head_dim=8)
+        >>> layer = GatedDeltaNet(config, rngs=nnx.Rngs(0))
+        >>> x = jnp.ones((2, 10, 32))
+        >>> y, cache = layer.prefill(x)
+        >>> y.shape, cache.state.shape
+        ((2, 10, 32), (2, 2, 8, 8))
+    """
+
+    def __init__(
+        self,
+        config: GatedDeltaNetConfig,
+        *,
+        dtype: Any = jnp.float32,
+        param_dtype: Any = jnp.float32,
+        implementation: str | Sequence[str] | None = None,
+        rngs: nnx.Rngs,
+    ):
+        self.config = config
+        self.dtype = dtype
+        # A tuple, because NNX hashes what is static in a module.
+        self.implementation = implementation if isinstance(implementation, str | None) else tuple(implementation)
+        shapes = parameters.parameter_shapes(config)
+
+        def linear(name: str) -> nnx.Linear:
+            return nnx.Linear(
+                *shapes[name],
+                use_bias=False,
+                dtype=dtype,
+                param_dtype=param_dtype,
+                kernel_init=nnx.with_partitioning(
+                    nnx.initializers.lecun_normal(), parameters.LOGICAL_AXES[name], eager_sharding=False
+                ),
+                rngs=rngs,
+            )
+
+        def parameter(name: str, initial: Callable[..., jax.Array], dtype: Any) -> nnx.Param[jax.Array]:
+            return nnx.Param(
+                initial(rngs.params(), shapes[name], dtype),
+                out_sharding=parameters.LOGICAL_AXES[name],
+                eager_sharding=False,
+            )
+
+        for name in config.input_projections:
+            setattr(self, name, linear(name))
+        self.conv1d = parameter("conv1d", parameters.initial_conv1d, param_dtype)
+        self.A_log = parameter("A_log", parameters.initial_a_log, jnp.float32)
+        self.dt_bias = parameter("dt_bias", parameters.initial_dt_bias, jnp.float32)
+        self.norm = parameter("norm", nnx.initializers.ones, param_dtype)
+        self.out_proj = linear("out_proj")
+
+    def __call__(self, x: jax.Array, *, segment_ids: jax.Array | None = None) -> jax.Array:
+        """Mixes whole sequences in parallel, for training.
+
+        Args:
+            x: [B, T, D].
+            segment_ids: int32 [B, T]: keeps packed documents apart, in the convolution and in the state. A document is
+                a maximal run of equal ids other than 0; tokens of id 0 are padding and give 0.
+
+        Returns:
+            [B, T, D] in the layer's dtype.
+        """
+        y = mixer.mix(
+            self._project(x),
+            self._weights(),
+            self.config,
+            segment_ids=segment_ids,
+            implementation=self.implementation,
+        )
+        return self.out_proj(y)
+
+    def prefill(
+        self, x: jax.Array, cache: GatedDeltaNetCache | None = None, *, segment_ids: jax.Array | None = None
+    ) -> tuple[jax.Array, GatedDeltaNetCache]:
+        """Reads a piece of text in parallel, and remembers it.
+
+        A text may be read in any number of pieces, each with the cache after the one before.
+
+        Args:
+            x: [B, T, D].
+            cache: what precedes x; nothing if None.
+            segment_ids: int32 [B, T], for prompts of different lengths: equal ids at the tokens of each row's prompt, 0
+                at the padding before or behind it. Not together with `cache`.
+
+        Returns:
+            [B, T, D] in the layer's dtype, and the cache after x, or after each row's prompt.
+
+        Raises:
+            ValueError: cache and segment_ids are both given, or the cache is of another layer or batch.
+        """
+        y, cache = mixer.mix_prefill(
+            self._project(x),
+            self._weights(),
+            self.config,
+            cache=cache,
+            segment_ids=segment_ids,
+            implementation=self.implementation,
+        )
+        return self.out_proj(y), cache
+
+    def step(self, x: jax.Array, cache: GatedDeltaNetCache) -> tuple[jax.Array, GatedDeltaNetCache]:
+        """Reads the next token, or a few, one by one: for generation. The cache keeps its structure, as a scan needs.
+
+        Args:
+            x: [B, 1, D], or [B, T, D] with a small T.
+            cache: what precedes x.
+
+        Returns:
+            [B, T, D] in the layer's dtype, and the cache after x.
+
+        Raises:
+            ValueError: the cache is of another layer or batch.
+        """
+        y, cache = mixer.mix_step(self._project(x), self._weights(), self.config, cache)
+        return self.out_proj(y), cache
+
+    def init_cache(self, batch_size: int) -> GatedDeltaNetCache:
+        """The cache before the first token of `batch_size` sequences."""
+        return empty_cache(self.config, batch_size, self.dtype)
+
+    def get_weights(self) -> dict[str, jax.Array]:
+        """The parameters by name, with the shapes of `jax_qla.nn.parameter_shapes`."""
+        return {name: self._parameter(name)[...] for name in parameters.parameter_shapes(self.config)}
+
+    def set_weights(self, weights: Mapping[str, Any]) -> None:
+        """Overwrites the parameters, keeping their dtypes.
+
+        Args:
+            weights: all of `jax_qla.nn.parameter_shapes`, as `jax_qla.nn.load_gated_deltanet_weights` returns them.
+
+        Raises:
+            ValueError: a parameter is missing, one too many, or of another shape. Nothing is overwritten then.
+        """
+        parameters.check_weights(weights, self.config)
+        for name, value in weights.items():
+            parameter = self._parameter(name)
+            parameter[...] = jnp.asarray(value, parameter.dtype)
+
+    def _parameter(self, name: str) -> nnx.Param[jax.Array]:
+        parameter = getattr(self, name)
+        return parameter.kernel if isinstance(parameter, nnx.Module) else parameter
+
+    def _project(self, x: jax.Array) -> Projected:
+        return arrange({name: getattr(self, name)(x) for name in self.config.input_projections}, self.config)
+
+    def _weights(self) -> mixer.MixerWeights:
+        return mixer.MixerWeights(self.conv1d[...], self.A_log[...], self.dt_bias[...], self.norm[...])

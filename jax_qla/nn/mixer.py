@@ -1,0 +1,156 @@
+"""The Gated DeltaNet layer between its input projections and its output projection, for every framework.
+
+    q, k, v = silu(causal_convolution(qkv))        g = -exp(A_log) softplus(a + dt_bias)        beta = sigmoid(b)
+    o = gated_delta_rule(q / |q|, k / |k|, v, g, beta)
+    y = rms_norm(o) * silu(z)
+
+Source: Yang, Kautz, Hatamizadeh, "Gated Delta Networks" (arXiv 2412.06464), in the form that Qwen3-Next gave it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jax_qla.api import chunk_gated_delta_rule, recurrent_gated_delta_rule
+from jax_qla.nn.cache import GatedDeltaNetCache, check_cache
+from jax_qla.nn.config import GatedDeltaNetConfig
+from jax_qla.nn.convolution import causal_convolution, tail_after
+from jax_qla.nn.gates import log_decay, update_strength
+from jax_qla.nn.normalization import gated_rms_norm
+from jax_qla.nn.projections import Projected
+
+
+class MixerWeights(NamedTuple):
+    """The parameters between the projections."""
+
+    conv1d: jax.Array
+    """[conv_kernel_size, conv_channels]"""
+    A_log: jax.Array
+    """[Hv]"""
+    dt_bias: jax.Array
+    """[Hv]"""
+    norm: jax.Array
+    """[V]"""
+
+
+# Named in profiles.
+_chunk_gated_delta_rule = jax.named_scope("gated_delta_rule")(chunk_gated_delta_rule)
+_recurrent_gated_delta_rule = jax.named_scope("gated_delta_rule")(recurrent_gated_delta_rule)
+
+
+def mix(
+    projected: Projected,
+    weights: MixerWeights,
+    config: GatedDeltaNetConfig,
+    *,
+    segment_ids: jax.Array | None = None,
+    implementation: str | Sequence[str] | None = None,
+) -> jax.Array:
+    """Mixes whole sequences in parallel, for training.
+
+    Args:
+        projected: the input projections' outputs.
+        weights: the parameters between the projections.
+        config: of the layer.
+        segment_ids: int32 [B, T], which keeps packed sequences apart; as in `jax_qla.chunk_gated_delta_rule`.
+        implementation: as in `jax_qla.chunk_gated_delta_rule`.
+
+    Returns:
+        [B, T, Hv * V] in the dtype of projected.qkv: the input of the output projection.
+    """
+    qkv = causal_convolution(projected.qkv, weights.conv1d, None, segment_ids)
+    o, _ = _chunk_gated_delta_rule(
+        *_operands(qkv, projected, weights, config),
+        segment_ids=segment_ids,
+        use_qk_l2norm_in_kernel=True,
+        implementation=implementation,
+    )
+    return _output(o, projected, weights, config)
+
+
+def mix_prefill(
+    projected: Projected,
+    weights: MixerWeights,
+    config: GatedDeltaNetConfig,
+    *,
+    cache: GatedDeltaNetCache | None = None,
+    segment_ids: jax.Array | None = None,
+    implementation: str | Sequence[str] | None = None,
+) -> tuple[jax.Array, GatedDeltaNetCache]:
+    """As `mix`, from a cache, and with the cache after the last token.
+
+    Args:
+        cache: what precedes the input; nothing if None.
+        segment_ids: int32 [B, T] with one sequence a row, the rest of which is 0: prompts of different lengths. The
+            cache returned is that after each row's sequence, whether it is padded before or behind. Not together with
+            `cache`.
+        All others: as in `mix`.
+
+    Raises:
+        ValueError: cache and segment_ids are both given, or the cache is not of this layer and batch.
+    """
+    if cache is not None and segment_ids is not None:
+        raise ValueError("cache and segment_ids cannot be combined: continue sequences of equal length, or one by one")
+    batch = projected.qkv.shape[0]
+    if cache is not None:
+        check_cache(cache, config, batch)
+    tail = None if cache is None else cache.conv
+    o, state = _chunk_gated_delta_rule(
+        *_operands(causal_convolution(projected.qkv, weights.conv1d, tail, segment_ids), projected, weights, config),
+        initial_state=None if cache is None else cache.state,
+        output_final_state=True,
+        segment_ids=segment_ids,
+        max_segments=None if segment_ids is None else 1,
+        use_qk_l2norm_in_kernel=True,
+        implementation=implementation,
+    )
+    assert state is not None
+    conv = tail_after(projected.qkv, config.conv_kernel_size, tail, segment_ids)
+    if segment_ids is not None:
+        state = state[:, 0]
+    return _output(o, projected, weights, config), GatedDeltaNetCache(conv, state)
+
+
+def mix_step(
+    projected: Projected, weights: MixerWeights, config: GatedDeltaNetConfig, cache: GatedDeltaNetCache
+) -> tuple[jax.Array, GatedDeltaNetCache]:
+    """As `mix_prefill`, token by token: for one or a few tokens.
+
+    Raises:
+        ValueError: the cache is not of this layer and batch.
+    """
+    check_cache(cache, config, projected.qkv.shape[0])
+    qkv = causal_convolution(projected.qkv, weights.conv1d, cache.conv)
+    o, state = _recurrent_gated_delta_rule(
+        *_operands(qkv, projected, weights, config),
+        initial_state=cache.state,
+        output_final_state=True,
+        use_qk_l2norm_in_kernel=True,
+    )
+    assert state is not None
+    conv = tail_after(projected.qkv, config.conv_kernel_size, cache.conv)
+    return _output(o, projected, weights, config), GatedDeltaNetCache(conv, state)
+
+
+def _operands(
+    qkv: jax.Array, projected: Projected, weights: MixerWeights, config: GatedDeltaNetConfig
+) -> tuple[jax.Array, ...]:
+    """q, k, v, g and beta of the gated delta rule, from the convolved q, k and v [B, T, channels]."""
+    q, k, v = jnp.split(qkv, [config.key_size, 2 * config.key_size], axis=-1)
+    shape = qkv.shape[:-1]
+    return (
+        q.reshape(*shape, config.num_key_heads, config.key_head_dim),
+        k.reshape(*shape, config.num_key_heads, config.key_head_dim),
+        v.reshape(*shape, config.num_value_heads, config.value_head_dim),
+        log_decay(projected.a, weights.A_log, weights.dt_bias),
+        update_strength(projected.b, config.allow_neg_eigval),
+    )
+
+
+def _output(o: jax.Array, projected: Projected, weights: MixerWeights, config: GatedDeltaNetConfig) -> jax.Array:
+    """The normalised and gated heads side by side: [B, T, Hv * V]."""
+    return gated_rms_norm(o, projected.z.reshape(o.shape), weights.norm, config.norm_eps).reshape(projected.z.shape)

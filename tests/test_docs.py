@@ -1,0 +1,59 @@
+"""The documentation does what it says: its Python runs, and its shell commands name what there is."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+sybil = pytest.importorskip("sybil", reason="needs the test extra")
+pytest.importorskip("flax", reason="the pages use the flax extra")
+pytest.importorskip("equinox", reason="the pages use the equinox extra")
+pytest.importorskip("transformers", reason="the pages use the test extra")
+
+from sybil.parsers.markdown import PythonCodeBlockParser
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGES = {str(page.relative_to(ROOT)): page for page in [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]}
+FENCED = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+LANGUAGES = {
+    "README.md": {"python", "sh", ""},
+    "docs/getting_started.md": {"python", "sh"},
+    "docs/porting.md": {"python"},
+}
+
+
+@pytest.mark.parametrize("name", LANGUAGES)
+def test_python_of_the_page_runs(name: str) -> None:
+    document = sybil.Sybil([PythonCodeBlockParser()], path=str(ROOT)).parse(PAGES[name])
+    examples = list(document.examples())
+    assert len(examples) == sum(language == "python" for language, _ in FENCED.findall(PAGES[name].read_text()))
+    assert examples
+    for example in examples:
+        example.evaluate()
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_blocks_are_of_known_languages(name: str) -> None:
+    """A block in a language that no test runs or checks would be a block that nobody has tried."""
+    languages = {language for language, _ in FENCED.findall(PAGES[name].read_text())}
+    assert languages <= LANGUAGES.get(name, {"", "sh"})
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_shell_commands_name_what_there_is(name: str) -> None:
+    targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    extras = (ROOT / "pyproject.toml").read_text().partition("[project.optional-dependencies]")[2]
+    for language, block in FENCED.findall(PAGES[name].read_text()):
+        if language != "sh":
+            continue
+        commands = [line.partition("#")[0] for line in block.splitlines()]
+        for command in commands:
+            for target in re.findall(r"^make ([\w-]+)", command):
+                assert target in targets, command
+            for script in re.findall(r"python ([\w/]+\.py)", command):
+                assert (ROOT / script).is_file(), command
+            for chosen in re.findall(r"\.\[([\w,]+)\]", command):
+                for extra in chosen.split(","):
+                    assert re.search(rf"^{extra} = ", extras, re.MULTILINE), command

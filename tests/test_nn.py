@@ -1,0 +1,375 @@
+"""The Gated DeltaNet layer in both frameworks: formulas, caches, packing, precision, sharding and refusals."""
+
+from __future__ import annotations
+
+import dataclasses
+import doctest
+import itertools
+import subprocess
+import sys
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+pytest.importorskip("flax", reason="needs the flax extra")
+pytest.importorskip("equinox", reason="needs the equinox extra")
+
+import equinox as eqx
+from flax import nnx
+from frameworks import FRAMEWORKS, Framework, assert_close, random_weights
+
+import jax_qla.nn.equinox
+import jax_qla.nn.flax
+from jax_qla.nn import LOGICAL_AXES, GatedDeltaNetCache, GatedDeltaNetConfig, empty_cache, parameter_shapes
+from jax_qla.nn.convolution import causal_convolution, tail_after
+from jax_qla.nn.gates import log_decay, update_strength
+from jax_qla.nn.normalization import gated_rms_norm
+from jax_qla.nn.parameters import initial_a_log, initial_dt_bias
+
+CONFIG = GatedDeltaNetConfig(16, num_key_heads=2, num_value_heads=4, key_head_dim=8, value_head_dim=6)
+WEIGHTS = random_weights(CONFIG)
+# Between two orders of the same float32 sums; the norm after the gated delta rule enlarges them where o is small.
+LIMIT = 2e-5
+
+
+@pytest.fixture(params=FRAMEWORKS)
+def framework(request: pytest.FixtureRequest) -> Framework:
+    return FRAMEWORKS[request.param]
+
+
+def call(framework: Framework, layer: Any, x: Any) -> Any:
+    """layer(x), compiled."""
+    return framework.jit(lambda layer, x: layer(x))(layer, jnp.asarray(x))
+
+
+def random_array(*shape: int, seed: int = 0) -> jax.Array:
+    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), jnp.float32)
+
+
+def test_convolution_is_causal_and_depthwise() -> None:
+    x, kernel = random_array(1, 9, 2), random_array(4, 2, seed=1)
+    channels = zip(np.asarray(x[0]).T, np.asarray(kernel)[::-1].T, strict=True)
+    sums = np.stack([np.convolve(*channel)[:9] for channel in channels], axis=-1)
+    whole = causal_convolution(x, kernel)
+    np.testing.assert_allclose(whole[0], sums / (1 + np.exp(-sums)), atol=1e-6)
+    for border in (1, 2, 5):
+        start, tail = causal_convolution(x[:, :border], kernel), tail_after(x[:, :border], 4)
+        end = causal_convolution(x[:, border:], kernel, tail)
+        np.testing.assert_allclose(jnp.concatenate([start, end], axis=1), whole, atol=1e-6)
+        np.testing.assert_array_equal(tail_after(x[:, border:], 4, tail), x[:, -3:])
+
+
+def test_convolution_keeps_sequences_apart_even_where_an_id_comes_back() -> None:
+    x, kernel = random_array(1, 7, 2), random_array(4, 2, seed=1)
+    packed = causal_convolution(x, kernel, None, jnp.array([[1, 1, 2, 1, 0, 1, 1]]))
+    bounds = [0, 2, 3, 4, 5, 7]
+    separate = [causal_convolution(x[:, a:b], kernel) for a, b in itertools.pairwise(bounds)]
+    np.testing.assert_allclose(packed, jnp.concatenate(separate, axis=1), atol=1e-6)
+
+
+def test_tail_of_padded_rows() -> None:
+    x = random_array(6, 5, 2)
+    ids = jnp.array([[1, 1, 1, 1, 1], [0, 0, 7, 7, 7], [2, 2, 0, 0, 0], [0, 3, 0, 3, 3], [0] * 5, [0, 0, 0, 0, 1]])
+    tails = tail_after(x, 4, None, ids)
+    for row, (start, end) in enumerate([(0, 5), (2, 5), (0, 2), (1, 2), (0, 0), (4, 5)]):
+        expected = np.concatenate([np.zeros((3, 2), np.float32), x[row, start:end]])[-3:]
+        np.testing.assert_array_equal(tails[row], expected)
+
+
+def test_gates() -> None:
+    a, a_log, dt_bias = random_array(1, 5, 3) * 4, random_array(3, seed=1), random_array(3, seed=2)
+    g = log_decay(a.astype(jnp.bfloat16), a_log, dt_bias)
+    assert g.dtype == jnp.float32
+    wide = np.asarray(a.astype(jnp.bfloat16), np.float64) + np.asarray(dt_bias, np.float64)
+    np.testing.assert_allclose(g, -np.exp(np.asarray(a_log, np.float64)) * np.logaddexp(0, wide), rtol=1e-5)
+    beta = update_strength(a, allow_neg_eigval=False)
+    np.testing.assert_allclose(beta, 1 / (1 + np.exp(-np.asarray(a, np.float64))), rtol=1e-5)
+    np.testing.assert_array_equal(update_strength(a, allow_neg_eigval=True), 2 * beta)
+
+
+def test_gated_norm() -> None:
+    o, z, weight = random_array(2, 3, 8), random_array(2, 3, 8, seed=1), random_array(8, seed=2)
+    wide_o, wide_z, wide_weight = (np.asarray(x, np.float64) for x in (o, z, weight))
+    norm = wide_o / np.sqrt((wide_o**2).mean(-1, keepdims=True) + 0.5)
+    expected = norm * wide_weight * wide_z / (1 + np.exp(-wide_z))
+    np.testing.assert_allclose(gated_rms_norm(o, z, weight, 0.5), expected, rtol=1e-4, atol=1e-6)
+
+
+def test_initial_decays_are_within_their_ranges() -> None:
+    rate = jnp.exp(initial_a_log(jax.random.key(0), (1000,)))
+    dt = jax.nn.softplus(initial_dt_bias(jax.random.key(0), (1000,)))
+    assert 1 <= rate.min() < 1.5
+    assert 15.5 < rate.max() <= 16
+    assert 0.00099 < dt.min() < 0.0011
+    assert 0.09 < dt.max() < 0.1001
+
+
+def silu(x: Any) -> Any:
+    return x / (1 + np.exp(-x))
+
+
+@pytest.mark.parametrize("projections", ["split", "fused"])
+def test_layer_follows_its_formulas(framework: Framework, projections: Any) -> None:
+    """Token by token in float64 NumPy, head by head, from the definition alone."""
+    config = dataclasses.replace(CONFIG, projections=projections, allow_neg_eigval=True)
+    weights = random_weights(config)
+    x = np.asarray(random_array(1, 5, 16, seed=3))
+    y = call(framework, framework.make(config, weights), x)
+    w = {name: array.astype(np.float64) for name, array in weights.items()}
+    projected = {name: x[0].astype(np.float64) @ w[name] for name in config.input_projections}
+    if projections == "split":
+        qkv, z = projected["in_proj_qkv"], projected["in_proj_z"].reshape(5, 4, 6)
+        b, a = projected["in_proj_b"], projected["in_proj_a"]
+    else:
+        groups = projected["in_proj_qkvz"].reshape(5, 2, 8 + 8 + 12 + 12)
+        qkv = np.concatenate([groups[..., s].reshape(5, -1) for s in (slice(8), slice(8, 16), slice(16, 28))], -1)
+        z = groups[..., 28:].reshape(5, 4, 6)
+        b, a = (projected["in_proj_ba"].reshape(5, 2, 2, 2)[:, :, i].reshape(5, 4) for i in (0, 1))
+    padded = np.concatenate([np.zeros((3, qkv.shape[1])), qkv])
+    qkv = silu(sum(padded[i : i + 5] * w["conv1d"][i] for i in range(4)))
+    q, k = qkv[:, :16].reshape(5, 2, 8), qkv[:, 16:32].reshape(5, 2, 8)
+    q, k = (x / np.sqrt((x**2).sum(-1, keepdims=True) + 1e-6) for x in (q, k))
+    v = qkv[:, 32:].reshape(5, 4, 6)
+    decay = np.exp(-np.exp(w["A_log"]) * np.logaddexp(0, a + w["dt_bias"]))
+    beta = 2 / (1 + np.exp(-b))
+    heads = np.zeros((5, 4, 6))
+    for head in range(4):
+        state = np.zeros((8, 6))
+        for t in range(5):
+            key = k[t, head // 2]
+            state = state * decay[t, head]
+            state = state + np.outer(key, beta[t, head] * (v[t, head] - key @ state))
+            heads[t, head] = q[t, head // 2] @ state * 8**-0.5
+    normed = heads / np.sqrt((heads**2).mean(-1, keepdims=True) + 1e-6) * w["norm"] * silu(z)
+    assert_close(y[0], normed.reshape(5, -1) @ w["out_proj"], LIMIT)
+
+
+def test_prefill_in_pieces_and_steps_equal_the_whole(framework: Framework) -> None:
+    layer = framework.make(CONFIG, WEIGHTS)
+    x = random_array(2, 150, 16)
+    expected = framework.jit(type(layer).__call__)(layer, x)
+    prefill = framework.jit(type(layer).prefill)
+    whole, whole_cache = prefill(layer, x)
+    assert_close(whole, expected, LIMIT)
+    cache, pieces = None, []
+    for start, end in [(0, 1), (1, 71), (71, 147)]:
+        y, cache = prefill(layer, x[:, start:end], cache)
+        pieces.append(y)
+
+    @framework.jit
+    def scan_steps(layer: Any, x: jax.Array, cache: GatedDeltaNetCache) -> Any:
+        def step(cache: GatedDeltaNetCache, token: jax.Array) -> tuple[GatedDeltaNetCache, jax.Array]:
+            y, cache = layer.step(token[:, None], cache)
+            return cache, y[:, 0]
+
+        cache, y = jax.lax.scan(step, cache, jnp.moveaxis(x, 1, 0))
+        return jnp.moveaxis(y, 0, 1), cache
+
+    y, cache = scan_steps(layer, x[:, 147:], cache)
+    assert_close(jnp.concatenate([*pieces, y], axis=1), expected, LIMIT)
+    assert_close(cache.conv, whole_cache.conv, 1e-6)
+    assert_close(cache.state, whole_cache.state, LIMIT)
+
+
+def test_steps_from_an_empty_cache(framework: Framework) -> None:
+    layer = framework.make(CONFIG, WEIGHTS, dtype=jnp.bfloat16)
+    x = random_array(2, 3, 16)
+    cache = layer.init_cache(2)
+    y, after = framework.jit(lambda layer, x, cache: layer.step(x, cache))(layer, x, cache)
+    assert jax.tree.map(lambda x: (x.shape, x.dtype), after) == jax.tree.map(lambda x: (x.shape, x.dtype), cache)
+    assert (cache.conv.dtype, cache.state.dtype, y.dtype) == (jnp.bfloat16, jnp.float32, jnp.bfloat16)
+    assert_close(y, call(framework, layer, x), 0.02)
+
+
+def test_packed_documents_do_not_see_each_other(framework: Framework) -> None:
+    layer = framework.make(CONFIG, WEIGHTS)
+    documents = random_array(4, 35, 16)
+    segment_ids = jnp.repeat(jnp.array([[1, 2, 1, 0]]), 35, axis=1)
+    run_packed = framework.jit(lambda layer, x, ids: layer(x, segment_ids=ids))
+    packed = run_packed(layer, documents.reshape(1, 140, 16), segment_ids).reshape(4, 35, 16)
+    assert_close(packed[:3], call(framework, layer, documents)[:3], LIMIT)
+    assert not packed[3].any()
+
+
+def test_prompts_of_different_lengths(framework: Framework) -> None:
+    layer = framework.make(CONFIG, WEIGHTS)
+    prompts = random_array(3, 66, 16)
+    padding = [(4, 0), (0, 4), (1, 3)]
+    padded = jnp.stack([jnp.pad(x, (widths, (0, 0))) for x, widths in zip(prompts, padding, strict=True)])
+    ids = jnp.stack([jnp.pad(jnp.full(66, 5), widths) for widths in padding])
+    y, cache = framework.jit(lambda layer, x, ids: layer.prefill(x, segment_ids=ids))(layer, padded, ids)
+    expected, expected_cache = framework.jit(lambda layer, x: layer.prefill(x))(layer, prompts)
+    assert_close(jnp.stack([row[a : 70 - b] for row, (a, b) in zip(y, padding, strict=True)]), expected, LIMIT)
+    assert_close(cache.conv, expected_cache.conv, LIMIT)
+    assert_close(cache.state, expected_cache.state, LIMIT)
+
+
+def test_gradients_agree_between_the_frameworks() -> None:
+    x, dy = random_array(2, 20, 16), random_array(2, 20, 16, seed=1)
+    results = [
+        framework.outputs_and_gradients(framework.make(CONFIG, WEIGHTS), x, dy) for framework in FRAMEWORKS.values()
+    ]
+    assert_close(results[0][0], results[1][0], LIMIT)
+    assert results[0][1].keys() == {*parameter_shapes(CONFIG), "x"}
+    for name, gradient in results[0][1].items():
+        assert np.abs(gradient).max() > 0, name
+        assert_close(results[1][1][name], gradient, LIMIT, name)
+
+
+def test_dtypes_are_separate(framework: Framework) -> None:
+    layer = framework.make(CONFIG, dtype=jnp.bfloat16, param_dtype=jnp.float32)
+    assert {array.dtype.name for array in layer.get_weights().values()} == {"float32"}
+    half = framework.make(CONFIG, dtype=jnp.float32, param_dtype=jnp.bfloat16)
+    dtypes = {name: array.dtype.name for name, array in half.get_weights().items()}
+    assert dtypes.pop("A_log") == dtypes.pop("dt_bias") == "float32"
+    assert set(dtypes.values()) == {"bfloat16"}
+    x = random_array(1, 4, 16)
+    assert jax.eval_shape(layer, x).dtype == jnp.bfloat16
+    assert jax.eval_shape(half, x.astype(jnp.bfloat16)).dtype == jnp.float32
+
+
+def test_implementation_is_handed_on(framework: Framework) -> None:
+    with pytest.raises(NotImplementedError, match="cuda"):
+        call(framework, framework.make(CONFIG, implementation="cuda"), random_array(1, 4, 16))
+    x = random_array(1, 70, 16)
+    by_reference = call(framework, framework.make(CONFIG, WEIGHTS, implementation=["reference"]), x)
+    assert_close(call(framework, framework.make(CONFIG, WEIGHTS, implementation="xla"), x), by_reference, LIMIT)
+
+
+def test_weights_come_back_and_wrong_ones_are_refused(framework: Framework) -> None:
+    layer = framework.make(CONFIG, WEIGHTS)
+    for name, array in layer.get_weights().items():
+        np.testing.assert_array_equal(array, WEIGHTS[name])
+    wrong = {**WEIGHTS, "extra": np.zeros(1), "norm": np.zeros(7)}
+    del wrong["A_log"]
+    with pytest.raises(ValueError, match=r"A_log is missing; extra does not belong .*; norm must have shape \(6,\)"):
+        framework.make(CONFIG, wrong)
+
+
+def test_wrong_calls_are_refused(framework: Framework) -> None:
+    layer = framework.make(CONFIG, WEIGHTS)
+    x, ids = random_array(2, 4, 16), jnp.ones((2, 4), jnp.int32)
+    with pytest.raises(ValueError, match="cache and segment_ids cannot be combined"):
+        layer.prefill(x, layer.init_cache(2), segment_ids=ids)
+    with pytest.raises(ValueError, match=r"cache\.conv must have shape \(2, 3, 56\) .* got \(3, 3, 56\)"):
+        layer.prefill(x, layer.init_cache(3))
+    wider = empty_cache(dataclasses.replace(CONFIG, key_head_dim=4, value_head_dim=14), 2)
+    with pytest.raises(ValueError, match=r"cache\.state must have shape \(2, 4, 8, 6\)"):
+        layer.step(x, wider._replace(conv=layer.init_cache(2).conv))
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"num_value_heads": 3}, ValueError, r"num_value_heads must be a multiple of num_key_heads \(2\), got 3"),
+        ({"hidden_size": 0}, ValueError, "hidden_size must be at least 1, got 0"),
+        ({"key_head_dim": 8.0}, TypeError, "key_head_dim must be an integer, got float"),
+        ({"projections": "joined"}, ValueError, 'projections must be "split" or "fused"'),
+    ],
+)
+def test_wrong_configurations_are_refused(change: dict[str, Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        dataclasses.replace(CONFIG, **change)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_kernels_in_the_layer(framework: Framework, head_dim: int) -> None:
+    """In bfloat16 the kernels are as near to "xla" in float32 as bfloat16 allows, and the cache goes on from theirs."""
+    config = GatedDeltaNetConfig(256, 1, 2, head_dim, head_dim)
+    weights, x, dy = random_weights(config), random_array(2, 200, 256), random_array(2, 200, 256, seed=1)
+    kernels = framework.make(config, weights, dtype=jnp.bfloat16, implementation="cuda")
+    with jax.default_matmul_precision("float32"):
+        exact = framework.make(config, weights, implementation="xla")
+        expected, expected_gradients = framework.outputs_and_gradients(exact, x, dy)
+
+    def distance(computed: Any, expected: Any) -> float:
+        computed, expected = np.asarray(computed, np.float64), np.asarray(expected, np.float64)
+        return float(np.linalg.norm(computed - expected) / np.linalg.norm(expected))
+
+    y, gradients = framework.outputs_and_gradients(kernels, x, dy.astype(jnp.bfloat16))
+    assert distance(y, expected) < 2e-2
+    for name, gradient in expected_gradients.items():
+        # Two numbers, the sums of what 400 tokens contribute with both signs.
+        cancels = name in ("A_log", "dt_bias")
+        assert distance(gradients[name], gradient) < (0.15 if cancels else 3e-2), name
+    start, cache = framework.jit(lambda layer, x: layer.prefill(x))(kernels, x[:, :199])
+    last, _ = framework.jit(lambda layer, x, cache: layer.step(x, cache))(kernels, x[:, 199:], cache)
+    assert distance(jnp.concatenate([start, last], axis=1), expected) < 2e-2
+
+
+RULES = (
+    ("embed", None),
+    ("value", "model"),
+    ("qkv", "model"),
+    ("qkvz", "model"),
+    ("ba", None),
+    ("value_heads", "model"),
+)
+
+
+def mesh_of_two() -> Any:
+    return jax.make_mesh((2,), ("model",), axis_types=(AxisType.Auto,))
+
+
+@pytest.mark.parametrize("projections", ["split", "fused"])
+def test_flax_parameters_are_sharded_by_logical_names(projections: Any) -> None:
+    config = dataclasses.replace(CONFIG, projections=projections)
+    weights, x, flax = random_weights(config), random_array(2, 70, 16), FRAMEWORKS["flax"]
+    layer = jax_qla.nn.flax.GatedDeltaNet(config, rngs=nnx.Rngs(0))
+    layer.set_weights(weights)
+    expected = call(flax, layer, x)
+    graphdef, state = nnx.split(layer)
+    logical = nnx.merge(graphdef, nnx.get_partition_spec(state))
+    for name in weights:
+        assert logical._parameter(name).get_raw_value() == PartitionSpec(*LOGICAL_AXES[name])
+    with nnx.logical_axis_rules(RULES):
+        state = jax.device_put(state, nnx.get_named_sharding(state, mesh_of_two()))
+    placed = nnx.merge(graphdef, state)
+    assert placed.get_weights()["out_proj"].sharding.spec == PartitionSpec("model", None)
+    assert_close(call(flax, placed, x), expected, LIMIT)
+
+
+def test_equinox_parameters_are_sharded_by_logical_names() -> None:
+    layer = FRAMEWORKS["equinox"].make(CONFIG, WEIGHTS)
+    x, rules, mesh = random_array(2, 70, 16), dict(RULES), mesh_of_two()
+    specs = jax_qla.nn.equinox.logical_axes(layer)
+    assert specs.out_proj.weight == PartitionSpec("embed", "value")
+    assert specs.conv1d == PartitionSpec(None, "qkv")
+    shardings = jax.tree.map(lambda spec: NamedSharding(mesh, PartitionSpec(*map(rules.get, spec))), specs)
+    placed = jax.device_put(layer, shardings)
+    assert placed.in_proj_z.weight.sharding.spec == PartitionSpec("model", None)
+    equinox = FRAMEWORKS["equinox"]
+    assert_close(call(equinox, placed, x), call(equinox, layer, x), LIMIT)
+
+
+def test_layers_work_under_the_transforms_of_equinox() -> None:
+    layer = FRAMEWORKS["equinox"].make(CONFIG, WEIGHTS)
+    x = random_array(3, 1, 5, 16)
+    assert_close(eqx.filter_jit(eqx.filter_vmap(layer))(x)[:, 0], eqx.filter_jit(layer)(x[:, 0]), LIMIT)
+
+
+@pytest.mark.parametrize("name", ["flax", "equinox"])
+def test_a_missing_framework_is_named(name: str) -> None:
+    program = f"""
+import sys
+sys.modules["flax"] = sys.modules["equinox"] = None
+import jax_qla, jax_qla.nn
+try:
+    import jax_qla.nn.{name}
+except ModuleNotFoundError as error:
+    print(error)
+"""
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert f"pip install 'jax_qla[{name}]'" in result.stdout
+
+
+@pytest.mark.parametrize("module", [jax_qla.nn.config, jax_qla.nn.flax, jax_qla.nn.equinox])
+def test_examples_in_docstrings(module: Any) -> None:
+    failed, tried = doctest.testmod(module)
+    assert tried > 0
+    assert failed == 0
