@@ -152,6 +152,100 @@ def backward(
     return dq, dk, dv, dg, dbeta, results["d_initial_state"] if initial_state is not None else None
 
 
+def summary(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    g: jax.Array,
+    beta: jax.Array,
+    initial_state: jax.Array | None,
+    segments: jax.Array | None,
+    *,
+    precision: Any = None,
+) -> tuple[jax.Array, jax.Array]:
+    """Transition and response of each sequence; the contract is `dispatch.summary`'s. `precision` is not used.
+
+    By the forward kernels in one call: besides its own, every value head gets as many more heads of zero values as the
+    K columns of the identity fill, which is their initial state; their final states are the transition.
+    """
+    key_heads, key_dim = k.shape[2:]
+    value_heads, value_dim = v.shape[2:]
+    sequences = v.shape[0] if segments is None else segments.shape[0]
+    ratio, more = value_heads // key_heads, -(-key_dim // value_dim)
+
+    def stacked(x: jax.Array, others: jax.Array) -> jax.Array:
+        """[..., Hv, ...], and others [..., Hk, r * more, ...] of them -> [..., Hv (1 + more), ...]; heads at axis 2."""
+        x = x.reshape(*x.shape[:2], key_heads, ratio, *x.shape[3:])
+        return jnp.concatenate([x, others], axis=3).reshape(*x.shape[:2], -1, *x.shape[4:])
+
+    def repeated(x: jax.Array) -> jax.Array:
+        x = x.reshape(*x.shape[:2], key_heads, ratio)
+        return jnp.concatenate([x] * (1 + more), axis=3).reshape(*x.shape[:2], -1)
+
+    zeros = jnp.zeros((*v.shape[:2], key_heads, ratio * more, value_dim), v.dtype)
+    identity = jnp.pad(jnp.eye(key_dim, dtype=jnp.float32), ((0, 0), (0, more * value_dim - key_dim)))
+    identity = jnp.moveaxis(identity.reshape(key_dim, more, value_dim), 1, 0)
+    # The heads after a key head's own: first column block of all r of them, then the second.
+    identity = jnp.broadcast_to(identity[:, None], (sequences, key_heads, more, ratio, key_dim, value_dim))
+    identity = identity.reshape(sequences, key_heads, more * ratio, key_dim, value_dim)
+    if initial_state is None:
+        initial_state = jnp.zeros((sequences, value_heads, key_dim, value_dim), jnp.float32)
+    first = initial_state.reshape(sequences, key_heads, ratio, key_dim, value_dim)
+    first = jnp.concatenate([first, identity], axis=2).reshape(sequences, -1, key_dim, value_dim)
+    _, final, _ = forward(
+        q,
+        k,
+        stacked(v, zeros),
+        repeated(g),
+        repeated(beta),
+        first,
+        segments,
+        scale=1.0,
+        output_final_state=True,
+        with_residuals=False,
+    )
+    assert final is not None
+    final = final.reshape(sequences, key_heads, 1 + more, ratio, key_dim, value_dim)
+    transition = jnp.moveaxis(final[:, :, 1:], 2, 4).reshape(sequences, value_heads, key_dim, more * value_dim)
+    return transition[..., :key_dim], final[:, :, 0].reshape(sequences, value_heads, key_dim, value_dim)
+
+
+def state_gradient(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    g: jax.Array,
+    beta: jax.Array,
+    initial_state: jax.Array | None,
+    segments: jax.Array | None,
+    residuals: tuple[jax.Array, jax.Array],
+    do: jax.Array | None,
+    d_final_state: jax.Array | None,
+    *,
+    scale: float,
+    precision: Any = None,
+) -> jax.Array:
+    """The gradient of the initial states; the contract is `dispatch.state_gradient`'s. `precision` is not used."""
+    del initial_state
+    call = _Call(q, k, v, segments)
+    a, gamma = residuals
+    inputs = call.flat(q=q, k=k, beta=beta, do=jnp.zeros_like(v) if do is None else do, a=a, gamma=gamma) | call.tables
+    chunk_states = jax.ShapeDtypeStruct((call.slots, call.value_heads, call.value_dim, call.key_dim), v.dtype)
+    # The kernel reads h for decay_dot only, which is dropped.
+    inputs |= {"d_final_state": call.states(d_final_state), "h": jnp.zeros(chunk_states.shape, chunk_states.dtype)}
+    results = launch(
+        [call.step(state_gradients_kernel, scale=scale)],
+        inputs,
+        {
+            "dh": chunk_states,
+            "dx": jax.ShapeDtypeStruct((call.tokens, call.value_heads, call.value_dim), v.dtype),
+            "decay_dot": jax.ShapeDtypeStruct((call.slots, call.value_heads, call.value_dim // 64), jnp.float32),
+            "d_initial_state": call.state_shape(True),
+        },
+    )
+    return results["d_initial_state"]
+
+
 class _Call:
     """Sizes, tables and kernel configurations of one call."""
 
