@@ -8,6 +8,7 @@ from jax_qla.api import (
     recurrent_gated_delta_rule,
     which_implementation,
 )
+from jax_qla.causal_conv1d import causal_conv1d
 from jax_qla.sharding import MeshAxes
 from jax_qla.vjp import CARRY_NAMES, CHECKPOINT_NAMES, RESIDUAL_NAMES, RESULT_NAMES
 
@@ -20,6 +21,7 @@ __all__ = [
     "RESULT_NAMES",
     "Implementation",
     "MeshAxes",
+    "causal_conv1d",
     "chunk_gated_delta_rule",
     "chunk_gated_delta_rule_bwd",
     "chunk_gated_delta_rule_fwd",

@@ -1,7 +1,7 @@
 """How a call is spread over a mesh: which mesh axes cut batch, heads and sequence, and how each device gets its part.
 
-The operation is local in batch and heads. Where the sequence is cut, `context_parallel` carries the state from device to
-device. What JAX needs to be told so depends on the mesh:
+The operation is local in batch and heads. Where the sequence is cut, `context_parallel` carries the state from device
+to device. What JAX needs to be told so depends on the mesh:
 
 | axes of the mesh | how each device gets its part | where the axes are read from |
 |---|---|---|
@@ -22,7 +22,7 @@ import dataclasses
 import functools
 import math
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -86,6 +86,8 @@ class Layout:
         return P(*(entry[0] if len(entry) == 1 else entry or None for entry in axes))
 
 
+_NAMES = {"b": "B", "t": "T", "h": "Hk", "H": "Hv"}
+
 LOCAL = Layout()
 """Nothing is cut, or all is cut already."""
 
@@ -102,14 +104,19 @@ def _described(axes: Iterable[str]) -> str:
 
 
 def resolve(
-    mesh_axes: MeshAxes | None, operands: Sequence[jax.Array | None], dims: Sequence[str], *, whole: str = "K and V"
+    mesh_axes: MeshAxes | None,
+    operands: Sequence[jax.Array | None],
+    dims: Sequence[str],
+    *,
+    names: Mapping[str, str] = _NAMES,
+    whole: str = "K, V and the number of sequences",
 ) -> Layout:
     """Finds out how operands of the given shapes are cut and are to be.
 
     Args:
         mesh_axes: what the caller says, or None for nothing.
         operands, dims: arrays (None is left out) and their shapes, see the module.
-        whole: what the axes that must not be cut are called in warnings.
+        names: what the axes b, t, h and H are called in messages; and `whole`, what those are that stay whole.
 
     Raises:
         TypeError, ValueError, NotImplementedError: the names do not fit the mesh, or the mesh the shapes.
@@ -160,7 +167,7 @@ def resolve(
         mapped=frozenset(set(kinds) - manual),
         mesh=None if in_context else mesh,
     )
-    layout = _fitted(layout, mesh.shape, present, named={*batch, *heads, *sequence})
+    layout = _fitted(layout, mesh.shape, present, {*batch, *heads, *sequence}, {**_NAMES, **names})
     _warn_of_gathering(layout, present, explicit, whole)
     return layout
 
@@ -189,14 +196,16 @@ def _check_names(mesh_axes: MeshAxes | None, mesh: Any) -> tuple[Axes, Axes, Axe
     return _names(mesh_axes.batch), _names(mesh_axes.heads), _names(mesh_axes.sequence)
 
 
-def _fitted(layout: Layout, sizes: Any, present: Sequence[tuple[Any, str]], named: set[str]) -> Layout:
-    """`layout` without axes that do not divide what they would cut: refused if asked for, else dropped with a warning."""
-    what = {"b": ("batch", "B"), "t": ("sequence", "T"), "h": ("heads", "Hk"), "H": ("heads", "Hv")}
+def _fitted(
+    layout: Layout, sizes: Any, present: Sequence[tuple[Any, str]], named: set[str], names: Mapping[str, str]
+) -> Layout:
+    """`layout` without axes that do not divide what they cut: refused if asked for, else left out with a warning."""
+    fields = {"b": "batch", "t": "sequence", "h": "heads", "H": "heads"}
     for x, d in present:
         for letter, length in zip(d, x.shape, strict=True):
-            if letter not in what:
+            if letter not in fields:
                 continue
-            field, name = what[letter]
+            field, name = fields[letter], names[letter]
             axes = tuple(axis for axis in getattr(layout, field) if axis in layout.mapped)
             parts = math.prod(sizes[axis] for axis in axes)
             if length % parts == 0:
@@ -255,8 +264,16 @@ def mapped(
         in_specs=tuple(map(layout.spec, dims)),
         out_specs=tuple(map(layout.spec, out_dims)),
         axis_names=set(layout.mapped),
+        check_vma=_checks_varying(),
     )
     return tuple(call(*(align(layout, x, d) for x, d in zip(operands, dims, strict=True))))
+
+
+def _checks_varying() -> bool:
+    """Whether a surrounding `jax.shard_map` tracks what varies over its axes (check_vma): one inside must, too."""
+    mesh = jax.sharding.get_abstract_mesh()
+    manual = () if mesh.empty else mesh.manual_axes
+    return not manual or bool(jax.typeof(jax.lax.axis_index(manual[0])).mat.varying)
 
 
 def previous_ids(layout: Layout, segment_ids: jax.Array) -> jax.Array:
@@ -265,10 +282,9 @@ def previous_ids(layout: Layout, segment_ids: jax.Array) -> jax.Array:
     def previous(ids: jax.Array) -> tuple[jax.Array]:
         if ids.shape[1] == 0:
             return (ids,)
+        first = jnp.zeros_like(ids[:, :1])
         if layout.sequence:
             first = context_parallel.rows_before(ids, 1, layout.sequence)
-        else:
-            first = jnp.zeros_like(ids[:, :1])
         return (jnp.concatenate([first, ids[:, :-1]], axis=1),)
 
     return mapped(layout, previous, ("bt",), ("bt",), (segment_ids,))[0]
@@ -366,8 +382,8 @@ def forward(
 ) -> tuple[jax.Array, jax.Array | None, dispatch.Residuals | None, Carry | None]:
     """o, final_state, residuals and what the backward needs of the exchange between the shards of the sequence.
 
-    Shapes are those of `context_parallel`, of the whole batch as the caller sees it. Where `layout` says that the caller
-    has cut the sequence (`manual_sequence`), final_state is this device's summand of it.
+    Shapes are those of `context_parallel`, of the whole batch as the caller sees it. Where `layout` says that the
+    caller has cut the sequence (`manual_sequence`), final_state is this device's summand of it.
     """
     with_residuals = with_residuals and choice.on_cuda == "cuda"
     # In Auto mode nothing can leave whose size is the number of shards: the backward repeats the exchange.
@@ -549,8 +565,10 @@ def _sharding_rule(mapped_axes: str, dims: tuple[str, ...], out_dims: tuple[str,
             return factors(mapped_axes + shape)
 
         notation = ", ".join(map(array, dims)) + " -> " + ", ".join(map(array, out_dims))
-        whole = sorted({f"f{letter}" for shape in (*dims, *out_dims) for letter in shape if letter not in "bthH"})
-        return notation, {"need_replication_factors": tuple(whole), "r": ratio}
+        # In order of appearance, as Shardy wants them.
+        letters = dict.fromkeys("".join((*dims, *out_dims)))
+        whole = tuple(f"f{letter}" for letter in letters if letter not in "bthH")
+        return notation, {"need_replication_factors": whole, "r": ratio}
 
     return rule
 
