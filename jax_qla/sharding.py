@@ -253,27 +253,57 @@ def align(layout: Layout, x: jax.Array, dims: str) -> jax.Array:
 
 
 def mapped(
-    layout: Layout, function: Callable[..., Any], dims: Sequence[str], out_dims: Sequence[str], operands: Sequence[Any]
+    layout: Layout,
+    function: Callable[..., Any],
+    dims: Sequence[str],
+    out_dims: Sequence[str],
+    operands: Sequence[Any],
+    *,
+    differentiable: bool = True,
 ) -> tuple[Any, ...]:
-    """function(*operands) on each device's part of arrays of the given shapes, by `jax.shard_map`."""
+    """function(*operands) on each device's part of arrays of the given shapes, by `jax.shard_map`.
+
+    Args:
+        differentiable: whether JAX is to differentiate it.
+    """
     if not layout.mapped:
         return tuple(function(*operands))
-    call = jax.shard_map(
+    context = jax.sharding.get_abstract_mesh()
+    nested = not context.empty and bool(context.manual_axes)
+    call: Callable[..., Any] = jax.shard_map(
         lambda *x: tuple(function(*x)),
         mesh=layout.mesh,
         in_specs=tuple(map(layout.spec, dims)),
         out_specs=tuple(map(layout.spec, out_dims)),
         axis_names=set(layout.mapped),
-        check_vma=_checks_varying(),
+        check_vma=not nested or _checks_varying(context.manual_axes[0]),
     )
+    if nested and not differentiable:
+        call = _unsplit(call)
     return tuple(call(*(align(layout, x, d) for x, d in zip(operands, dims, strict=True))))
 
 
-def _checks_varying() -> bool:
-    """Whether a surrounding `jax.shard_map` tracks what varies over its axes (check_vma): one inside must, too."""
-    mesh = jax.sharding.get_abstract_mesh()
-    manual = () if mesh.empty else mesh.manual_axes
-    return not manual or bool(jax.typeof(jax.lax.axis_index(manual[0])).mat.varying)
+def _checks_varying(manual_axis: str) -> bool:
+    """Whether the surrounding `jax.shard_map` tracks what varies over its axes (check_vma): one inside must, too."""
+    return bool(jax.typeof(jax.lax.axis_index(manual_axis)).mat.varying)
+
+
+def _unsplit(call: Callable[..., Any]) -> Callable[..., Any]:
+    """`call` as one operation with a rule for `jax.vmap`.
+
+    When JAX splits a program into what is known in the forward pass and the rest (jax.checkpoint, jax.grad), it splits
+    `jax.shard_map` too, and of a nested one it makes a program that does not lower (jax 0.10.2). A custom_vmap stays
+    whole.
+    """
+    whole = jax.custom_batching.custom_vmap(call)
+
+    @whole.def_vmap
+    def one_more(axis_size: int, in_batched: Sequence[bool], *arrays: jax.Array) -> tuple[Any, Any]:
+        batched = jax.vmap(call, in_axes=tuple(0 if is_batched else None for is_batched in in_batched))
+        results = _unsplit(batched)(*arrays)
+        return results, jax.tree.map(lambda _: True, results)
+
+    return whole
 
 
 def previous_ids(layout: Layout, segment_ids: jax.Array) -> jax.Array:
@@ -361,7 +391,8 @@ def _spread(
     if layout.automatic:
         return _partitioned(local, flat.dims, out_dims, ratio, "")(*flat.arrays)
     summed = bool(layout.mapped_sequence)
-    return mapped(layout, functools.partial(local, layout.sequence, summed), flat.dims, out_dims, flat.arrays)
+    part = functools.partial(local, layout.sequence, summed)
+    return mapped(layout, part, flat.dims, out_dims, flat.arrays, differentiable=False)
 
 
 def forward(
