@@ -1,9 +1,11 @@
 """The gated delta rule on one shard of the batch, whose sequences may continue from device to device.
 
 The state after a run of tokens is affine in the state before it: S_end = M S_start + N, per value head. So where the
-sequence axis is sharded, every device summarises its tokens as (M, N) from a zero state, the summaries are composed
-over the devices, and each device then runs the ordinary local function from its true first state. The backward pass
-mirrors it: dS_start = M^T dS_end + N', with N' from the device's own cotangents.
+sequence axis is sharded, every device summarises its tokens as (M, N) from a zero state, and the summaries are composed
+over the devices. In a dense batch the outputs were computed along with the summary, and are affine in the state too:
+what the true first state adds to them is one matrix product. In a packed batch the part of a shard that needs a summary
+may be short; there the ordinary local function runs next, from the true first states. The backward pass mirrors it:
+dS_start = M^T dS_end + N', with N' from the device's own cotangents.
 
 Composition takes ceil(log2(D - 1)) + 1 rounds of `ppermute` over D devices, each of at most one transition [K, K] and
 one response [K, V] in float32 per value head and row of the batch.
@@ -21,7 +23,7 @@ elsewhere: their sum over `axes` is the result (and -0 + x = x, bit for bit).
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -66,6 +68,10 @@ def rows_before(x: jax.Array, rows: int, axes: Axes) -> jax.Array:
     return jnp.concatenate(parts, axis=1)
 
 
+def _product(x: jax.Array, y: jax.Array) -> jax.Array:
+    return jnp.matmul(x, y, precision=jax.lax.Precision.HIGHEST)
+
+
 def response_before(transition: jax.Array, response: jax.Array, axes: Axes, *, reverse: bool = False) -> jax.Array:
     """The state before this shard: the maps S -> transition S + response of all shards before it, applied to zero.
 
@@ -74,18 +80,14 @@ def response_before(transition: jax.Array, response: jax.Array, axes: Axes, *, r
         axes: the mesh axes along which the shards follow each other.
         reverse: whether they follow in reverse.
     """
-
-    def product(x: jax.Array, y: jax.Array) -> jax.Array:
-        return jnp.matmul(x, y, precision=jax.lax.Precision.HIGHEST)
-
     devices = jax.lax.axis_size(axes)
     reach = 1  # this many shards, ending with this one, are composed in (transition, response)
     while reach < devices - 1:
         before = shift(response, reach, axes, reverse=reverse)
-        response = response + product(transition, before)
+        response = response + _product(transition, before)
         if 2 * reach < devices - 1:
             # Where nothing is received the state before is zero, and so is the map: the response says it all.
-            transition = product(transition, shift(transition, reach, axes, reverse=reverse))
+            transition = _product(transition, shift(transition, reach, axes, reverse=reverse))
         reach *= 2
     return shift(response, 1, axes, reverse=reverse)
 
@@ -211,32 +213,63 @@ def forward(
         q, k, v, g, beta, initial_state, segments, axes: see the module; g and beta float32, states float32 or None.
         choice, scale, output_final_state, with_residuals, precision: as in `dispatch.forward`.
     """
-    states = initial_state
+    options = {"choice": choice, "with_residuals": with_residuals, "scale": scale, "precision": precision}
+    if axes and segments is None:
+        return _dense_forward(
+            q, k, v, g, beta, initial_state, axes=axes, output_final_state=output_final_state, options=options
+        )
+    states, local_segments = initial_state, segments
     carry = shard = None
-    local_segments = segments
-    if axes:
+    if axes and segments is not None:
         carry = _exchange(q, k, v, g, beta, initial_state, segments, axes=axes, choice=choice, precision=precision)
-        if segments is None:
-            states = carry.incoming
-        else:
-            shard = _Shard(segments, v.shape[1], axes)
-            local_segments = shard.local
-            states = _true_first_states(shard, carry, initial_state)
+        shard = _Shard(segments, v.shape[1], axes)
+        local_segments = shard.local
+        states = _true_first_states(shard, carry, initial_state)
     rows, states, flat_segments = flatten((q, k, v, g, beta), states, local_segments)
     o, final_state, residuals = dispatch.forward(
-        *rows,
-        states,
-        flat_segments,
-        choice=choice,
-        scale=scale,
-        output_final_state=output_final_state,
-        with_residuals=with_residuals,
-        precision=precision,
+        *rows, states, flat_segments, output_final_state=output_final_state, **options
     )
     (o, residuals), final_state = _unflatten((o, residuals), final_state, v, segments)
-    if final_state is not None and axes:
-        final_state = _mask(shard.ends if shard is not None else _is_last(axes), final_state, -0.0)
+    if final_state is not None and shard is not None:
+        final_state = _mask(shard.ends, final_state, -0.0)
     return o, final_state, residuals, carry
+
+
+def _dense_forward(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    g: jax.Array,
+    beta: jax.Array,
+    initial_state: jax.Array | None,
+    *,
+    axes: Axes,
+    output_final_state: bool,
+    options: Mapping[str, Any],
+) -> tuple[jax.Array, jax.Array | None, dispatch.Residuals | None, Carry]:
+    """`forward` of a dense batch whose sequences are cut over `axes`."""
+    o, response, o_of_state, transition, residuals = dispatch.affine_forward(q, k, v, g, beta, None, **options)
+    first = None if initial_state is None else _mask(_is_first(axes), initial_state)
+    if first is not None:
+        response += _product(transition, first)
+    incoming = response_before(transition, response, axes)
+    if first is not None:
+        incoming += first
+    # The state enters the kernels' products in v's dtype, too.
+    correction = jnp.einsum(
+        "bthk,bhkv->bthv",
+        o_of_state,
+        incoming.astype(v.dtype),
+        precision=jax.lax.Precision.HIGHEST,
+        preferred_element_type=jnp.float32,
+    )
+    o = (o + correction).astype(v.dtype)
+    final_state = None
+    if output_final_state:
+        # The first shard's response includes the initial state already.
+        later = _mask(~_is_first(axes), incoming)
+        final_state = _mask(_is_last(axes), response + _product(transition, later), -0.0)
+    return o, final_state, residuals, Carry(incoming, transition)
 
 
 def backward(

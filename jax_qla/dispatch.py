@@ -1,5 +1,5 @@
-"""The local functions on whichever implementation the platform lowered for has: forward and backward, and what their
-sharded forms need of a shard before its true state is known, summary and state_gradient.
+"""The local functions on whichever implementation the platform lowered for has: forward and backward, and what is
+computed of a shard of a sequence before the state at its start is known: affine_forward, summary, state_gradient.
 
 All take a batch axis of `jax.vmap` into the batch they have already (see `_fold`), so an implementation never sees
 one, and all refuse to be differentiated: their derivative is `vjp.py`'s business, and a second one does not exist.
@@ -121,6 +121,46 @@ def backward(
     operands = (q, k, v, g, beta, initial_state, segments, residuals, do, d_final_state)
     dq, dk, dv, dg, dbeta, d_initial_state = batchable(*match_varying(operands, operands))
     return dq, dk, dv, dg, dbeta, d_initial_state
+
+
+@functools.partial(jax.jit, static_argnames=("choice", "scale", "with_residuals", "precision"))
+def affine_forward(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    g: jax.Array,
+    beta: jax.Array,
+    segments: jax.Array | None,
+    *,
+    choice: Choice,
+    scale: float,
+    with_residuals: bool,
+    precision: Any = None,
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array, Residuals | None]:
+    """`forward` for when the state before the rows is not known yet: o and final state as affine functions of it.
+
+    Args:
+        All as in `forward`.
+
+    Returns:
+        o [B, T, Hv, V] in v's dtype and response [N, Hv, K, V] float32, of a zero initial state; o_of_state
+        [B, T, Hv, K] in v's dtype and transition [N, Hv, K, K] float32, to be multiplied by the initial state [K, V]
+        and added; residuals as of `forward`, which do not depend on it.
+    """
+    with_residuals = with_residuals and choice.on_cuda == "cuda"
+
+    def local(*operands: Any) -> Any:
+        if _nothing_to_do(operands[2], operands[6]):
+            return _affine_forward_of_nothing(*operands, with_residuals=with_residuals)
+        operands = (*operands[:5], operands[6])
+        options = {"scale": scale, "with_residuals": with_residuals, "precision": precision}
+        return _on_platform(choice, "affine_forward", operands, options)
+
+    kinds = (*(_ROWS,) * 5, _STATES, _SEGMENTS)
+    batchable = _batchable(local, kinds, (_ROWS, _STATES, _ROWS, _STATES, _ROWS))
+    operands = (q, k, v, g, beta, None, segments)
+    o, response, o_of_state, transition, residuals = batchable(*match_varying(operands, operands))
+    return o, response, o_of_state, transition, residuals
 
 
 @functools.partial(jax.jit, static_argnames=("choice", "precision"))
@@ -346,6 +386,14 @@ def _summary_of_nothing(*operands: Any) -> tuple[jax.Array, jax.Array]:
     identity = jnp.broadcast_to(jnp.eye(q.shape[3], dtype=jnp.float32), (*response.shape[:3], q.shape[3]))
     identity, response = match_varying((identity, response), operands)
     return identity, response
+
+
+def _affine_forward_of_nothing(*operands: Any, with_residuals: bool) -> Any:
+    q, _, v = operands[:3]
+    o, _, residuals = _forward_of_nothing(*operands, output_final_state=False, with_residuals=with_residuals)
+    transition, response = _summary_of_nothing(*operands)
+    o_of_state = match_varying(jnp.zeros((*v.shape[:3], q.shape[3]), v.dtype), operands)
+    return o, response, o_of_state, transition, residuals
 
 
 def _state_gradient_of_nothing(*operands: Any) -> jax.Array:

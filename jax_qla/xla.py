@@ -519,6 +519,51 @@ def backward(
     return dq, dk, dv, dg, dbeta, d_initial.reshape(initial_state.shape)
 
 
+def affine_forward(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    g: jax.Array,
+    beta: jax.Array,
+    segments: jax.Array | None,
+    *,
+    scale: float,
+    with_residuals: bool,
+    precision: Precision = None,
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array, Residuals | None]:
+    """o and final state from a zero state, and what each is times the true one.
+
+    The columns of a state evolve alike and apart. So the identity is carried beside the zero state as K more columns,
+    whose values are zero, and its outputs are o's derivative by the state.
+
+    Args:
+        All as in `forward`.
+
+    Returns:
+        o [B, T, Hv, V] in v's dtype and response [N, Hv, K, V] float32, of a zero initial state; o_of_state
+        [B, T, Hv, K] in v's dtype and transition [N, Hv, K, K] float32, to be multiplied by the initial state [K, V]
+        and added; residuals as of `forward`.
+    """
+    k_dim, (value_heads, v_dim) = k.shape[3], v.shape[2:]
+    sequences = v.shape[0] if segments is None else segments.shape[0]
+    first = jnp.concatenate([jnp.zeros((k_dim, v_dim), jnp.float32), jnp.eye(k_dim, dtype=jnp.float32)], axis=1)
+    o, final, residuals = forward(
+        q,
+        k,
+        jnp.concatenate([v, jnp.zeros((*v.shape[:3], k_dim), v.dtype)], axis=3),
+        g,
+        beta,
+        jnp.broadcast_to(first, (sequences, value_heads, *first.shape)),
+        segments,
+        scale=scale,
+        output_final_state=True,
+        with_residuals=with_residuals,
+        precision=precision,
+    )
+    assert final is not None
+    return o[..., :v_dim], final[..., :v_dim], o[..., v_dim:], final[..., v_dim:], residuals
+
+
 def summary(
     q: jax.Array,
     k: jax.Array,
