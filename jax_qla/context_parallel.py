@@ -17,8 +17,8 @@ Shapes here, on one device: rows q, k, v, g, beta, o are [B, T, ...] with T the 
 [B, Hv, K, V] and `segments` None; a packed one has states [B, N, Hv, K, V] and segments int32 [B, N, 2], start and end
 of N sequences in every row, counted from the first token of the row's first shard. With `axes`, the mesh axes over
 which the rows are cut, every device passes the same initial states, segments and cotangents of final states; of states
-and gradients of states that it returns, a device fills in those of the sequences that end or start with it, and -0
-elsewhere: their sum over `axes` is the result (and -0 + x = x, bit for bit).
+and gradients of states that it returns, a device fills in those of the sequences that end or start with it, and zero
+elsewhere: their sum over `axes` is the result.
 """
 
 from __future__ import annotations
@@ -48,6 +48,8 @@ class Carry(NamedTuple):
 def shift(x: jax.Array, distance: int, axes: Axes, *, reverse: bool = False) -> jax.Array:
     """x of the device `distance` before this one along `axes` (after it if `reverse`), zero where there is none."""
     devices = jax.lax.axis_size(axes)
+    if distance >= devices:
+        return dispatch.match_varying(jnp.zeros_like(x), x)
     pairs = [(i, i + distance) for i in range(devices - distance)]
     return jax.lax.ppermute(x, axes, [(j, i) for i, j in pairs] if reverse else pairs)
 
@@ -231,7 +233,7 @@ def forward(
     )
     (o, residuals), final_state = _unflatten((o, residuals), final_state, v, segments)
     if final_state is not None and shard is not None:
-        final_state = _mask(shard.ends, final_state, -0.0)
+        final_state = _mask(shard.ends, final_state)
     return o, final_state, residuals, carry
 
 
@@ -268,7 +270,7 @@ def _dense_forward(
     if output_final_state:
         # The first shard's response includes the initial state already.
         later = _mask(~_is_first(axes), incoming)
-        final_state = _mask(_is_last(axes), response + _product(transition, later), -0.0)
+        final_state = _mask(_is_last(axes), response + _product(transition, later))
     return o, final_state, residuals, Carry(incoming, transition)
 
 
@@ -335,7 +337,7 @@ def backward(
     if initial_state is None:
         return (*gradients, None)
     if axes:
-        d_states = _mask(shard.starts if shard is not None else _is_first(axes), d_states, -0.0)
+        d_states = _mask(shard.starts if shard is not None else _is_first(axes), d_states)
     return (*gradients, d_states)
 
 

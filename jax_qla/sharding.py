@@ -270,17 +270,64 @@ def mapped(
         return tuple(function(*operands))
     context = jax.sharding.get_abstract_mesh()
     nested = not context.empty and bool(context.manual_axes)
-    call: Callable[..., Any] = jax.shard_map(
-        lambda *x: tuple(function(*x)),
-        mesh=layout.mesh,
-        in_specs=tuple(map(layout.spec, dims)),
-        out_specs=tuple(map(layout.spec, out_dims)),
-        axis_names=set(layout.mapped),
-        check_vma=not nested or _checks_varying(context.manual_axes[0]),
-    )
+    checked = not nested or _checks_varying(context.manual_axes[0])
+
+    def spread(function: Callable[..., Any], dims: Sequence[str], out_dims: Sequence[str]) -> Callable[..., Any]:
+        return jax.shard_map(
+            lambda *x: tuple(function(*x)),
+            mesh=layout.mesh,
+            in_specs=tuple(map(layout.spec, dims)),
+            out_specs=tuple(map(layout.spec, out_dims)),
+            axis_names=set(layout.mapped),
+            check_vma=checked,
+        )
+
+    call = spread(function, dims, out_dims)
+    operands = [align(layout, x, d) for x, d in zip(operands, dims, strict=True)]
     if nested and not differentiable:
         call = _unsplit(call)
-    return tuple(call(*(align(layout, x, d) for x, d in zip(operands, dims, strict=True))))
+    elif nested and any(jnp.issubdtype(x.dtype, jnp.inexact) for x in operands):
+        if not checked:
+            raise NotImplementedError(
+                "inside a jax.shard_map over a part of the mesh's axes and with check_vma=False, this cannot be "
+                "differentiated over the others: leave check_vma=True"
+            )
+        operands = dispatch.match_varying(operands, operands)
+        call = _unsplit_with_gradient(spread, function, dims, out_dims)
+    return tuple(call(*operands))
+
+
+def _unsplit_with_gradient(
+    spread: Callable[..., Callable[..., Any]],
+    function: Callable[..., Any],
+    dims: Sequence[str],
+    out_dims: Sequence[str],
+) -> Callable[..., Any]:
+    """spread(function, dims, out_dims), unsplit (see there), and so its gradient by the operands, which is kept."""
+    call: Callable[..., Any] = jax.custom_vjp(_unsplit(spread(function, dims, out_dims)))
+
+    def backward(operands: tuple[jax.Array, ...], cotangents: tuple[jax.Array, ...]) -> tuple[jax.Array | None, ...]:
+        real = [jnp.issubdtype(x.dtype, jnp.inexact) for x in operands]
+
+        def gradients(*x: jax.Array) -> tuple[jax.Array, ...]:
+            arrays = list(x[: len(operands)])
+
+            def of_real(*y: jax.Array) -> tuple[jax.Array, ...]:
+                remaining = iter(y)
+                return tuple(function(*(next(remaining) if r else z for r, z in zip(real, arrays, strict=True))))
+
+            _, transpose = jax.vjp(of_real, *(z for r, z in zip(real, arrays, strict=True) if r))
+            return tuple(transpose(tuple(x[len(operands) :])))
+
+        found = iter(
+            _unsplit(spread(gradients, (*dims, *out_dims), tuple(d for r, d in zip(real, dims, strict=True) if r)))(
+                *operands, *cotangents
+            )
+        )
+        return tuple(next(found) if r else None for r in real)
+
+    call.defvjp(lambda *operands: (call(*operands), operands), backward)
+    return call
 
 
 def _checks_varying(manual_axis: str) -> bool:
