@@ -635,8 +635,11 @@ def _partitioned(
 def _sharding_rule(mapped_axes: str, dims: tuple[str, ...], out_dims: tuple[str, ...], ratio: int) -> Any:
     """The rule for Shardy: all letters are factors, a value head being (key head, one of its `ratio` value heads)."""
 
+    value_head = "(h r)" if ratio > 1 else "h"
+
     def factors(shape: str) -> str:
-        return " ".join("(h r)" if letter == "H" else f"f{letter}" if letter != "h" else "h" for letter in shape)
+        names = (value_head if letter == "H" else letter if letter == "h" else f"f{letter}" for letter in shape)
+        return " ".join(names)
 
     def rule(mesh: Any, value_types: Any, result_types: Any) -> Any:
         def array(shape: str) -> str:
@@ -646,7 +649,7 @@ def _sharding_rule(mapped_axes: str, dims: tuple[str, ...], out_dims: tuple[str,
         # In order of appearance, as Shardy wants them.
         letters = dict.fromkeys("".join((*dims, *out_dims)))
         whole = tuple(f"f{letter}" for letter in letters if letter not in "bthH")
-        return notation, {"need_replication_factors": whole, "r": ratio}
+        return notation, {"need_replication_factors": whole} | ({"r": ratio} if ratio > 1 else {})
 
     return rule
 
