@@ -2,6 +2,7 @@
 
     python examples/train_lm.py                     two minutes on two CPU cores
     python examples/train_lm.py --size large        a Hopper GPU: bfloat16, long sequences, the jax_qla kernels
+    python examples/train_lm.py --mesh data=2,seq=2     four devices, each with half of the batch and of every window
 
 Writes into --output: a checkpoint (continue from it with --resume), the loss curve as PNG, the losses as JSON, and a
 sample that the trained model writes token by token from its recurrent state. The model is in gdn_lm.py, the text in
@@ -23,6 +24,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import meshes
 import numpy as np
 import optax
 import orbax.checkpoint as ocp
@@ -127,7 +129,7 @@ def mean_loss(graphdef: nnx.GraphDef, params: nnx.State, batch: Batch, packed: b
     """Mean of -log p(next byte) over a batch of windows, in nats."""
     model: LanguageModel = nnx.merge(graphdef, params)
     tokens, segment_ids = jnp.asarray(batch.tokens), jnp.asarray(batch.segment_ids)
-    logits = model(tokens[:, :-1], segment_ids[:, :-1] if packed else None)
+    logits = model(meshes.cut(tokens[:, :-1]), meshes.cut(segment_ids[:, :-1]) if packed else None)
     losses: jax.Array = optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:])
     if not packed:
         return losses.mean()
@@ -142,7 +144,7 @@ def make_train_step(
     def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, jax.Array]:
         loss, gradients = jax.value_and_grad(partial(mean_loss, graphdef, packed=packed))(state.params, batch)
         updates, optimizer_state = optimizer.update(gradients, state.optimizer, state.params)
-        return TrainState(optax.apply_updates(state.params, updates), optimizer_state), loss
+        return meshes.whole(TrainState(optax.apply_updates(state.params, updates), optimizer_state)), loss
 
     return train_step
 
@@ -255,6 +257,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--steps", type=int, help="optimizer steps; default: by size")
     parser.add_argument("--seed", type=int, default=0, help="of the parameters, the batches and the sample")
     parser.add_argument("--packed", action="store_true", help="keep documents apart, by segment_ids")
+    parser.add_argument("--mesh", type=meshes.sizes, metavar="data=N,seq=M", help="devices that cut batch and windows")
     parser.add_argument("--output", type=Path, default=Path("runs/train_lm"), help="folder; default: %(default)s")
     parser.add_argument("--resume", action="store_true", help="continue from the newest checkpoint in --output")
     parser.add_argument("--checkpoint-every", type=int, default=100, metavar="STEPS", help="default: %(default)s")
@@ -267,6 +270,11 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 
 def main(argv: Sequence[str] | None = None) -> None:
     arguments = parse_arguments(argv)
+    with meshes.use(arguments.mesh):
+        run(arguments)
+
+
+def run(arguments: argparse.Namespace) -> None:
     config = SIZES[arguments.size]
     config = dataclasses.replace(
         config,

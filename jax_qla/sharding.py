@@ -420,12 +420,12 @@ def _spread(
     dims: Sequence[Any],
     out_dims: tuple[str, ...],
     sums: tuple[bool, ...],
-    ratio: int,
+    heads: tuple[int, int],
 ) -> tuple[Any, ...]:
     """function(axes, *operands) on each device's part.
 
     `function` takes the axes over which the sequence is cut, and returns a tuple of arrays of shapes `out_dims`, those
-    of `sums` to be summed over these axes.
+    of `sums` to be summed over these axes. `heads`: the numbers of key and value heads.
     """
     flat = _flat(operands, dims)
 
@@ -436,7 +436,7 @@ def _spread(
         return tuple(jax.lax.psum(x, axes) if is_sum else x for x, is_sum in zip(results, sums, strict=True))
 
     if layout.automatic:
-        return _partitioned(local, flat.dims, out_dims, ratio, "")(*flat.arrays)
+        return _partitioned(local, flat.dims, out_dims, heads, "")(*flat.arrays)
     summed = bool(layout.mapped_sequence)
     part = functools.partial(local, layout.sequence, summed)
     return mapped(layout, part, flat.dims, out_dims, flat.arrays, differentiable=False)
@@ -498,7 +498,7 @@ def forward(
             (*OPERANDS, states, "bne"),
             out_dims,
             sums,
-            v.shape[-2] // q.shape[-2],
+            (q.shape[-2], v.shape[-2]),
         )
     )
     o = results.pop(0)
@@ -557,7 +557,7 @@ def backward(
         (*OPERANDS, states, "bne", _RESIDUALS, _CARRY, "btHv", states),
         (*OPERANDS, states) if stateful else OPERANDS,
         (*(False,) * 5, True)[: 6 if stateful else 5],
-        v.shape[-2] // q.shape[-2],
+        (q.shape[-2], v.shape[-2]),
     )
     dq, dk, dv, dg, dbeta = results[:5]
     return dq, dk, dv, dg, dbeta, results[5] if stateful else None
@@ -593,12 +593,13 @@ def _partitioned(
     local: Callable[..., tuple[jax.Array, ...]],
     dims: tuple[str, ...],
     out_dims: tuple[str, ...],
-    ratio: int,
+    heads: tuple[int, int],
     mapped_axes: str,
 ) -> Callable[..., tuple[jax.Array, ...]]:
     """local(axes, summed, *arrays) as one operation that Shardy partitions, with a rule for `jax.vmap`.
 
-    `mapped_axes`: a letter for each axis of `jax.vmap` that leads all arrays, before those that `dims` say.
+    `mapped_axes`: a letter for each axis of `jax.vmap` that leads all arrays, before those that `dims` say. `heads`: the
+    numbers of key and value heads.
     """
     lead = len(mapped_axes)
 
@@ -616,7 +617,7 @@ def _partitioned(
     # custom_partitioning asks for the number of positional arguments.
     operation.def_partition(
         partition=functools.partial(_partition, folded, mapped_axes, dims, out_dims),
-        sharding_rule=_sharding_rule(mapped_axes, dims, out_dims, ratio),
+        sharding_rule=_sharding_rule(mapped_axes, dims, out_dims, heads),
     )
     batched = jax.custom_batching.custom_vmap(lambda *arrays: operation(refuse_sharded_export(arrays[0]), *arrays[1:]))
 
@@ -627,15 +628,20 @@ def _partitioned(
             for x, is_batched in zip(arrays, in_batched, strict=True)
         )
         letter = chr(ord("A") + 25 - lead)
-        return _partitioned(local, dims, out_dims, ratio, letter + mapped_axes)(*arrays), (True,) * len(out_dims)
+        return _partitioned(local, dims, out_dims, heads, letter + mapped_axes)(*arrays), (True,) * len(out_dims)
 
     return dispatch.first_order(batched)
 
 
-def _sharding_rule(mapped_axes: str, dims: tuple[str, ...], out_dims: tuple[str, ...], ratio: int) -> Any:
-    """The rule for Shardy: all letters are factors, a value head being (key head, one of its `ratio` value heads)."""
+def _sharding_rule(mapped_axes: str, dims: tuple[str, ...], out_dims: tuple[str, ...], heads: tuple[int, int]) -> Any:
+    """The rule for Shardy: all letters are factors, a value head being (key head, one of its r value heads).
 
-    value_head = "(h r)" if ratio > 1 else "h"
+    `heads`: the numbers of key and value heads.
+    """
+    ratio = heads[1] // heads[0]
+    # Shardy wants no factor of size 1 in a compound.
+    compound = heads[0] > 1 and ratio > 1
+    value_head = "(h r)" if compound else "h" if ratio == 1 else "fH"
 
     def factors(shape: str) -> str:
         names = (value_head if letter == "H" else letter if letter == "h" else f"f{letter}" for letter in shape)
@@ -649,7 +655,7 @@ def _sharding_rule(mapped_axes: str, dims: tuple[str, ...], out_dims: tuple[str,
         # In order of appearance, as Shardy wants them.
         letters = dict.fromkeys("".join((*dims, *out_dims)))
         whole = tuple(f"f{letter}" for letter in letters if letter not in "bthH")
-        return notation, {"need_replication_factors": whole} | ({"r": ratio} if ratio > 1 else {})
+        return notation, {"need_replication_factors": whole} | ({"r": ratio} if compound else {})
 
     return rule
 

@@ -417,6 +417,18 @@ def test_specs_that_cannot_be_kept_warn() -> None:
             assert_close(jax_qla.chunk_gated_delta_rule(*keys, *x[2:])[0], wanted)
 
 
+@pytest.mark.parametrize(("key_heads", "value_heads"), [(1, 1), (1, 4), (4, 4), (2, 8)])
+def test_auto_ratios_of_heads(key_heads: int, value_heads: int) -> None:
+    """Shardy takes no factor of size 1 beside others, so the rule has several forms."""
+    x = [np.ones((2, 16, heads, 4), np.float32) for heads in (key_heads, key_heads, value_heads)]
+    x += [-np.ones((2, 16, value_heads), np.float32), np.ones((2, 16, value_heads), np.float32)]
+    cut = Cut(batch="x", sequence="y") if key_heads == 1 else Cut(heads="x", sequence="y")
+    placed = put(mesh_of("auto"), cut, x, ROWS)
+    compiled = jax.jit(lambda *x: jax_qla.chunk_gated_delta_rule(*x)[0]).lower(*placed).compile()
+    assert_close(compiled(*placed), jax_qla.chunk_gated_delta_rule(*x)[0])
+    assert_nothing_gathered(compiled)
+
+
 def test_auto_heads_that_do_not_divide() -> None:
     """Two key heads on four devices: computed right, whatever is gathered for it."""
     mesh = mesh_of("auto")
