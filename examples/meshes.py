@@ -39,7 +39,7 @@ def use(mesh: dict[str, int] | None) -> contextlib.AbstractContextManager[object
     devices = math.prod(mesh.values())
     # On a machine without GPUs the devices are made here. Once JAX has computed anything it is too late for that.
     with contextlib.suppress(RuntimeError):
-        jax.config.update("jax_num_cpu_devices", max(devices, jax.config.jax_num_cpu_devices))
+        jax.config.update("jax_num_cpu_devices", devices)
     if jax.device_count() < devices:
         raise SystemExit(f"--mesh: {devices} devices are needed, and there are {jax.device_count()}")
     return jax.set_mesh(jax.make_mesh(tuple(mesh.values()), tuple(mesh), axis_types=(AxisType.Auto,) * len(mesh)))

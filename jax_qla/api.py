@@ -351,11 +351,7 @@ def chunk_gated_delta_rule_bwd(
     if d_final_state is not None and cu_seqlens is not None:
         d_final_state = d_final_state[None]
     dq, dk, dv, dg, dbeta, d_initial_state = sharding.backward(
-        *operands,
-        residuals,
-        None,
-        do,
-        d_final_state,
+        *(*operands, residuals, None, do, d_final_state),
         layout=layout,
         choice=choice,
         scale=checked.scale,

@@ -218,7 +218,8 @@ def _fitted(
             if letter == "t" or named.intersection(axes):
                 raise ValueError(f"{problem}: {advice}")
             warnings.warn(f"{problem}, so it is gathered there: {advice}", stacklevel=2)
-            layout = dataclasses.replace(layout, **{field: tuple(a for a in getattr(layout, field) if a not in axes)})
+            remaining: Any = {field: tuple(axis for axis in getattr(layout, field) if axis not in axes)}
+            layout = dataclasses.replace(layout, **remaining)
     return layout
 
 
@@ -304,7 +305,7 @@ def _unsplit_with_gradient(
     out_dims: Sequence[str],
 ) -> Callable[..., Any]:
     """spread(function, dims, out_dims), unsplit (see there), and so its gradient by the operands, which is kept."""
-    call: Callable[..., Any] = jax.custom_vjp(_unsplit(spread(function, dims, out_dims)))
+    call: Any = jax.custom_vjp(_unsplit(spread(function, dims, out_dims)))
 
     def backward(operands: tuple[jax.Array, ...], cotangents: tuple[jax.Array, ...]) -> tuple[jax.Array | None, ...]:
         real = [jnp.issubdtype(x.dtype, jnp.inexact) for x in operands]
@@ -530,13 +531,12 @@ def backward(
     stateful = initial_state is not None
 
     def local(axes: Axes, *operands: Any) -> tuple[jax.Array, ...]:
-        *before, carry, do, d_final_state = operands
-        if carry is not None:
-            carry = Carry(*(x[0] for x in carry))
-        *gradients, d_initial_state = context_parallel.backward(
-            *before, carry, do, d_final_state, axes=axes, choice=choice, scale=scale, precision=precision
+        carry = None if operands[8] is None else Carry(*(x[0] for x in operands[8]))
+        operands = (*operands[:8], carry, *operands[9:])
+        gradients: tuple[Any, ...] = context_parallel.backward(
+            *operands, axes=axes, choice=choice, scale=scale, precision=precision
         )
-        return *gradients, *([d_initial_state] if stateful else [])
+        return gradients if stateful else gradients[:5]
 
     results = _spread(
         layout,
@@ -598,8 +598,8 @@ def _partitioned(
 ) -> Callable[..., tuple[jax.Array, ...]]:
     """local(axes, summed, *arrays) as one operation that Shardy partitions, with a rule for `jax.vmap`.
 
-    `mapped_axes`: a letter for each axis of `jax.vmap` that leads all arrays, before those that `dims` say. `heads`: the
-    numbers of key and value heads.
+    `mapped_axes`: a letter for each axis of `jax.vmap` that leads all arrays, before those that `dims` say.
+    `heads`: the numbers of key and value heads.
     """
     lead = len(mapped_axes)
 

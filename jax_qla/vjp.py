@@ -122,11 +122,7 @@ def _gated_delta_rule_bwd(options: Options, saved: Any, cotangents: Any) -> tupl
     if do is None and d_final_state is None:
         return (None,) * len(operands)
     gradients = sharding.backward(
-        *operands,
-        residuals,
-        carry,
-        do,
-        d_final_state,
+        *(*operands, residuals, carry, do, d_final_state),
         layout=options.layout,
         choice=options.choice,
         scale=options.scale,

@@ -496,7 +496,7 @@ def backward(
             dstate, (ddelta, dstates, before) = _scan_dstates(
                 q, chunks, do, dstate, last_dstates, marks, scale, precision
             )
-            if d_initial is not None:
+            if d_initial is not None and before is not None:
                 d_initial = _store(d_initial, marks.sequence, marks.first, before)
             gradients = _gradients(q, chunks, states, do, ddelta, dstates, scale, precision)
             return (dstate, d_initial), tuple(x.astype(dtype) for x, dtype in zip(gradients, dtypes, strict=True))
@@ -618,7 +618,7 @@ def summary(
     )
     carry = (first_states[:1], first_states) if packed else (first_states, None)
     (state, final), _ = jax.lax.scan(group, carry, rows)
-    whole = (final if packed else state).reshape(sequences, value_heads, k_dim, v_dim + k_dim)
+    whole = (state if final is None else final).reshape(sequences, value_heads, k_dim, v_dim + k_dim)
     return whole[..., v_dim:], whole[..., :v_dim]
 
 
@@ -661,7 +661,7 @@ def state_gradient(
         chunks = _chunks(k, v, g, beta, precision)
         q, do = q.astype(jnp.float32), do.astype(jnp.float32)
         dstate, (_, _, before) = _scan_dstates(q, chunks, do, dstate, last_dstates, marks, scale, precision)
-        if d_initial is not None:
+        if d_initial is not None and before is not None:
             d_initial = _store(d_initial, marks.sequence, marks.first, before)
         return (dstate, d_initial), None
 
@@ -676,5 +676,5 @@ def state_gradient(
     )
     carry = (last_dstates[:1], last_dstates) if packed else (last_dstates, None)
     (dstate, d_initial), _ = jax.lax.scan(group, carry, rows, reverse=True)
-    d_initial = d_initial if packed else dstate
+    d_initial = dstate if d_initial is None else d_initial
     return d_initial.reshape(sequences, value_heads, k_dim, v_dim)

@@ -382,7 +382,7 @@ def test_name_without_a_mesh() -> None:
 
 def test_unnamed_auto_axis_beside_manual_ones() -> None:
     with jax.set_mesh(mesh_of("named")):
-        function = jax.shard_map(
+        function: Any = jax.shard_map(
             lambda *x: jax_qla.chunk_gated_delta_rule(*x)[0],
             in_specs=P("x"),
             out_specs=P("x"),
@@ -394,7 +394,7 @@ def test_unnamed_auto_axis_beside_manual_ones() -> None:
 
 def test_sequence_over_manual_and_other_axes() -> None:
     with jax.set_mesh(mesh_of("named")):
-        function = jax.shard_map(
+        function: Any = jax.shard_map(
             lambda *x: jax_qla.chunk_gated_delta_rule(*x, mesh_axes=MeshAxes(sequence=("x", "y")))[0],
             in_specs=P(None, "x"),
             out_specs=P(None, "x"),
@@ -420,7 +420,7 @@ def test_specs_that_cannot_be_kept_warn() -> None:
 @pytest.mark.parametrize(("key_heads", "value_heads"), [(1, 1), (1, 4), (4, 4), (2, 8)])
 def test_auto_ratios_of_heads(key_heads: int, value_heads: int) -> None:
     """Shardy takes no factor of size 1 beside others, so the rule has several forms."""
-    x = [np.ones((2, 16, heads, 4), np.float32) for heads in (key_heads, key_heads, value_heads)]
+    x: list[Any] = [np.ones((2, 16, heads, 4), np.float32) for heads in (key_heads, key_heads, value_heads)]
     x += [-np.ones((2, 16, value_heads), np.float32), np.ones((2, 16, value_heads), np.float32)]
     cut = Cut(batch="x", sequence="y") if key_heads == 1 else Cut(heads="x", sequence="y")
     placed = put(mesh_of("auto"), cut, x, ROWS)
