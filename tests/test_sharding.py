@@ -491,3 +491,37 @@ def test_persistent_compilation_cache_hits_in_another_process(mode: str, tmp_pat
 
     assert hits() == 0
     assert hits() == 1
+
+
+def test_several_processes() -> None:
+    script = Path(__file__).parents[1] / "examples" / "multi_process.py"
+    command = [sys.executable, str(script), "--launch", "2", "--cpu", "--length", "200"]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.count("2 devices (cpu): 200 tokens") == 2
+
+
+def test_documentation() -> None:
+    text = (Path(__file__).parents[1] / "docs" / "sharding.md").read_text()
+    namespace: dict[str, Any] = {}
+    blocks = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    assert len(blocks) == 8
+    for block in blocks:
+        exec(block, namespace)
+
+
+@pytest.mark.parametrize("devices", [2, 4, 8])
+def test_communicated_bytes_are_as_documented(devices: int) -> None:
+    mesh = jax.make_mesh((devices,), ("seq",), axis_types=(AxisType.Explicit,))
+    with jax.set_mesh(mesh):
+        x = [jax.device_put(a, NamedSharding(mesh, P(None, "seq"))) for a in rows(0)]
+
+        def loss(*x: jax.Array) -> jax.Array:
+            return jnp.sum(jax_qla.chunk_gated_delta_rule(*x)[0] ** 2)
+
+        compiled = jax.jit(jax.grad(loss, argnums=tuple(range(5))), compiler_options=FAST).lower(*x).compile()
+    sent = sum(
+        elements for operation, _, elements in collectives(compiled.as_text()) if operation == "collective-permute"
+    )
+    rounds = int(np.ceil(np.log2(devices - 1)))
+    assert sent == 2 * B * HV * K * ((rounds + 1) * V + max(rounds - 1, 0) * K)
