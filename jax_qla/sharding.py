@@ -229,12 +229,16 @@ def _warn_of_gathering(layout: Layout, present: Sequence[tuple[Any, str]], expli
         wanted = layout.spec(d)
         for position, entry in enumerate(jax.typeof(x).sharding.spec):
             lost = [axis for axis in _names(entry) if axis in explicit and axis not in _names(wanted[position])]
-            if lost and d[position] not in "bthH":
+            if not lost:
+                continue
+            problem = f"an operand of shape {tuple(x.shape)} is cut over {_described(lost)} along its axis {position}"
+            if d[position] not in "bthH":
                 warnings.warn(
-                    f"an operand of shape {tuple(x.shape)} is cut over {_described(lost)} along its axis {position}, "
-                    f"and is gathered there: only batch, sequence and heads can be cut, {whole} stay whole",
+                    f"{problem}, and is gathered there: only batch, sequence and heads can be cut, {whole} stay whole",
                     stacklevel=2,
                 )
+            elif set(lost) & {*layout.batch, *layout.heads, *layout.sequence}:
+                warnings.warn(f"{problem}, others along another, and is resharded like those", stacklevel=2)
 
 
 def align(layout: Layout, x: jax.Array, dims: str) -> jax.Array:
@@ -443,6 +447,9 @@ def _spread(
     return mapped(layout, part, flat.dims, out_dims, flat.arrays, differentiable=False)
 
 
+@functools.partial(
+    jax.jit, static_argnames=("layout", "choice", "scale", "output_final_state", "with_residuals", "precision")
+)
 def forward(
     q: jax.Array,
     k: jax.Array,
@@ -508,6 +515,7 @@ def forward(
     return o, final_state, residuals, Carry(*results) if with_carry else None
 
 
+@functools.partial(jax.jit, static_argnames=("layout", "choice", "scale", "precision"))
 def backward(
     q: jax.Array,
     k: jax.Array,
@@ -614,12 +622,13 @@ def _partitioned(
         return folded((), *arrays)
 
     operation = custom_partitioning(whole)
-    # custom_partitioning asks for the number of positional arguments.
     operation.def_partition(
         partition=functools.partial(_partition, folded, mapped_axes, dims, out_dims),
         sharding_rule=_sharding_rule(mapped_axes, dims, out_dims, heads),
     )
-    batched = jax.custom_batching.custom_vmap(lambda *arrays: operation(refuse_sharded_export(arrays[0]), *arrays[1:]))
+    # Within the custom_vmap too: of what is around it, differentiation loses sight in a scan.
+    refusing = dispatch.first_order(lambda *arrays: operation(refuse_sharded_export(arrays[0]), *arrays[1:]))
+    batched = jax.custom_batching.custom_vmap(lambda *arrays: refusing(*arrays))
 
     @batched.def_vmap
     def one_more(axis_size: int, in_batched: Sequence[bool], *arrays: jax.Array) -> tuple[Any, Any]:

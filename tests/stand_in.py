@@ -10,7 +10,7 @@ from unittest import mock
 
 import jax
 
-from jax_qla import dispatch, xla
+from jax_qla import dispatch, sharding, xla
 from jax_qla.segments import CHUNK
 
 TARGET = "jax_qla.tests.stand_in"
@@ -43,8 +43,10 @@ def _affine_forward(*operands: Any, with_residuals: bool, **options: Any) -> Any
 
 
 def forget_traces() -> None:
-    """Makes the next calls of the functions of `dispatch` trace the implementations again."""
+    """Makes the next calls of the functions of `sharding` and `dispatch` trace the implementations again."""
     for function in (
+        sharding.forward,
+        sharding.backward,
         dispatch.forward,
         dispatch.affine_forward,
         dispatch.summary,

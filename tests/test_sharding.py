@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -412,9 +413,23 @@ def test_specs_that_cannot_be_kept_warn() -> None:
         values = [*x[:2], *(jax.device_put(a, NamedSharding(mesh, P(None, None, "y"))) for a in x[2:])]
         with pytest.warns(UserWarning, match="Hk = 2 cannot be cut evenly over the 4 devices of mesh axis 'y'"):
             assert_close(jax_qla.chunk_gated_delta_rule(*values)[0], wanted)
+        by_token = [jax.device_put(a, NamedSharding(mesh, P(None, "x"))) for a in x[:2]]
+        others = [jax.device_put(a, NamedSharding(mesh, P("x"))) for a in x[2:]]
+        with pytest.warns(UserWarning, match="cut over mesh axis 'x' along its axis 0, others along another"):
+            assert_close(jax_qla.chunk_gated_delta_rule(*by_token, *others)[0], wanted)
         keys = [jax.device_put(a, NamedSharding(mesh, P(None, None, None, "y"))) for a in x[:2]]
         with pytest.warns(UserWarning, match="cut over mesh axis 'y' along its axis 3, and is gathered there"):
             assert_close(jax_qla.chunk_gated_delta_rule(*keys, *x[2:])[0], wanted)
+
+
+def test_without_jit() -> None:
+    """Auto, called eagerly: partitioned all the same, and compiled once."""
+    x = put(mesh_of("auto"), CUTS["dp x cp"], rows(0), ROWS)
+    o, _ = jax_qla.chunk_gated_delta_rule(*x)
+    assert o.sharding.spec[:2] == ("x", "y")
+    with mock.patch.object(jax_qla.sharding, "_partition", side_effect=AssertionError("compiled again")):
+        again, _ = jax_qla.chunk_gated_delta_rule(*x)
+    assert np.array_equal(again, o)
 
 
 @pytest.mark.parametrize(("key_heads", "value_heads"), [(1, 1), (1, 4), (4, 4), (2, 8)])
