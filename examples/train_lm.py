@@ -2,6 +2,7 @@
 
     python examples/train_lm.py                     two minutes on two CPU cores
     python examples/train_lm.py --size large        a Hopper GPU: bfloat16, long sequences, the jax_qla kernels
+    python examples/train_lm.py --mesh data=2,seq=2     four devices, each with half of the batch and of every window
 
 The model is in gdn_lm.py, the training and what it writes in training.py.
 """
@@ -11,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 
+import meshes
 import training
 from flax import nnx
 from gdn_lm import LanguageModel, ModelConfig
@@ -52,8 +54,10 @@ def make_model(config: ModelConfig, seed: int) -> tuple[training.Merge, training
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = training.argument_parser((__doc__ or "").partition("\n")[0], SIZES, "runs/train_lm")
+    parser.add_argument("--mesh", type=meshes.sizes, metavar="data=N,seq=M", help="devices that cut batch and windows")
     arguments = parser.parse_args(argv)
-    training.run(arguments, SIZES[arguments.size], make_model)
+    with meshes.use(arguments.mesh):
+        training.run(arguments, SIZES[arguments.size], make_model)
 
 
 if __name__ == "__main__":

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import jax
 import jax.numpy as jnp
+import meshes
 import numpy as np
 import optax
 import orbax.checkpoint as ocp
@@ -110,7 +111,7 @@ def mean_loss(merge: Merge, params: Parameters, batch: Batch, packed: bool) -> j
     """Mean of -log p(next byte) over a batch of windows, in nats."""
     model = merge(params)
     tokens, segment_ids = jnp.asarray(batch.tokens), jnp.asarray(batch.segment_ids)
-    logits = model(tokens[:, :-1], segment_ids[:, :-1] if packed else None)
+    logits = model(meshes.cut(tokens[:, :-1]), meshes.cut(segment_ids[:, :-1]) if packed else None)
     losses: jax.Array = optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:])
     if not packed:
         return losses.mean()
@@ -125,7 +126,7 @@ def make_train_step(
     def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, jax.Array]:
         loss, gradients = jax.value_and_grad(partial(mean_loss, merge, packed=packed))(state.params, batch)
         updates, optimizer_state = optimizer.update(gradients, state.optimizer, state.params)
-        return TrainState(optax.apply_updates(state.params, updates), optimizer_state), loss
+        return meshes.whole(TrainState(optax.apply_updates(state.params, updates), optimizer_state)), loss
 
     return train_step
 

@@ -8,15 +8,20 @@ from jax_qla.api import (
     recurrent_gated_delta_rule,
     which_implementation,
 )
-from jax_qla.vjp import CHECKPOINT_NAMES, RESIDUAL_NAMES, RESULT_NAMES
+from jax_qla.causal_conv1d import causal_conv1d
+from jax_qla.sharding import MeshAxes
+from jax_qla.vjp import CARRY_NAMES, CHECKPOINT_NAMES, RESIDUAL_NAMES, RESULT_NAMES
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "CARRY_NAMES",
     "CHECKPOINT_NAMES",
     "RESIDUAL_NAMES",
     "RESULT_NAMES",
     "Implementation",
+    "MeshAxes",
+    "causal_conv1d",
     "chunk_gated_delta_rule",
     "chunk_gated_delta_rule_bwd",
     "chunk_gated_delta_rule_fwd",

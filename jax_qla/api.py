@@ -11,16 +11,18 @@ Parameter names are those of flash-linear-attention.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from jax_qla import dispatch, reference, vjp
+from jax_qla import dispatch, reference, sharding, vjp
 from jax_qla.checks import Checked, check, check_gradient
 from jax_qla.implementations import Choice, choose
-from jax_qla.segments import CHUNK, gates_with_resets, segments_from_cu_seqlens, segments_from_segment_ids
+from jax_qla.segments import CHUNK, gates_with_resets, segments_from_cu_seqlens
+from jax_qla.sharding import Layout, MeshAxes
 
 
 class Implementation(NamedTuple):
@@ -48,6 +50,7 @@ def chunk_gated_delta_rule(
     max_segments: int | None = None,
     implementation: str | Sequence[str] | None = None,
     precision: jax.lax.PrecisionLike = None,
+    mesh_axes: MeshAxes | None = None,
 ) -> tuple[jax.Array, jax.Array | None]:
     """The gated delta rule over whole sequences, computed by chunks of 64 tokens.
 
@@ -82,6 +85,10 @@ def chunk_gated_delta_rule(
             operands on the platform that the program is lowered for. None is ("cuda", "xla"). A single name is never
             replaced by another. See `which_implementation`.
         precision: of the matrix products, as in `jax.lax.dot`; for "xla" only.
+        mesh_axes: which mesh axes cut batch, heads and sequence. Sharded operands say it themselves, so it is needed
+            only inside a caller's `jax.shard_map` that cuts the sequence (T is then the shard's length, while states
+            and cu_seqlens are the whole sequence's, the same on all its shards), and where a mesh has Auto axes
+            beside others. See docs/sharding.md.
 
     Returns:
         o: [B, T, Hv, V] in v's dtype.
@@ -124,30 +131,29 @@ def chunk_gated_delta_rule(
     q, k, v, g, beta, initial_state, cu_seqlens, segment_ids = _arrays(
         q, k, v, g, beta, initial_state, cu_seqlens, segment_ids
     )
+    layout, (q, k, v, g, beta, initial_state, cu_seqlens, segment_ids) = _laid_out(
+        mesh_axes, q, k, v, g, beta, initial_state, cu_seqlens, segment_ids
+    )
     if use_qk_l2norm_in_kernel:
         q, k = _l2norm(q), _l2norm(k)
     g, beta = _widen(g), _widen(beta)
 
-    batch, tokens = v.shape[:2]
     segments = valid = None
     if cu_seqlens is not None:
-        segments = segments_from_cu_seqlens(cu_seqlens, tokens)
+        segments, initial_state = _one_row(layout, v, initial_state, cu_seqlens)
     elif segment_ids is not None and max_segments is None:
-        g, beta, valid = gates_with_resets(segment_ids, g, beta)
+        before = sharding.previous_ids(layout, segment_ids)
+        g, beta, valid = gates_with_resets(segment_ids, g, beta, before)
     elif segment_ids is not None and max_segments is not None:
-        segments = segments_from_segment_ids(segment_ids, max_segments)
-        q, k, v, g, beta = (x.reshape(1, batch * tokens, *x.shape[2:]) for x in (q, k, v, g, beta))
-        if initial_state is not None:
-            initial_state = initial_state.reshape(-1, *checked.state_shape[2:])
+        segments = sharding.segments_of_rows(layout, segment_ids, int(max_segments))
 
-    options = vjp.Options(choice, checked.scale, output_final_state, precision)
+    options = vjp.Options(choice, checked.scale, output_final_state, precision, layout)
     o, final_state = _compute(options, (q, k, v, g, beta, initial_state, segments))
 
-    o = o.reshape(batch, tokens, *o.shape[2:])
     if valid is not None:
         o = jnp.where(valid[..., None, None], o, jnp.zeros((), o.dtype))
-    if final_state is not None:
-        final_state = final_state.reshape(checked.state_shape)
+    if final_state is not None and cu_seqlens is not None:
+        final_state = final_state[0]
     return o, final_state
 
 
@@ -256,14 +262,18 @@ def chunk_gated_delta_rule_fwd(
         implementation=implementation,
         precision=precision,
     )
-    o, final_state, residuals = dispatch.forward(
-        *_operands_of_half(q, k, v, g, beta, initial_state, cu_seqlens),
+    layout, operands = _operands_of_half(q, k, v, g, beta, initial_state, cu_seqlens)
+    o, final_state, residuals, _ = sharding.forward(
+        *operands,
+        layout=layout,
         choice=choice,
         scale=checked.scale,
         output_final_state=output_final_state,
         with_residuals=True,
         precision=precision,
     )
+    if final_state is not None and cu_seqlens is not None:
+        final_state = final_state[0]
     return o, final_state, residuals
 
 
@@ -337,15 +347,18 @@ def chunk_gated_delta_rule_bwd(
         raise ValueError(
             'residuals are missing: "cuda" reads them; call chunk_gated_delta_rule_fwd with the same implementation='
         )
-    dq, dk, dv, dg, dbeta, d_initial_state = dispatch.backward(
-        *_operands_of_half(q, k, v, g, beta, initial_state, cu_seqlens),
-        residuals,
-        do,
-        d_final_state,
+    layout, operands = _operands_of_half(q, k, v, g, beta, initial_state, cu_seqlens)
+    if d_final_state is not None and cu_seqlens is not None:
+        d_final_state = d_final_state[None]
+    dq, dk, dv, dg, dbeta, d_initial_state = sharding.backward(
+        *(*operands, residuals, None, do, d_final_state),
+        layout=layout,
         choice=choice,
         scale=checked.scale,
         precision=precision,
     )
+    if d_initial_state is not None and cu_seqlens is not None:
+        d_initial_state = d_initial_state[0]
     return dq, dk, dv, dg, dbeta, d_initial_state
 
 
@@ -412,7 +425,9 @@ def _compute(options: vjp.Options, operands: Sequence[Any]) -> tuple[jax.Array, 
     choice = options.choice
 
     def by_recurrence(*operands: Any) -> tuple[jax.Array, jax.Array | None]:
-        o, final_state = reference.recurrence(*operands, scale=options.scale)
+        o, final_state = sharding.without_exchange(
+            options.layout, functools.partial(reference.recurrence, scale=options.scale), operands
+        )
         return o, final_state if options.output_final_state else None
 
     if choice.on_cuda == "reference":
@@ -427,6 +442,37 @@ def _compute(options: vjp.Options, operands: Sequence[Any]) -> tuple[jax.Array, 
         default=by_recurrence,
     )
     return o, final_state
+
+
+def _laid_out(
+    mesh_axes: MeshAxes | None,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    g: jax.Array,
+    beta: jax.Array,
+    initial_state: jax.Array | None,
+    cu_seqlens: jax.Array | None,
+    segment_ids: jax.Array | None,
+) -> tuple[Layout, tuple[Any, ...]]:
+    """How the operands are cut over the mesh, and the operands cut so where their types say how."""
+    states = "bHkv"
+    if initial_state is not None and (cu_seqlens is not None or initial_state.ndim == 5):
+        states = "nHkv" if cu_seqlens is not None else "bnHkv"
+    operands = (q, k, v, g, beta, initial_state, cu_seqlens, segment_ids)
+    dims = (*sharding.OPERANDS, states, "n", "bt")
+    layout = sharding.resolve(mesh_axes, operands, dims)
+    aligned = (x if x is None else sharding.align(layout, x, d) for x, d in zip(operands, dims, strict=True))
+    return layout, tuple(aligned)
+
+
+def _one_row(
+    layout: Layout, v: jax.Array, initial_state: jax.Array | None, cu_seqlens: jax.Array
+) -> tuple[jax.Array, jax.Array | None]:
+    """segments [1, N, 2] and initial states [1, N, Hv, K, V] of a batch packed by cu_seqlens."""
+    shards = jax.lax.axis_size(layout.manual_sequence) if layout.manual_sequence else 1
+    segments = segments_from_cu_seqlens(cu_seqlens, v.shape[1] * shards)
+    return segments[None], None if initial_state is None else initial_state[None]
 
 
 def _check_half(q: Any, k: Any, v: Any, g: Any, beta: Any, **options: Any) -> tuple[Checked, Choice]:
@@ -444,10 +490,15 @@ def _check_half(q: Any, k: Any, v: Any, g: Any, beta: Any, **options: Any) -> tu
 
 def _operands_of_half(
     q: Any, k: Any, v: Any, g: Any, beta: Any, initial_state: Any, cu_seqlens: Any
-) -> tuple[Any, ...]:
-    """The operands of `dispatch.forward`."""
-    *rows_and_state, cu_seqlens = _arrays(q, k, v, g, beta, initial_state, cu_seqlens)
-    return *rows_and_state, None if cu_seqlens is None else segments_from_cu_seqlens(cu_seqlens, v.shape[1])
+) -> tuple[Layout, tuple[Any, ...]]:
+    """How the operands are cut over the mesh, and the operands of `sharding.forward`."""
+    layout, (q, k, v, g, beta, initial_state, cu_seqlens, _) = _laid_out(
+        None, *_arrays(q, k, v, g, beta, initial_state, cu_seqlens, None)
+    )
+    segments = None
+    if cu_seqlens is not None:
+        segments, initial_state = _one_row(layout, v, initial_state, cu_seqlens)
+    return layout, (q, k, v, g, beta, initial_state, segments)
 
 
 def _arrays(*operands: Any) -> tuple[Any, ...]:

@@ -151,6 +151,138 @@ def backward(
     return dq, dk, dv, dg, dbeta, results["d_initial_state"] if initial_state is not None else None
 
 
+def affine_forward(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    g: jax.Array,
+    beta: jax.Array,
+    segments: jax.Array | None,
+    *,
+    scale: float,
+    with_residuals: bool,
+    precision: Any = None,
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array, tuple[jax.Array, jax.Array] | None]:
+    """Results as affine functions of the state; the contract is `dispatch.affine_forward`'s. `precision` is not used.
+
+    By the forward kernels in one call: besides its own, every value head gets as many more heads of zero values as the
+    K columns of the identity fill, which is their initial state. A call of few heads leaves multiprocessors idle that
+    take the additional ones.
+    """
+    return _affine(q, k, v, g, beta, None, segments, scale=scale, with_residuals=with_residuals)
+
+
+def summary(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    g: jax.Array,
+    beta: jax.Array,
+    initial_state: jax.Array | None,
+    segments: jax.Array | None,
+    *,
+    precision: Any = None,
+) -> tuple[jax.Array, jax.Array]:
+    """Transition and response of each sequence; the contract is `dispatch.summary`'s. `precision` is not used."""
+    _, response, _, transition, _ = _affine(q, k, v, g, beta, initial_state, segments, scale=1.0, with_residuals=False)
+    return transition, response
+
+
+def _affine(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    g: jax.Array,
+    beta: jax.Array,
+    initial_state: jax.Array | None,
+    segments: jax.Array | None,
+    *,
+    scale: float,
+    with_residuals: bool,
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array, tuple[jax.Array, jax.Array] | None]:
+    """o and final state from the initial state, o_of_state and transition, residuals: see `affine_forward`."""
+    key_heads, key_dim = k.shape[2:]
+    value_heads, value_dim = v.shape[2:]
+    sequences = v.shape[0] if segments is None else segments.shape[0]
+    ratio, more = value_heads // key_heads, -(-key_dim // value_dim)
+    heads = (key_heads, 1 + more, ratio)
+    """Of a key head: its own value heads, then those of the identity's first block of columns, then of the second."""
+
+    def widened(x: jax.Array, *, repeated: bool) -> jax.Array:
+        """[B, T, Hv, ...] -> [B, T, Hv (1 + more), ...], the additional heads being copies or zero."""
+        x = x.reshape(*x.shape[:2], key_heads, 1, ratio, *x.shape[3:])
+        added = jnp.broadcast_to(x if repeated else jnp.zeros((), x.dtype), (*x.shape[:3], more, *x.shape[4:]))
+        return jnp.concatenate([x, added], axis=3).reshape(*x.shape[:2], -1, *x.shape[5:])
+
+    def own(x: jax.Array) -> jax.Array:
+        return x.reshape(*x.shape[:2], *heads, *x.shape[3:])[:, :, :, 0].reshape(*x.shape[:2], -1, *x.shape[3:])
+
+    identity = jnp.pad(jnp.eye(key_dim, dtype=jnp.float32), ((0, 0), (0, more * value_dim - key_dim)))
+    identity = jnp.moveaxis(identity.reshape(key_dim, more, value_dim), 1, 0)[:, None]
+    identity = jnp.broadcast_to(identity, (sequences, key_heads, more, ratio, key_dim, value_dim))
+    if initial_state is None:
+        first = jnp.zeros((sequences, key_heads, 1, ratio, key_dim, value_dim), jnp.float32)
+    else:
+        first = initial_state.reshape(sequences, key_heads, 1, ratio, key_dim, value_dim)
+    o, final, residuals = forward(
+        q,
+        k,
+        widened(v, repeated=False),
+        widened(g, repeated=True),
+        widened(beta, repeated=True),
+        jnp.concatenate([first, identity], axis=2).reshape(sequences, -1, key_dim, value_dim),
+        segments,
+        scale=scale,
+        output_final_state=True,
+        with_residuals=with_residuals,
+    )
+    assert final is not None
+    of_state = jnp.moveaxis(o.reshape(*o.shape[:2], *heads, value_dim)[:, :, :, 1:], 3, 4)
+    of_state = of_state.reshape(*o.shape[:2], value_heads, more * value_dim)[..., :key_dim]
+    final = final.reshape(sequences, *heads, key_dim, value_dim)
+    transition = jnp.moveaxis(final[:, :, 1:], 2, 4).reshape(sequences, value_heads, key_dim, more * value_dim)
+    response = final[:, :, 0].reshape(sequences, value_heads, key_dim, value_dim)
+    if residuals is not None:
+        residuals = (own(residuals[0]), own(residuals[1]))
+    return own(o), response, of_state, transition[..., :key_dim], residuals
+
+
+def state_gradient(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    g: jax.Array,
+    beta: jax.Array,
+    initial_state: jax.Array | None,
+    segments: jax.Array | None,
+    residuals: tuple[jax.Array, jax.Array],
+    do: jax.Array | None,
+    d_final_state: jax.Array | None,
+    *,
+    scale: float,
+    precision: Any = None,
+) -> jax.Array:
+    """The gradient of the initial states; the contract is `dispatch.state_gradient`'s. `precision` is not used."""
+    del initial_state
+    call = _Call(q, k, v, segments)
+    a, gamma = residuals
+    inputs = call.flat(q=q, k=k, beta=beta, do=jnp.zeros_like(v) if do is None else do, a=a, gamma=gamma) | call.tables
+    chunk_states = jax.ShapeDtypeStruct((call.slots, call.value_heads, call.value_dim, call.key_dim), v.dtype)
+    # The kernel reads h for decay_dot only, which is dropped.
+    inputs |= {"d_final_state": call.states(d_final_state), "h": jnp.zeros(chunk_states.shape, chunk_states.dtype)}
+    results = launch(
+        [call.step(state_gradients_kernel, scale=scale)],
+        inputs,
+        {
+            "dh": chunk_states,
+            "dx": jax.ShapeDtypeStruct((call.tokens, call.value_heads, call.value_dim), v.dtype),
+            "decay_dot": jax.ShapeDtypeStruct((call.slots, call.value_heads, call.value_dim // 64), jnp.float32),
+            "d_initial_state": call.state_shape(True),
+        },
+    )
+    return results["d_initial_state"]
+
+
 class _Call:
     """Sizes, tables and kernel configurations of one call."""
 

@@ -1,7 +1,8 @@
-"""The two local functions, forward and backward, on whichever implementation the platform lowered for has.
+"""The local functions on whichever implementation the platform lowered for has: forward and backward, and what is
+computed of a shard of a sequence before the state at its start is known: affine_forward, summary, state_gradient.
 
-Both take a batch axis of `jax.vmap` into the batch they have already (see `_fold`), so an implementation never sees
-one, and both refuse to be differentiated: their derivative is `vjp.py`'s business, and a second one does not exist.
+All take a batch axis of `jax.vmap` into the batch they have already (see `_fold`), so an implementation never sees
+one, and all refuse to be differentiated: their derivative is `vjp.py`'s business, and a second one does not exist.
 """
 
 from __future__ import annotations
@@ -122,6 +123,113 @@ def backward(
     return dq, dk, dv, dg, dbeta, d_initial_state
 
 
+@functools.partial(jax.jit, static_argnames=("choice", "scale", "with_residuals", "precision"))
+def affine_forward(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    g: jax.Array,
+    beta: jax.Array,
+    segments: jax.Array | None,
+    *,
+    choice: Choice,
+    scale: float,
+    with_residuals: bool,
+    precision: Any = None,
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array, Residuals | None]:
+    """`forward` for when the state before the rows is not known yet: o and final state as affine functions of it.
+
+    Args:
+        All as in `forward`.
+
+    Returns:
+        o [B, T, Hv, V] in v's dtype and response [N, Hv, K, V] float32, of a zero initial state; o_of_state
+        [B, T, Hv, K] in v's dtype and transition [N, Hv, K, K] float32, to be multiplied by the initial state [K, V]
+        and added; residuals as of `forward`, which do not depend on it.
+    """
+    with_residuals = with_residuals and choice.on_cuda == "cuda"
+
+    def local(*operands: Any) -> Any:
+        if _nothing_to_do(operands[2], operands[6]):
+            return _affine_forward_of_nothing(*operands, with_residuals=with_residuals)
+        operands = (*operands[:5], operands[6])
+        options = {"scale": scale, "with_residuals": with_residuals, "precision": precision}
+        return _on_platform(choice, "affine_forward", operands, options)
+
+    kinds = (*(_ROWS,) * 5, _STATES, _SEGMENTS)
+    batchable = _batchable(local, kinds, (_ROWS, _STATES, _ROWS, _STATES, _ROWS))
+    operands = (q, k, v, g, beta, None, segments)
+    o, response, o_of_state, transition, residuals = batchable(*match_varying(operands, operands))
+    return o, response, o_of_state, transition, residuals
+
+
+@functools.partial(jax.jit, static_argnames=("choice", "precision"))
+def summary(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    g: jax.Array,
+    beta: jax.Array,
+    initial_state: jax.Array | None,
+    segments: jax.Array | None,
+    *,
+    choice: Choice,
+    precision: Any = None,
+) -> tuple[jax.Array, jax.Array]:
+    """What the rows of each sequence do to the state before them: S -> transition S + response, per value head.
+
+    Args:
+        All as in `forward`; q only says its shape.
+
+    Returns:
+        transition [N, Hv, K, K] and response [N, Hv, K, V], float32. The response is the final state that follows from
+        the initial state; a sequence without rows has the identity and its initial state.
+    """
+
+    def local(*operands: Any) -> Any:
+        if _nothing_to_do(operands[2], operands[6]):
+            return _summary_of_nothing(*operands)
+        return _on_platform(choice, "summary", operands, {"precision": precision})
+
+    batchable = _batchable(local, (*(_ROWS,) * 5, _STATES, _SEGMENTS), (_STATES, _STATES))
+    operands = (q, k, v, g, beta, initial_state, segments)
+    transition, response = batchable(*match_varying(operands, operands))
+    return transition, response
+
+
+@functools.partial(jax.jit, static_argnames=("choice", "scale", "precision"))
+def state_gradient(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    g: jax.Array,
+    beta: jax.Array,
+    segments: jax.Array | None,
+    residuals: Residuals | None,
+    do: jax.Array | None,
+    d_final_state: jax.Array | None,
+    *,
+    choice: Choice,
+    scale: float,
+    precision: Any = None,
+) -> jax.Array:
+    """The gradient of the initial states alone, float32 [N, Hv, K, V], which depends on no state.
+
+    Args:
+        All as in `backward`, residuals included; v only says its shape.
+    """
+
+    def local(*operands: Any) -> Any:
+        if _nothing_to_do(operands[2], operands[6]):
+            return (_state_gradient_of_nothing(*operands),)
+        return (_on_platform(choice, "state_gradient", operands, {"scale": scale, "precision": precision}),)
+
+    kinds = (*(_ROWS,) * 5, _STATES, _SEGMENTS, _ROWS, _ROWS, _STATES)
+    operands = (q, k, v, g, beta, None, segments, residuals, do, d_final_state)
+    (d_initial_state,) = _batchable(local, kinds, (_STATES,))(*match_varying(operands, operands))
+    return d_initial_state
+
+
 def _on_platform(choice: Choice, function: str, operands: Sequence[Any], options: dict[str, Any]) -> Any:
     """Calls `function` of the implementation that `choice` names for the platform this is lowered for."""
 
@@ -174,13 +282,18 @@ def _batchable(local: Callable[..., Any], kinds: Sequence[str], out_kinds: Seque
         )
         return results, jax.tree.map(lambda _: True, results)
 
-    first_order = jax.custom_jvp(batched)
+    return first_order(batched)
 
-    @first_order.defjvp
+
+def first_order(function: Callable[..., Any]) -> Callable[..., Any]:
+    """`function`, which refuses to be differentiated."""
+    refusing = jax.custom_jvp(function)
+
+    @refusing.defjvp
     def refuse_derivative(primals: Any, tangents: Any) -> Any:
         raise NotImplementedError(SECOND_ORDER)
 
-    return first_order
+    return refusing
 
 
 def _fold(kind: str, operand: Any, tokens: int, *, packed: bool) -> Any:
@@ -260,3 +373,29 @@ def _backward_of_nothing(
     if initial_state is not None:
         d_initial_state = jnp.zeros_like(initial_state) if d_final_state is None else d_final_state
     return dq, dk, dv, dg, dbeta, d_initial_state
+
+
+def _zero_states(q: jax.Array, v: jax.Array, segments: jax.Array | None) -> jax.Array:
+    sequences = v.shape[0] if segments is None else segments.shape[0]
+    return jnp.zeros((sequences, v.shape[2], q.shape[3], v.shape[3]), jnp.float32)
+
+
+def _summary_of_nothing(*operands: Any) -> tuple[jax.Array, jax.Array]:
+    q, _, v, _, _, initial_state, segments = operands
+    response = _zero_states(q, v, segments) if initial_state is None else initial_state
+    identity = jnp.broadcast_to(jnp.eye(q.shape[3], dtype=jnp.float32), (*response.shape[:3], q.shape[3]))
+    identity, response = match_varying((identity, response), operands)
+    return identity, response
+
+
+def _affine_forward_of_nothing(*operands: Any, with_residuals: bool) -> Any:
+    q, _, v = operands[:3]
+    o, _, residuals = _forward_of_nothing(*operands, output_final_state=False, with_residuals=with_residuals)
+    transition, response = _summary_of_nothing(*operands)
+    o_of_state = match_varying(jnp.zeros((*v.shape[:3], q.shape[3]), v.dtype), operands)
+    return o, response, o_of_state, transition, residuals
+
+
+def _state_gradient_of_nothing(*operands: Any) -> jax.Array:
+    q, _, v, _, _, _, segments, _, _, d_final_state = operands
+    return match_varying(_zero_states(q, v, segments) if d_final_state is None else d_final_state, operands)

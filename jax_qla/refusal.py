@@ -2,8 +2,8 @@
 
 JAX decides late what becomes of a traced operation: a tangent may be transposed away (reverse mode) or computed
 (forward mode), a branch may be lowered or dropped with the platforms it was not meant for. `refuse` marks the fate that
-is not implemented and says why to the user whose program meets it. It is our one primitive: no public transformation
-of JAX expresses "an error if this is ever lowered".
+is not implemented and says why to the user whose program meets it. No public transformation of JAX expresses "an error
+if this is ever lowered", nor `refuse_sharded_export`'s "if it is lowered so"; hence these two primitives.
 """
 
 from __future__ import annotations
@@ -36,3 +36,31 @@ _refuse_p.def_abstract_eval(lambda x, *, reason: x)
 ad.deflinear2(_refuse_p, _transpose)
 batching.defvectorized(_refuse_p)
 mlir.register_lowering(_refuse_p, _raise)
+
+
+def refuse_sharded_export(x: jax.Array) -> jax.Array:
+    """The identity of x, which raises NotImplementedError where `jax.export` lowers it for several devices.
+
+    What Shardy partitions by our rule is a callback into this process, which no exported program can carry.
+    """
+    same: jax.Array = _not_exported_p.bind(x)
+    return same
+
+
+def _lower_unless_exported(ctx: mlir.LoweringRuleContext, x: Any) -> list[Any]:
+    module = ctx.module_context
+    devices = getattr(module.axis_context, "num_devices", None)
+    if getattr(module.lowering_parameters, "for_export", False) and devices is not None and devices > 1:
+        raise NotImplementedError(
+            "a sharded call of jax_qla cannot be exported from a mesh with Auto axes, since the compiler asks this "
+            "process how to partition it: use a mesh with Explicit axes, call it inside jax.shard_map, or name what "
+            "the axes cut by mesh_axes=jax_qla.MeshAxes(...)"
+        )
+    return [x]
+
+
+_not_exported_p = Primitive("jax_qla_not_exported_sharded")
+_not_exported_p.def_impl(lambda x: x)
+_not_exported_p.def_abstract_eval(lambda x: x)
+batching.defvectorized(_not_exported_p)
+mlir.register_lowering(_not_exported_p, _lower_unless_exported)

@@ -36,9 +36,10 @@ def segments_from_cu_seqlens(cu_seqlens: jax.Array, tokens: int) -> jax.Array:
     return jnp.stack([bounds[:-1], bounds[1:]], axis=1)
 
 
-def _run_starts(segment_ids: jax.Array) -> jax.Array:
-    """bool [B, T]: the token is the first of a run of equal non-zero ids."""
-    before = jnp.pad(segment_ids[:, :-1], ((0, 0), (1, 0)))
+def _run_starts(segment_ids: jax.Array, before: jax.Array | None = None) -> jax.Array:
+    """bool [B, T]: the token is the first of a run of equal non-zero ids; `before` [B, T] are the ids before each."""
+    if before is None:
+        before = jnp.pad(segment_ids[:, :-1], ((0, 0), (1, 0)))
     return (segment_ids != 0) & (segment_ids != before)
 
 
@@ -70,7 +71,9 @@ def segments_from_segment_ids(segment_ids: jax.Array, max_segments: int) -> jax.
     return jnp.stack([start, end], axis=1)
 
 
-def gates_with_resets(segment_ids: jax.Array, g: jax.Array, beta: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+def gates_with_resets(
+    segment_ids: jax.Array, g: jax.Array, beta: jax.Array, before: jax.Array | None = None
+) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Packing expressed by gates alone, for a batch without initial and final states.
 
     A decay of exp(-inf) = 0 at a segment's first token forgets everything before it; beta = 0 and g = 0 let padding
@@ -80,13 +83,15 @@ def gates_with_resets(segment_ids: jax.Array, g: jax.Array, beta: jax.Array) -> 
     Args:
         segment_ids: int32 [B, T], 0 = padding.
         g, beta: [B, T, Hv].
+        before: int32 [B, T], the id before each token where that is not simply the row's previous one: a row may be
+            one shard of a sequence.
 
     Returns:
         g and beta so changed (their gradients are zero where replaced), and bool [B, T], False at padding, where the
         caller sets o to zero.
     """
     valid = segment_ids != 0
-    first = _run_starts(segment_ids)[..., None]
+    first = _run_starts(segment_ids, before)[..., None]
     g = jnp.where(valid[..., None], jnp.where(first, -jnp.inf, g), jnp.zeros((), g.dtype))
     beta = jnp.where(valid[..., None], beta, jnp.zeros((), beta.dtype))
     return g, beta, valid

@@ -2,7 +2,9 @@
 
 Reverse mode only. Between forward and backward live the operands (q, k, v, g, beta, initial_state, segments: no copies)
 and, where the program may be lowered for the CUDA kernels, the residuals a [B, T, Hv, 64] in v's dtype and gamma
-[B, T, Hv] in float32; the chunk states are recomputed. "xla" recomputes everything and saves no residuals.
+[B, T, Hv] in float32; the chunk states are recomputed. "xla" recomputes everything and saves no residuals. Where the
+sequence is sharded, a device keeps the state before its tokens and their transition, [K, V + K] in float32 per value
+head and row of the batch, so that the backward pass need not repeat the exchange (in Auto meshes it does).
 
 Inside `jax.checkpoint` the residuals and the results carry names (`CHECKPOINT_NAMES`), by which a policy such as
 `jax.checkpoint_policies.save_only_these_names(*jax_qla.CHECKPOINT_NAMES)` keeps them and so spares a second forward;
@@ -19,7 +21,8 @@ import jax
 from jax.ad_checkpoint import checkpoint_name
 from jax.custom_derivatives import SymbolicZero, custom_vjp_primal_tree_values
 
-from jax_qla import dispatch
+from jax_qla import dispatch, sharding
+from jax_qla.context_parallel import Carry
 from jax_qla.implementations import Choice
 from jax_qla.refusal import refuse
 
@@ -29,7 +32,10 @@ RESIDUAL_NAMES = ("gated_delta_rule_a", "gated_delta_rule_gamma")
 RESULT_NAMES = ("gated_delta_rule_o", "gated_delta_rule_final_state")
 """`checkpoint_name` of the results o and final_state."""
 
-CHECKPOINT_NAMES = RESIDUAL_NAMES + RESULT_NAMES
+CARRY_NAMES = ("gated_delta_rule_incoming", "gated_delta_rule_transition")
+"""`checkpoint_name` of what a shard of a sequence keeps: the state before it, and its transition."""
+
+CHECKPOINT_NAMES = RESIDUAL_NAMES + CARRY_NAMES + RESULT_NAMES
 """All names. With all of them saved, `jax.checkpoint` never runs the forward again."""
 
 
@@ -41,6 +47,7 @@ class Options:
     scale: float
     output_final_state: bool
     precision: Any = None
+    layout: sharding.Layout = sharding.LOCAL
 
 
 def gated_delta_rule(
@@ -53,9 +60,15 @@ def gated_delta_rule(
     initial_state: jax.Array | None,
     segments: jax.Array | None,
 ) -> tuple[jax.Array, jax.Array | None]:
-    """o and final_state (or None), differentiable once by reverse mode; operands as in `dispatch.forward`."""
+    """o and final_state (or None), differentiable once by reverse mode; operands as in `sharding.forward`."""
     differentiable = jax.tree.map(_reverse_mode_only, (q, k, v, g, beta, initial_state))
-    return _gated_delta_rule(options, *dispatch.match_varying((*differentiable, segments), (differentiable, segments)))
+    o, final_state = _gated_delta_rule(
+        options, *dispatch.match_varying((*differentiable, segments), (differentiable, segments))
+    )
+    if final_state is not None and options.layout.manual_sequence:
+        # Outside of the custom_vjp, so that JAX transposes the sum by the conventions of the caller's shard_map.
+        final_state = jax.lax.psum(final_state, options.layout.manual_sequence)
+    return o, final_state
 
 
 @jax.custom_jvp
@@ -74,13 +87,14 @@ def _reverse_mode_only_jvp(primals: tuple[jax.Array], tangents: tuple[jax.Array]
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _gated_delta_rule(options: Options, *operands: Any) -> tuple[jax.Array, jax.Array | None]:
-    o, final_state, _ = _forward(options, operands, with_residuals=False)
+    o, final_state, _, _ = _forward(options, operands, with_residuals=False)
     return o, final_state
 
 
 def _forward(options: Options, operands: tuple[Any, ...], *, with_residuals: bool) -> Any:
-    return dispatch.forward(
+    return sharding.forward(
         *operands,
+        layout=options.layout,
         choice=options.choice,
         scale=options.scale,
         output_final_state=options.output_final_state,
@@ -91,25 +105,25 @@ def _forward(options: Options, operands: tuple[Any, ...], *, with_residuals: boo
 
 def _gated_delta_rule_fwd(options: Options, *primals: Any) -> tuple[Any, Any]:
     operands = custom_vjp_primal_tree_values(primals)
-    o, final_state, residuals = _forward(options, operands, with_residuals=True)
+    o, final_state, residuals, carry = _forward(options, operands, with_residuals=True)
     if residuals is not None:
         residuals = tuple(map(checkpoint_name, residuals, RESIDUAL_NAMES))
+    if carry is not None:
+        carry = Carry(*map(checkpoint_name, carry, CARRY_NAMES))
     o = checkpoint_name(o, RESULT_NAMES[0])
     if final_state is not None:
         final_state = checkpoint_name(final_state, RESULT_NAMES[1])
-    return (o, final_state), (operands, residuals)
+    return (o, final_state), (operands, residuals, carry)
 
 
 def _gated_delta_rule_bwd(options: Options, saved: Any, cotangents: Any) -> tuple[Any, ...]:
-    operands, residuals = saved
+    operands, residuals, carry = saved
     do, d_final_state = (None if isinstance(x, SymbolicZero) else x for x in cotangents)
     if do is None and d_final_state is None:
         return (None,) * len(operands)
-    gradients = dispatch.backward(
-        *operands,
-        residuals,
-        do,
-        d_final_state,
+    gradients = sharding.backward(
+        *(*operands, residuals, carry, do, d_final_state),
+        layout=options.layout,
         choice=options.choice,
         scale=options.scale,
         precision=options.precision,

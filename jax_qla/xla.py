@@ -234,6 +234,39 @@ def _scan_states(
     return jax.lax.scan(step, state, (chunks, marks))
 
 
+def _scan_dstates(
+    q: jax.Array,
+    chunks: _Chunks,
+    do: jax.Array,
+    dstate: jax.Array,
+    last_dstates: jax.Array,
+    marks: _Marks | None,
+    scale: float,
+    precision: Precision,
+) -> tuple[jax.Array, tuple[jax.Array, jax.Array, jax.Array | None]]:
+    """Carries the state's gradient [B, Hk, r, K, V] back through a group; a sequence's last chunk starts anew.
+
+    q, do: rows in float32; last_dstates: gradients of the final states. Yields dVd, dS1 and, packed only, dS0, each of
+    every chunk.
+    """
+    qk = _product("...ik,...jk->...ij", q, chunks.k, precision)[..., None, :, :]
+    scaled = scale * do
+    ddelta = _product("...ij,...iv->...jv", qk * chunks.weight, scaled, precision)
+    dstate_rows = _product("...hik,...hriv->...hrkv", q, chunks.decay[..., None] * scaled, precision)
+
+    def step(dstate: jax.Array, x: tuple[Any, ...]) -> tuple[jax.Array, Any]:
+        chunk, ddelta, dstate_rows, mark = x
+        if mark is not None:
+            dstate = jnp.where(mark.last, last_dstates[mark.sequence], dstate)
+        from_state = _product("...hik,...hrkv->...hriv", chunk.k, dstate, precision)
+        ddelta += chunk.decay_to_end[..., None] * from_state
+        before = chunk.total * dstate + dstate_rows
+        before -= _product("...ik,...iv->...kv", chunk.y, ddelta, precision)
+        return before, (ddelta, dstate, None if mark is None else before)
+
+    return jax.lax.scan(step, dstate, (chunks, ddelta, dstate_rows, marks), reverse=True)
+
+
 def _store(states: jax.Array, sequence: jax.Array, which: jax.Array, values: jax.Array) -> jax.Array:
     """`states` [N, ...] with those of `values` [chunks, 1, ...] put at `sequence` where `which`."""
     nowhere = states.shape[0]
@@ -460,25 +493,10 @@ def backward(
             chunks = _chunks(k, v, g, beta, precision)
             _, states = _scan_states(chunks, start, first_states, marks, precision)
             q, do = q.astype(jnp.float32), do.astype(jnp.float32)
-            qk = _product("...ik,...jk->...ij", q, chunks.k, precision)[..., None, :, :]
-            scaled = scale * do
-            ddelta = _product("...ij,...iv->...jv", qk * chunks.weight, scaled, precision)
-            dstate_rows = _product("...hik,...hriv->...hrkv", q, chunks.decay[..., None] * scaled, precision)
-
-            def step(dstate: jax.Array, x: tuple[Any, ...]) -> tuple[jax.Array, Any]:
-                chunk, ddelta, dstate_rows, mark = x
-                if mark is not None:
-                    dstate = jnp.where(mark.last, last_dstates[mark.sequence], dstate)
-                from_state = _product("...hik,...hrkv->...hriv", chunk.k, dstate, precision)
-                ddelta += chunk.decay_to_end[..., None] * from_state
-                before = chunk.total * dstate + dstate_rows
-                before -= _product("...ik,...iv->...kv", chunk.y, ddelta, precision)
-                return before, (ddelta, dstate, None if mark is None else before)
-
-            dstate, (ddelta, dstates, before) = jax.lax.scan(
-                step, dstate, (chunks, ddelta, dstate_rows, marks), reverse=True
+            dstate, (ddelta, dstates, before) = _scan_dstates(
+                q, chunks, do, dstate, last_dstates, marks, scale, precision
             )
-            if d_initial is not None:
+            if d_initial is not None and before is not None:
                 d_initial = _store(d_initial, marks.sequence, marks.first, before)
             gradients = _gradients(q, chunks, states, do, ddelta, dstates, scale, precision)
             return (dstate, d_initial), tuple(x.astype(dtype) for x, dtype in zip(gradients, dtypes, strict=True))
@@ -499,3 +517,164 @@ def backward(
     if initial_state is None or d_initial is None:
         return dq, dk, dv, dg, dbeta, None
     return dq, dk, dv, dg, dbeta, d_initial.reshape(initial_state.shape)
+
+
+def affine_forward(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    g: jax.Array,
+    beta: jax.Array,
+    segments: jax.Array | None,
+    *,
+    scale: float,
+    with_residuals: bool,
+    precision: Precision = None,
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array, Residuals | None]:
+    """o and final state from a zero state, and what each is times the true one.
+
+    The columns of a state evolve alike and apart. So the identity is carried beside the zero state as K more columns,
+    whose values are zero, and its outputs are o's derivative by the state.
+
+    Args:
+        All as in `forward`.
+
+    Returns:
+        o [B, T, Hv, V] in v's dtype and response [N, Hv, K, V] float32, of a zero initial state; o_of_state
+        [B, T, Hv, K] in v's dtype and transition [N, Hv, K, K] float32, to be multiplied by the initial state [K, V]
+        and added; residuals as of `forward`.
+    """
+    k_dim, (value_heads, v_dim) = k.shape[3], v.shape[2:]
+    sequences = v.shape[0] if segments is None else segments.shape[0]
+    first = jnp.concatenate([jnp.zeros((k_dim, v_dim), jnp.float32), jnp.eye(k_dim, dtype=jnp.float32)], axis=1)
+    o, final, residuals = forward(
+        q,
+        k,
+        jnp.concatenate([v, jnp.zeros((*v.shape[:3], k_dim), v.dtype)], axis=3),
+        g,
+        beta,
+        jnp.broadcast_to(first, (sequences, value_heads, *first.shape)),
+        segments,
+        scale=scale,
+        output_final_state=True,
+        with_residuals=with_residuals,
+        precision=precision,
+    )
+    assert final is not None
+    return o[..., :v_dim], final[..., :v_dim], o[..., v_dim:], final[..., v_dim:], residuals
+
+
+def summary(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    g: jax.Array,
+    beta: jax.Array,
+    initial_state: jax.Array | None,
+    segments: jax.Array | None,
+    *,
+    precision: Precision = None,
+) -> tuple[jax.Array, jax.Array]:
+    """What the rows of each sequence do to the state: S -> transition S + response.
+
+    The columns of the state evolve alike and apart, so the identity is carried beside the initial state, as K more
+    columns whose values are zero: `forward` without its outputs.
+
+    Args:
+        All as in `forward`; q is not read.
+
+    Returns:
+        transition [N, Hv, K, K] and response [N, Hv, K, V], float32. The response is the final state that follows from
+        the initial state; a sequence without rows has the identity and its initial state.
+    """
+    precision = _precision(precision, v)
+    batch, tokens, key_heads, k_dim = k.shape
+    value_heads, v_dim = v.shape[2:]
+    heads = (key_heads, value_heads // key_heads)
+    sequences = batch if segments is None else segments.shape[0]
+    zero = _zero(k, v, g, beta, initial_state)
+    response = _first_states(initial_state, (sequences, *heads, k_dim, v_dim), zero)
+    identity = jnp.broadcast_to(jnp.eye(k_dim, dtype=jnp.float32) + zero, (*response.shape[:-1], k_dim))
+    first_states = jnp.concatenate([response, identity], axis=-1)
+    layout = _Layout(batch, tokens, value_heads, segments)
+    packed = segments is not None
+
+    def group(carry: tuple[jax.Array, Any], x: tuple[Any, ...]) -> tuple[Any, None]:
+        state, final = carry
+        k, v, g, beta, marks = x
+        chunks = _chunks(k, v, g, beta, precision)
+        u = jnp.concatenate([chunks.u, jnp.zeros((*chunks.u.shape[:-1], k_dim), jnp.float32)], axis=-1)
+        state, states = _scan_states(chunks._replace(u=u), state, first_states, marks, precision)
+        if final is not None and states.after is not None:
+            final = _store(final, marks.sequence, marks.last, states.after)
+        return (state, final), None
+
+    rows = (
+        layout.split(k, key_heads),
+        layout.split(v, *heads),
+        layout.split(g, *heads),
+        layout.split(beta, *heads),
+        layout.marks,
+    )
+    carry = (first_states[:1], first_states) if packed else (first_states, None)
+    (state, final), _ = jax.lax.scan(group, carry, rows)
+    whole = (state if final is None else final).reshape(sequences, value_heads, k_dim, v_dim + k_dim)
+    return whole[..., v_dim:], whole[..., :v_dim]
+
+
+def state_gradient(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    g: jax.Array,
+    beta: jax.Array,
+    initial_state: jax.Array | None,
+    segments: jax.Array | None,
+    residuals: Residuals | None,
+    do: jax.Array | None,
+    d_final_state: jax.Array | None,
+    *,
+    scale: float,
+    precision: Precision = None,
+) -> jax.Array:
+    """The gradient of the initial states alone, float32 [N, Hv, K, V]: `backward` without all others.
+
+    Args:
+        initial_state, residuals: not read; the gradient of a state does not depend on the state.
+        All others: as in `backward`.
+    """
+    del initial_state, residuals
+    precision = _precision(precision, v)
+    batch, tokens, key_heads, k_dim = q.shape
+    value_heads, v_dim = v.shape[2:]
+    heads = (key_heads, value_heads // key_heads)
+    sequences = batch if segments is None else segments.shape[0]
+    zero = _zero(q, k, v, g, beta, do, d_final_state)
+    last_dstates = _first_states(d_final_state, (sequences, *heads, k_dim, v_dim), zero)
+    do = jnp.zeros_like(v) if do is None else do
+    layout = _Layout(batch, tokens, value_heads, segments)
+    packed = segments is not None
+
+    def group(carry: tuple[jax.Array, Any], x: tuple[Any, ...]) -> tuple[Any, None]:
+        dstate, d_initial = carry
+        q, k, v, g, beta, do, marks = x
+        chunks = _chunks(k, v, g, beta, precision)
+        q, do = q.astype(jnp.float32), do.astype(jnp.float32)
+        dstate, (_, _, before) = _scan_dstates(q, chunks, do, dstate, last_dstates, marks, scale, precision)
+        if d_initial is not None and before is not None:
+            d_initial = _store(d_initial, marks.sequence, marks.first, before)
+        return (dstate, d_initial), None
+
+    rows = (
+        layout.split(q, key_heads),
+        layout.split(k, key_heads),
+        layout.split(v, *heads),
+        layout.split(g, *heads),
+        layout.split(beta, *heads),
+        layout.split(do, *heads),
+        layout.marks,
+    )
+    carry = (last_dstates[:1], last_dstates) if packed else (last_dstates, None)
+    (dstate, d_initial), _ = jax.lax.scan(group, carry, rows, reverse=True)
+    d_initial = dstate if d_initial is None else d_initial
+    return d_initial.reshape(sequences, value_heads, k_dim, v_dim)

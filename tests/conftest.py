@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax
 import pytest
 
-jax.config.update("jax_num_cpu_devices", 2)  # before anything is computed; test_transforms.py uses both
+jax.config.update("jax_num_cpu_devices", 8)  # before anything is computed; test_sharding.py uses all
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

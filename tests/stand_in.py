@@ -10,7 +10,7 @@ from unittest import mock
 
 import jax
 
-from jax_qla import dispatch, xla
+from jax_qla import dispatch, sharding, xla
 from jax_qla.segments import CHUNK
 
 TARGET = "jax_qla.tests.stand_in"
@@ -35,9 +35,24 @@ def _backward(*operands: Any, **options: Any) -> Any:
     return _mark(dq), *others
 
 
+def _affine_forward(*operands: Any, with_residuals: bool, **options: Any) -> Any:
+    o, *others, _ = xla.affine_forward(*operands, with_residuals=False, **options)
+    v, g = operands[2], operands[3]
+    a = _mark(jax.numpy.zeros((*v.shape[:3], CHUNK), v.dtype))
+    return _mark(o), *others, (a, g) if with_residuals else None
+
+
 def forget_traces() -> None:
-    """Makes the next calls of `dispatch.forward` and `dispatch.backward` trace the implementations again."""
-    for function in (dispatch.forward, dispatch.backward):
+    """Makes the next calls of the functions of `sharding` and `dispatch` trace the implementations again."""
+    for function in (
+        sharding.forward,
+        sharding.backward,
+        dispatch.forward,
+        dispatch.affine_forward,
+        dispatch.summary,
+        dispatch.backward,
+        dispatch.state_gradient,
+    ):
         jitted: Any = function
         jitted.clear_cache()
 
@@ -46,7 +61,14 @@ def forget_traces() -> None:
 def kernels(objection: str | None = None) -> Iterator[None]:
     """`jax_qla.cuda` replaced by a module that takes everything, or nothing because of `objection`."""
     module = types.ModuleType("jax_qla.cuda")
-    functions = {"forward": _forward, "backward": _backward, "why_not": lambda q, k, v, **_: objection}
+    functions = {
+        "forward": _forward,
+        "affine_forward": _affine_forward,
+        "summary": xla.summary,
+        "backward": _backward,
+        "state_gradient": xla.state_gradient,
+        "why_not": lambda q, k, v, **_: objection,
+    }
     vars(module).update(functions)
     with mock.patch.dict("sys.modules", {module.__name__: module}):
         try:

@@ -83,6 +83,26 @@ def test_run_refuses_to_mix_runs(finished_run: Path, tmp_path: Path) -> None:
         train_lm.main([*TINY, "--output", str(tmp_path), "--resume"])
 
 
+@pytest.mark.parametrize("packed", [False, True])
+def test_run_on_a_mesh_repeats_the_losses(tmp_path: Path, packed: bool) -> None:
+    more = ["--steps", "5", "--sample-length", "3", *(["--packed"] if packed else [])]
+    logs = []
+    for mesh in ([], ["--mesh", "data=2,seq=2"]):
+        output = tmp_path / f"run{len(mesh)}"
+        train_lm.main([*TINY, *more, *mesh, "--output", str(output)])
+        logs.append(read_log(output))
+    np.testing.assert_allclose(logs[1]["losses"], logs[0]["losses"], rtol=1e-4)
+    np.testing.assert_allclose(logs[1]["held_out_loss"], logs[0]["held_out_loss"], rtol=1e-4)
+
+
+def test_mesh_option_is_checked(tmp_path: Path) -> None:
+    with pytest.raises(SystemExit, match="99 devices are needed"):
+        train_lm.main([*TINY, "--mesh", "seq=99", "--output", str(tmp_path)])
+    for text in ("seq", "seq=0", "model=2"):
+        with pytest.raises(SystemExit):
+            train_lm.main([*TINY, "--mesh", text, "--output", str(tmp_path)])
+
+
 @pytest.mark.parametrize("prompt_length", [2, 70])
 def test_decoding_equals_the_parallel_form(model: LanguageModel, prompt_length: int) -> None:
     tokens = jax.random.randint(jax.random.key(1), (2, prompt_length + 5), 0, 256)

@@ -85,7 +85,7 @@ def test_named_results_spare_the_second_forward(kernels: bool) -> None:
         return calls(jax.grad(function), *OPERANDS)
 
     names = jax_qla.CHECKPOINT_NAMES
-    assert names == (*jax_qla.RESIDUAL_NAMES, *jax_qla.RESULT_NAMES)
+    assert names == (*jax_qla.RESIDUAL_NAMES, *jax_qla.CARRY_NAMES, *jax_qla.RESULT_NAMES)
     with stand_in.kernels() if kernels else mock.MagicMock():
         assert forwards(checkpoint_policies.nothing_saveable) == {"forward": 2, "backward": 1}
         assert forwards(checkpoint_policies.save_only_these_names(*names)) == {"forward": 1, "backward": 1}

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_qla.nn.precision import widen
+from jax_qla.causal_conv1d import causal_conv1d
 
 
 # Rematerialized: its backward pass starts from x in its own dtype instead of the float32 sum before the SiLU.
@@ -22,21 +22,13 @@ def causal_convolution(
         kernel: [width, channels].
         tail: [B, width - 1, channels], the tokens before x; zeros if None.
         segment_ids: int32 [B, T]: a token sees tokens of its own sequence only, where a sequence is a maximal run of
-            equal ids within a row. Not together with `tail`, whose tokens have no ids.
+            equal ids other than 0 within a row; 0 where the id is 0. Not together with `tail`, whose tokens have no ids.
 
     Returns:
         [B, T, channels] in x's dtype.
     """
-    length, width = x.shape[1], kernel.shape[0]
-    extended = _extended(x, tail, width)
-    # A sum of shifted copies: XLA fuses it, the mask and the activation into one elementwise kernel.
-    shifted = [extended[:, i : i + length] for i in range(width)]
-    if segment_ids is not None:
-        runs = _runs(segment_ids)
-        before = jnp.pad(runs, ((0, 0), (width - 1, 0)))
-        shifted = [jnp.where((before[:, i : i + length] == runs)[..., None], part, 0) for i, part in enumerate(shifted)]
-    total = sum(widen(part) * widen(kernel[i]) for i, part in enumerate(shifted))
-    return jax.nn.silu(jnp.asarray(total)).astype(x.dtype)
+    tail = None if tail is None else tail.astype(x.dtype)
+    return causal_conv1d(x, kernel, activation="silu", segment_ids=segment_ids, initial_tail=tail)[0]
 
 
 def tail_after(

@@ -1,0 +1,376 @@
+"""The gated delta rule on one shard of the batch, whose sequences may continue from device to device.
+
+The state after a run of tokens is affine in the state before it: S_end = M S_start + N, per value head. So where the
+sequence axis is sharded, every device summarises its tokens as (M, N) from a zero state, and the summaries are composed
+over the devices. In a dense batch the outputs were computed along with the summary, and are affine in the state too:
+what the true first state adds to them is one matrix product. In a packed batch the part of a shard that needs a summary
+may be short; there the ordinary local function runs next, from the true first states. The backward pass mirrors it:
+dS_start = M^T dS_end + N', with N' from the device's own cotangents.
+
+Composition takes ceil(log2(D - 1)) + 1 rounds of `ppermute` over D devices, each of at most one transition [K, K] and
+one response [K, V] in float32 per value head and row of the batch.
+
+In a packed batch at most one sequence of a row crosses a given border. Only it takes part: the one that leaves a shard
+gives N, from its start if that lies in the shard, and M is zero unless one sequence covers the whole shard.
+
+Shapes here, on one device: rows q, k, v, g, beta, o are [B, T, ...] with T the shard's tokens; a dense batch has states
+[B, Hv, K, V] and `segments` None; a packed one has states [B, N, Hv, K, V] and segments int32 [B, N, 2], start and end
+of N sequences in every row, counted from the first token of the row's first shard. With `axes`, the mesh axes over
+which the rows are cut, every device passes the same initial states, segments and cotangents of final states; of states
+and gradients of states that it returns, a device fills in those of the sequences that end or start with it, and zero
+elsewhere: their sum over `axes` is the result.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jax_qla import dispatch
+from jax_qla.implementations import Choice
+
+Axes = tuple[str, ...]
+"""Names of mesh axes, the first the slowest."""
+
+
+class Carry(NamedTuple):
+    """What a device keeps of the exchange between forward and backward."""
+
+    incoming: jax.Array
+    """[B, Hv, K, V] float32, the state before the shard."""
+    transition: jax.Array
+    """M [B, Hv, K, K] float32."""
+
+
+def shift(x: jax.Array, distance: int, axes: Axes, *, reverse: bool = False) -> jax.Array:
+    """x of the device `distance` before this one along `axes` (after it if `reverse`), zero where there is none."""
+    devices = jax.lax.axis_size(axes)
+    if distance >= devices:
+        return dispatch.match_varying(jnp.zeros_like(x), x)
+    pairs = [(i, i + distance) for i in range(devices - distance)]
+    return jax.lax.ppermute(x, axes, [(j, i) for i, j in pairs] if reverse else pairs)
+
+
+def rows_before(x: jax.Array, rows: int, axes: Axes) -> jax.Array:
+    """The `rows` rows [B, rows, ...] before this shard of x [B, T, ...], zero before the first shard."""
+    devices, tokens = jax.lax.axis_size(axes), x.shape[1]
+    parts: list[jax.Array] = []
+    distance = 0
+    while rows > 0:
+        distance += 1
+        taken = min(rows, tokens)
+        if tokens == 0 or distance >= devices:
+            first = jnp.zeros((x.shape[0], rows, *x.shape[2:]), x.dtype)
+            return jnp.concatenate([dispatch.match_varying(first, x), *parts], axis=1)
+        parts.insert(0, shift(x[:, tokens - taken :], distance, axes))
+        rows -= taken
+    return jnp.concatenate(parts, axis=1)
+
+
+def _product(x: jax.Array, y: jax.Array) -> jax.Array:
+    return jnp.matmul(x, y, precision=jax.lax.Precision.HIGHEST)
+
+
+def response_before(transition: jax.Array, response: jax.Array, axes: Axes, *, reverse: bool = False) -> jax.Array:
+    """The state before this shard: the maps S -> transition S + response of all shards before it, applied to zero.
+
+    Args:
+        transition: [..., K, K], response: [..., K, V], of this shard.
+        axes: the mesh axes along which the shards follow each other.
+        reverse: whether they follow in reverse.
+    """
+    devices = jax.lax.axis_size(axes)
+    reach = 1  # this many shards, ending with this one, are composed in (transition, response)
+    while reach < devices - 1:
+        before = shift(response, reach, axes, reverse=reverse)
+        response = response + _product(transition, before)
+        if 2 * reach < devices - 1:
+            # Where nothing is received the state before is zero, and so is the map: the response says it all.
+            transition = _product(transition, shift(transition, reach, axes, reverse=reverse))
+        reach *= 2
+    return shift(response, 1, axes, reverse=reverse)
+
+
+class _Shard:
+    """Which sequences of a packed batch start, end, continue into and leave this shard: bool [B, N] each."""
+
+    def __init__(self, segments: jax.Array, tokens: int, axes: Axes) -> None:
+        index = jax.lax.axis_index(axes)
+        first, last = index * tokens, (index + 1) * tokens
+        start, end = segments[..., 0], segments[..., 1]
+        self.tokens = tokens
+        self.local = jnp.clip(segments - first, 0, tokens)
+        """int32 [B, N, 2], the rows of each sequence in this shard."""
+        self.continues = (start < first) & (end > first)
+        self.leaves = (start < last) & (end > last)
+        empty = (start >= end) & (index == 0)
+        self.starts = ((start < end) & (start >= first) & (start < last)) | empty
+        self.ends = ((start < end) & (end > first) & (end <= last)) | empty
+
+    def covered(self) -> jax.Array:
+        """bool [B]: one sequence covers all of the shard and goes beyond it on both sides."""
+        return jnp.any(self.continues & self.leaves, axis=1)
+
+    def leaving_rows(self) -> jax.Array:
+        """int32 [B, 2]: rows of the sequence that leaves the shard, empty if none does."""
+        start = jnp.max(jnp.where(self.leaves, self.local[..., 0], 0), axis=1)
+        start = jnp.where(jnp.any(self.leaves, axis=1), start, self.tokens)
+        return jnp.stack([start, jnp.full_like(start, self.tokens)], axis=1)
+
+    def continuing_rows(self) -> jax.Array:
+        """int32 [B, 2]: rows of the sequence that continues into the shard, empty if none does."""
+        end = jnp.max(jnp.where(self.continues, self.local[..., 1], 0), axis=1)
+        return jnp.stack([jnp.zeros_like(end), end], axis=1)
+
+
+def _mask(which: jax.Array, x: jax.Array, otherwise: jax.Array | float = 0.0) -> jax.Array:
+    """x where `which`, whose axes are the first of x's."""
+    return jnp.where(which.reshape(*which.shape, *(1,) * (x.ndim - which.ndim)), x, otherwise)
+
+
+def _chosen(which: jax.Array, states: jax.Array) -> jax.Array:
+    """States [B, N, ...] of the one sequence of each row where `which` [B, N], zero where there is none: [B, ...]."""
+    index = jnp.argmax(which, axis=1).reshape(-1, *(1,) * (states.ndim - 1))
+    return _mask(jnp.any(which, axis=1), jnp.take_along_axis(states, index, axis=1)[:, 0])
+
+
+def _is_first(axes: Axes) -> jax.Array:
+    return jax.lax.axis_index(axes) == 0
+
+
+def _is_last(axes: Axes) -> jax.Array:
+    return jax.lax.axis_index(axes) == jax.lax.axis_size(axes) - 1
+
+
+def flatten(rows: Any, states: Any, segments: jax.Array | None) -> tuple[Any, Any, jax.Array | None]:
+    """The form that `dispatch` takes: a packed batch becomes one row.
+
+    Args:
+        rows: arrays [B, T, ...]. states: arrays [B, N, ...]. segments: [B, N, 2]. Of a dense batch (None) all are
+            returned as they are.
+
+    Returns:
+        rows [1, B T, ...], states [B N, ...], segments [B N, 2].
+    """
+    if segments is None:
+        return rows, states, None
+    batch, tokens = jax.tree.leaves(rows)[0].shape[:2]
+    offset = tokens * jnp.arange(batch, dtype=jnp.int32)
+    return (
+        jax.tree.map(lambda x: x.reshape(1, batch * tokens, *x.shape[2:]), rows),
+        jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), states),
+        (segments + offset[:, None, None]).reshape(-1, 2),
+    )
+
+
+def _unflatten(rows: Any, states: Any, like: jax.Array, segments: jax.Array | None) -> tuple[Any, Any]:
+    """The inverse of `flatten` for its first two results, with B and T those of `like`."""
+    if segments is None:
+        return rows, states
+    batch, tokens = like.shape[:2]
+    return (
+        jax.tree.map(lambda x: x.reshape(batch, tokens, *x.shape[2:]), rows),
+        jax.tree.map(lambda x: x.reshape(*segments.shape[:2], *x.shape[1:]), states),
+    )
+
+
+def on_one_row(
+    function: Callable[..., tuple[jax.Array, jax.Array]],
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    g: jax.Array,
+    beta: jax.Array,
+    initial_state: jax.Array | None,
+    segments: jax.Array | None,
+) -> tuple[jax.Array, jax.Array]:
+    """o and final states of uncut sequences, by a function of the operands as `dispatch` takes them."""
+    rows, states, flat_segments = flatten((q, k, v, g, beta), initial_state, segments)
+    o, final_state = _unflatten(*function(*rows, states, flat_segments), v, segments)
+    return o, final_state
+
+
+def forward(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    g: jax.Array,
+    beta: jax.Array,
+    initial_state: jax.Array | None,
+    segments: jax.Array | None,
+    *,
+    axes: Axes,
+    choice: Choice,
+    scale: float,
+    output_final_state: bool,
+    with_residuals: bool,
+    precision: Any = None,
+) -> tuple[jax.Array, jax.Array | None, dispatch.Residuals | None, Carry | None]:
+    """o, final_state, residuals and, with `axes`, what `backward` needs of the exchange.
+
+    Args:
+        q, k, v, g, beta, initial_state, segments, axes: see the module; g and beta float32, states float32 or None.
+        choice, scale, output_final_state, with_residuals, precision: as in `dispatch.forward`.
+    """
+    options = {"choice": choice, "with_residuals": with_residuals, "scale": scale, "precision": precision}
+    if axes and segments is None:
+        return _dense_forward(
+            q, k, v, g, beta, initial_state, axes=axes, output_final_state=output_final_state, options=options
+        )
+    states, local_segments = initial_state, segments
+    carry = shard = None
+    if axes and segments is not None:
+        carry = _exchange(q, k, v, g, beta, initial_state, segments, axes=axes, choice=choice, precision=precision)
+        shard = _Shard(segments, v.shape[1], axes)
+        local_segments = shard.local
+        states = _true_first_states(shard, carry, initial_state)
+    rows, states, flat_segments = flatten((q, k, v, g, beta), states, local_segments)
+    o, final_state, residuals = dispatch.forward(
+        *rows, states, flat_segments, output_final_state=output_final_state, **options
+    )
+    (o, residuals), final_state = _unflatten((o, residuals), final_state, v, segments)
+    if final_state is not None and shard is not None:
+        final_state = _mask(shard.ends, final_state)
+    return o, final_state, residuals, carry
+
+
+def _dense_forward(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    g: jax.Array,
+    beta: jax.Array,
+    initial_state: jax.Array | None,
+    *,
+    axes: Axes,
+    output_final_state: bool,
+    options: Mapping[str, Any],
+) -> tuple[jax.Array, jax.Array | None, dispatch.Residuals | None, Carry]:
+    """`forward` of a dense batch whose sequences are cut over `axes`."""
+    o, response, o_of_state, transition, residuals = dispatch.affine_forward(q, k, v, g, beta, None, **options)
+    first = None if initial_state is None else _mask(_is_first(axes), initial_state)
+    if first is not None:
+        response += _product(transition, first)
+    incoming = response_before(transition, response, axes)
+    if first is not None:
+        incoming += first
+    # The state enters the kernels' products in v's dtype, too.
+    correction = jnp.einsum(
+        "bthk,bhkv->bthv",
+        o_of_state,
+        incoming.astype(v.dtype),
+        precision=jax.lax.Precision.HIGHEST,
+        preferred_element_type=jnp.float32,
+    )
+    o = (o + correction).astype(v.dtype)
+    final_state = None
+    if output_final_state:
+        # The first shard's response includes the initial state already.
+        later = _mask(~_is_first(axes), incoming)
+        final_state = _mask(_is_last(axes), response + _product(transition, later))
+    return o, final_state, residuals, Carry(incoming, transition)
+
+
+def backward(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    g: jax.Array,
+    beta: jax.Array,
+    initial_state: jax.Array | None,
+    segments: jax.Array | None,
+    residuals: dispatch.Residuals | None,
+    carry: Carry | None,
+    do: jax.Array | None,
+    d_final_state: jax.Array | None,
+    *,
+    axes: Axes,
+    choice: Choice,
+    scale: float,
+    precision: Any = None,
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array, jax.Array | None]:
+    """dq, dk, dv, dg, dbeta and d_initial_state (None without initial_state).
+
+    Args:
+        residuals, carry: from `forward`; without `carry` the exchange is repeated.
+        do: [B, T, Hv, V], d_final_state: of final_state's shape, the same on all shards of a row; None for zero.
+        All others: as in `forward`.
+    """
+    states, d_states = initial_state, d_final_state
+    shard = None
+    local_segments = segments
+    if axes:
+        if carry is None:
+            carry = _exchange(q, k, v, g, beta, initial_state, segments, axes=axes, choice=choice, precision=precision)
+        options = {"choice": choice, "scale": scale, "precision": precision}
+        rows: Any = (q, k, v, g, beta)
+        if segments is None:
+            if d_final_state is not None:
+                d_final_state = _mask(_is_last(axes), d_final_state)
+            response = dispatch.state_gradient(*rows, None, residuals, do, d_final_state, **options)
+            outgoing = response_before(jnp.swapaxes(carry.transition, -1, -2), response, axes, reverse=True)
+            states = carry.incoming
+            d_states = outgoing if d_final_state is None else outgoing + d_final_state
+        else:
+            shard = _Shard(segments, v.shape[1], axes)
+            local_segments = shard.local
+            if d_final_state is not None:
+                d_final_state = _mask(shard.ends, d_final_state)
+            d_of_continuing = None if d_final_state is None else _chosen(shard.continues, d_final_state)[:, None]
+            (rows, flat_residuals, flat_do), d_of_continuing, continuing = flatten(
+                (rows, residuals, do), d_of_continuing, shard.continuing_rows()[:, None]
+            )
+            response = dispatch.state_gradient(*rows, continuing, flat_residuals, flat_do, d_of_continuing, **options)
+            outgoing = response_before(jnp.swapaxes(carry.transition, -1, -2), response, axes, reverse=True)
+            states = _true_first_states(shard, carry, initial_state)
+            d_states = _mask(shard.leaves, outgoing[:, None], 0.0 if d_final_state is None else d_final_state)
+    flat, (states, d_states), flat_segments = flatten(
+        (q, k, v, g, beta, residuals, do), (states, d_states), local_segments
+    )
+    *gradients, d_states = dispatch.backward(
+        *flat[:5], states, flat_segments, flat[5], flat[6], d_states, choice=choice, scale=scale, precision=precision
+    )
+    gradients, d_states = _unflatten(tuple(gradients), d_states, v, segments)
+    if initial_state is None:
+        return (*gradients, None)
+    if axes:
+        d_states = _mask(shard.starts if shard is not None else _is_first(axes), d_states)
+    return (*gradients, d_states)
+
+
+def _exchange(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    g: jax.Array,
+    beta: jax.Array,
+    initial_state: jax.Array | None,
+    segments: jax.Array | None,
+    *,
+    axes: Axes,
+    choice: Choice,
+    precision: Any,
+) -> Carry:
+    """Summarises this shard and receives the state before it. Arguments as in `forward`."""
+    rows: Any = (q, k, v, g, beta)
+    options = {"choice": choice, "precision": precision}
+    if segments is None:
+        # The first shard's response includes the initial state, so what any shard receives does.
+        first = None if initial_state is None else _mask(_is_first(axes), initial_state)
+        transition, response = dispatch.summary(*rows, first, None, **options)
+        incoming = response_before(transition, response, axes)
+        return Carry(incoming if first is None else incoming + first, transition)
+    shard = _Shard(segments, v.shape[1], axes)
+    first = None if initial_state is None else _chosen(shard.leaves & shard.starts, initial_state)[:, None]
+    rows, first, leaving = flatten(rows, first, shard.leaving_rows()[:, None])
+    transition, response = dispatch.summary(*rows, first, leaving, **options)
+    transition = _mask(shard.covered(), transition)
+    return Carry(response_before(transition, response, axes), transition)
+
+
+def _true_first_states(shard: _Shard, carry: Carry, initial_state: jax.Array | None) -> jax.Array:
+    """[B, N, Hv, K, V]: the states before the rows that each sequence has in this shard."""
+    return _mask(shard.continues, carry.incoming[:, None], 0.0 if initial_state is None else initial_state)

@@ -1,0 +1,716 @@
+"""How a call is spread over a mesh: which mesh axes cut batch, heads and sequence, and how each device gets its part.
+
+The operation is local in batch and heads. Where the sequence is cut, `context_parallel` carries the state from device
+to device. What JAX needs to be told so depends on the mesh:
+
+| axes of the mesh | how each device gets its part | where the axes are read from |
+|---|---|---|
+| Auto | `custom_partitioning` with a sharding rule for Shardy | the compiler's propagation |
+| Auto, named by `MeshAxes` | `jax.shard_map` | the names |
+| Explicit | `jax.shard_map` | the operands' types |
+| Manual, inside the caller's `jax.shard_map` | it has it; collectives if the sequence axis is named | the names |
+| some Manual, others Explicit or named | a nested `jax.shard_map` over the others | the operands' types, the names |
+
+`resolve` finds out which of these a call is, at trace time; `forward` and `backward` do it. Shapes are written as
+strings of one letter an axis: b batch, t token, h key head, H value head, n sequence of a packed row, s shard of the
+sequence; all other letters are axes that stay whole.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.experimental.custom_partitioning import custom_partitioning
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jax_qla import context_parallel, dispatch
+from jax_qla.context_parallel import Axes, Carry
+from jax_qla.implementations import Choice
+from jax_qla.refusal import refuse_sharded_export
+from jax_qla.segments import segments_from_segment_ids
+
+
+class MeshAxes(NamedTuple):
+    """Names of the mesh axes that cut an operation's operands, each a name, a tuple of names, or None for none."""
+
+    batch: str | tuple[str, ...] | None = None
+    """Axes that cut the batch B."""
+    heads: str | tuple[str, ...] | None = None
+    """Axes that cut the key heads Hk and the value heads Hv (or the channels of a convolution) alike."""
+    sequence: str | tuple[str, ...] | None = None
+    """Axes that cut the tokens T, in order: the first shard of the sequence lies on the axes' first devices."""
+
+
+OPERANDS = ("bthk", "bthk", "btHv", "btH", "btH")
+"""Shapes of q, k, v, g and beta."""
+
+_RESIDUALS = ("btHc", "btH")
+_CARRY = ("sbHkv", "sbHkj")
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """How the operands of a call are cut. Static, and what all functions of this module go by."""
+
+    batch: Axes = ()
+    heads: Axes = ()
+    sequence: Axes = ()
+    mapped: frozenset[str] = frozenset()
+    """Axes that this module makes manual by a `jax.shard_map`; those above are among them, or manual already."""
+    automatic: bool = False
+    """Whether the compiler is to find out: all fields above are empty."""
+    mesh: Any = None
+    """The mesh to map over where it is not the one in context."""
+
+    @property
+    def manual_sequence(self) -> Axes:
+        """Axes over which the caller has cut the sequence: what holds for all of it is summed over them by `vjp`."""
+        return () if self.mapped.intersection(self.sequence) else self.sequence
+
+    @property
+    def mapped_sequence(self) -> Axes:
+        return self.sequence if self.mapped.intersection(self.sequence) else ()
+
+    def spec(self, dims: str) -> P:
+        """The PartitionSpec, in mapped axes, of an array of this shape."""
+        of = {"b": self.batch, "h": self.heads, "H": self.heads, "t": self.sequence, "s": self.sequence}
+        axes = [tuple(axis for axis in of.get(letter, ()) if axis in self.mapped) for letter in dims]
+        return P(*(entry[0] if len(entry) == 1 else entry or None for entry in axes))
+
+
+_NAMES = {"b": "B", "t": "T", "h": "Hk", "H": "Hv"}
+
+LOCAL = Layout()
+"""Nothing is cut, or all is cut already."""
+
+
+def _names(entry: Any) -> Axes:
+    if entry is None:
+        return ()
+    return (entry,) if isinstance(entry, str) else tuple(entry)
+
+
+def _described(axes: Iterable[str]) -> str:
+    names = [repr(axis) for axis in axes]
+    return ("mesh axis " if len(names) == 1 else "mesh axes ") + ", ".join(names)
+
+
+def resolve(
+    mesh_axes: MeshAxes | None,
+    operands: Sequence[jax.Array | None],
+    dims: Sequence[str],
+    *,
+    names: Mapping[str, str] = _NAMES,
+    whole: str = "K, V and the number of sequences",
+) -> Layout:
+    """Finds out how operands of the given shapes are cut and are to be.
+
+    Args:
+        mesh_axes: what the caller says, or None for nothing.
+        operands, dims: arrays (None is left out) and their shapes, see the module.
+        names: what the axes b, t, h and H are called in messages; and `whole`, what those are that stay whole.
+
+    Raises:
+        TypeError, ValueError, NotImplementedError: the names do not fit the mesh, or the mesh the shapes.
+    """
+    present = [(x, d) for x, d in zip(operands, dims, strict=True) if x is not None]
+    mesh, in_context = jax.sharding.get_abstract_mesh(), True
+    for x, _ in present:
+        of_type = jax.typeof(x).sharding.mesh
+        if mesh.empty and not of_type.empty:
+            mesh, in_context = of_type, False
+    batch, heads, sequence = _check_names(mesh_axes, mesh)
+    if mesh.empty:
+        return Layout(automatic=True)
+    kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
+    manual = {axis for axis, kind in kinds.items() if kind == AxisType.Manual}
+    explicit = {axis for axis, kind in kinds.items() if kind == AxisType.Explicit}
+    if mesh_axes is None:
+        if not manual and not explicit:
+            return Layout(automatic=True)
+        unknown = [axis for axis, kind in kinds.items() if kind == AxisType.Auto and mesh.shape[axis] > 1]
+        if unknown:
+            raise NotImplementedError(
+                f"in a mesh that is not Auto as a whole, how the operands are cut over its Auto {_described(unknown)} "
+                "cannot be seen: name what they cut, as in mesh_axes=jax_qla.MeshAxes(batch='data'), or MeshAxes() "
+                "for nothing"
+            )
+    if (within := manual.intersection(sequence)) and within != set(sequence):
+        raise NotImplementedError(
+            f"the sequence is cut over {_described(sequence)}, of which only {', '.join(sorted(within))} is manual: "
+            "all or none must be"
+        )
+    # What is manual already is local, except that the sequence goes on beyond it.
+    batch, heads = (tuple(axis for axis in axes if axis not in manual) for axes in (batch, heads))
+    used = {*batch, *heads, *sequence}
+    found: dict[str, list[str]] = {"b": list(batch), "t": list(sequence), "h": list(heads)}
+    for x, d in present:
+        for letter, entry in zip(d, jax.typeof(x).sharding.spec, strict=False):
+            for axis in _names(entry):
+                if axis not in explicit or axis in used:
+                    continue
+                if letter.lower() in found:
+                    found[letter.lower()].append(axis)
+                    used.add(axis)
+    layout = Layout(
+        batch=tuple(found["b"]),
+        heads=tuple(found["h"]),
+        sequence=tuple(found["t"]),
+        mapped=frozenset(set(kinds) - manual),
+        mesh=None if in_context else mesh,
+    )
+    layout = _fitted(layout, mesh.shape, present, {*batch, *heads, *sequence}, {**_NAMES, **names})
+    _warn_of_gathering(layout, present, explicit, whole)
+    return layout
+
+
+def _check_names(mesh_axes: MeshAxes | None, mesh: Any) -> tuple[Axes, Axes, Axes]:
+    if mesh_axes is None:
+        return (), (), ()
+    if not isinstance(mesh_axes, MeshAxes):
+        raise TypeError(
+            f"mesh_axes must be a jax_qla.MeshAxes, such as MeshAxes(batch='data'), got {type(mesh_axes).__name__}"
+        )
+    seen: set[str] = set()
+    for field, entry in zip(mesh_axes._fields, mesh_axes, strict=True):
+        if not isinstance(entry, str | tuple | None) or not all(isinstance(axis, str) for axis in _names(entry)):
+            raise TypeError(f"mesh_axes.{field} must be a name, a tuple of names or None, got {entry!r}")
+        for axis in _names(entry):
+            if axis not in mesh.axis_names:
+                there = (
+                    f"its axes are {', '.join(map(repr, mesh.axis_names))}" if mesh.axis_names else "there is no mesh"
+                )
+                hint = "" if mesh.axis_names else "; set one with jax.set_mesh, or call inside jax.shard_map"
+                raise ValueError(f"mesh_axes.{field} names {axis!r}, which is no axis of the mesh: {there}{hint}")
+            if axis in seen:
+                raise ValueError(f"mesh_axes names the mesh axis {axis!r} twice")
+            seen.add(axis)
+    return _names(mesh_axes.batch), _names(mesh_axes.heads), _names(mesh_axes.sequence)
+
+
+def _fitted(
+    layout: Layout, sizes: Any, present: Sequence[tuple[Any, str]], named: set[str], names: Mapping[str, str]
+) -> Layout:
+    """`layout` without axes that do not divide what they cut: refused if asked for, else left out with a warning."""
+    fields = {"b": "batch", "t": "sequence", "h": "heads", "H": "heads"}
+    for x, d in present:
+        for letter, length in zip(d, x.shape, strict=True):
+            if letter not in fields:
+                continue
+            field, name = fields[letter], names[letter]
+            axes = tuple(axis for axis in getattr(layout, field) if axis in layout.mapped)
+            parts = math.prod(sizes[axis] for axis in axes)
+            if length % parts == 0:
+                continue
+            advice = {
+                "t": "pad the sequences to a multiple, with segment_ids 0",
+                "b": "use a multiple, or fewer devices for it",
+            }.get(letter, "use fewer devices for the heads")
+            problem = f"{name} = {length} cannot be cut evenly over the {parts} devices of {_described(axes)}"
+            if letter == "t" or named.intersection(axes):
+                raise ValueError(f"{problem}: {advice}")
+            warnings.warn(f"{problem}, so it is gathered there: {advice}", stacklevel=2)
+            remaining: Any = {field: tuple(axis for axis in getattr(layout, field) if axis not in axes)}
+            layout = dataclasses.replace(layout, **remaining)
+    return layout
+
+
+def _warn_of_gathering(layout: Layout, present: Sequence[tuple[Any, str]], explicit: set[str], whole: str) -> None:
+    """Warns of explicit axes that an operand is cut over and will not be."""
+    for x, d in present:
+        wanted = layout.spec(d)
+        for position, entry in enumerate(jax.typeof(x).sharding.spec):
+            lost = [axis for axis in _names(entry) if axis in explicit and axis not in _names(wanted[position])]
+            if not lost:
+                continue
+            problem = f"an operand of shape {tuple(x.shape)} is cut over {_described(lost)} along its axis {position}"
+            if d[position] not in "bthH":
+                warnings.warn(
+                    f"{problem}, and is gathered there: only batch, sequence and heads can be cut, {whole} stay whole",
+                    stacklevel=2,
+                )
+            elif set(lost) & {*layout.batch, *layout.heads, *layout.sequence}:
+                warnings.warn(f"{problem}, others along another, and is resharded like those", stacklevel=2)
+
+
+def align(layout: Layout, x: jax.Array, dims: str) -> jax.Array:
+    """x laid out as `layout` says, where its type says how it is laid out (Explicit axes)."""
+    sharding = jax.typeof(x).sharding
+    if not layout.mapped or not any(kind == AxisType.Explicit for kind in sharding.mesh.axis_types):
+        return x
+    explicit = {
+        a for a, t in zip(sharding.mesh.axis_names, sharding.mesh.axis_types, strict=True) if t == AxisType.Explicit
+    }
+    entries = [tuple(axis for axis in _names(entry) if axis in explicit) for entry in layout.spec(dims)]
+    spec = P(*(entry[0] if len(entry) == 1 else entry or None for entry in entries))
+    if tuple(sharding.spec) == tuple(spec):
+        return x
+    aligned: jax.Array = jax.sharding.reshard(x, NamedSharding(sharding.mesh, spec))
+    return aligned
+
+
+def mapped(
+    layout: Layout,
+    function: Callable[..., Any],
+    dims: Sequence[str],
+    out_dims: Sequence[str],
+    operands: Sequence[Any],
+    *,
+    differentiable: bool = True,
+) -> tuple[Any, ...]:
+    """function(*operands) on each device's part of arrays of the given shapes, by `jax.shard_map`.
+
+    Args:
+        differentiable: whether JAX is to differentiate it.
+    """
+    if not layout.mapped:
+        return tuple(function(*operands))
+    context = jax.sharding.get_abstract_mesh()
+    nested = not context.empty and bool(context.manual_axes)
+    checked = not nested or _checks_varying(context.manual_axes[0])
+
+    def spread(function: Callable[..., Any], dims: Sequence[str], out_dims: Sequence[str]) -> Callable[..., Any]:
+        return jax.shard_map(
+            lambda *x: tuple(function(*x)),
+            mesh=layout.mesh,
+            in_specs=tuple(map(layout.spec, dims)),
+            out_specs=tuple(map(layout.spec, out_dims)),
+            axis_names=set(layout.mapped),
+            check_vma=checked,
+        )
+
+    call = spread(function, dims, out_dims)
+    operands = [align(layout, x, d) for x, d in zip(operands, dims, strict=True)]
+    if nested and not differentiable:
+        call = _unsplit(call)
+    elif nested and any(jnp.issubdtype(x.dtype, jnp.inexact) for x in operands):
+        if not checked:
+            raise NotImplementedError(
+                "inside a jax.shard_map over a part of the mesh's axes and with check_vma=False, this cannot be "
+                "differentiated over the others: leave check_vma=True"
+            )
+        operands = dispatch.match_varying(operands, operands)
+        call = _unsplit_with_gradient(spread, function, dims, out_dims)
+    return tuple(call(*operands))
+
+
+def _unsplit_with_gradient(
+    spread: Callable[..., Callable[..., Any]],
+    function: Callable[..., Any],
+    dims: Sequence[str],
+    out_dims: Sequence[str],
+) -> Callable[..., Any]:
+    """spread(function, dims, out_dims), unsplit (see there), and so its gradient by the operands, which is kept."""
+    call: Any = jax.custom_vjp(_unsplit(spread(function, dims, out_dims)))
+
+    def backward(operands: tuple[jax.Array, ...], cotangents: tuple[jax.Array, ...]) -> tuple[jax.Array | None, ...]:
+        real = [jnp.issubdtype(x.dtype, jnp.inexact) for x in operands]
+
+        def gradients(*x: jax.Array) -> tuple[jax.Array, ...]:
+            arrays = list(x[: len(operands)])
+
+            def of_real(*y: jax.Array) -> tuple[jax.Array, ...]:
+                remaining = iter(y)
+                return tuple(function(*(next(remaining) if r else z for r, z in zip(real, arrays, strict=True))))
+
+            _, transpose = jax.vjp(of_real, *(z for r, z in zip(real, arrays, strict=True) if r))
+            return tuple(transpose(tuple(x[len(operands) :])))
+
+        found = iter(
+            _unsplit(spread(gradients, (*dims, *out_dims), tuple(d for r, d in zip(real, dims, strict=True) if r)))(
+                *operands, *cotangents
+            )
+        )
+        return tuple(next(found) if r else None for r in real)
+
+    call.defvjp(lambda *operands: (call(*operands), operands), backward)
+    return call
+
+
+def _checks_varying(manual_axis: str) -> bool:
+    """Whether the surrounding `jax.shard_map` tracks what varies over its axes (check_vma): one inside must, too."""
+    return bool(jax.typeof(jax.lax.axis_index(manual_axis)).mat.varying)
+
+
+def _unsplit(call: Callable[..., Any]) -> Callable[..., Any]:
+    """`call` as one operation with a rule for `jax.vmap`.
+
+    When JAX splits a program into what is known in the forward pass and the rest (jax.checkpoint, jax.grad), it splits
+    `jax.shard_map` too, and of a nested one it makes a program that does not lower (jax 0.10.2). A custom_vmap stays
+    whole.
+    """
+    whole = jax.custom_batching.custom_vmap(call)
+
+    @whole.def_vmap
+    def one_more(axis_size: int, in_batched: Sequence[bool], *arrays: jax.Array) -> tuple[Any, Any]:
+        batched = jax.vmap(call, in_axes=tuple(0 if is_batched else None for is_batched in in_batched))
+        results = _unsplit(batched)(*arrays)
+        return results, jax.tree.map(lambda _: True, results)
+
+    return whole
+
+
+def previous_ids(layout: Layout, segment_ids: jax.Array) -> jax.Array:
+    """The segment id before each token, int32 [B, T], 0 before a row's first."""
+
+    def previous(ids: jax.Array) -> tuple[jax.Array]:
+        if ids.shape[1] == 0:
+            return (ids,)
+        first = jnp.zeros_like(ids[:, :1])
+        if layout.sequence:
+            first = context_parallel.rows_before(ids, 1, layout.sequence)
+        return (jnp.concatenate([first, ids[:, :-1]], axis=1),)
+
+    return mapped(layout, previous, ("bt",), ("bt",), (segment_ids,))[0]
+
+
+def segments_of_rows(layout: Layout, segment_ids: jax.Array, max_segments: int) -> jax.Array:
+    """int32 [B, max_segments, 2]: start and end of each run of equal non-zero ids, counted from its row's first token.
+
+    The ids of a row are gathered, 4 bytes a token.
+    """
+
+    def find(ids: jax.Array) -> tuple[jax.Array]:
+        if layout.sequence:
+            parts = jax.lax.axis_size(layout.sequence)
+            ids_everywhere = jnp.zeros((parts, *ids.shape), ids.dtype)
+            index = jax.lax.axis_index(layout.sequence)
+            # A sum of parts in place, which unlike a gather counts as the same on all devices.
+            ids_everywhere = jax.lax.psum(ids_everywhere.at[index].set(ids), layout.sequence)
+            ids = jnp.moveaxis(ids_everywhere, 0, 1).reshape(ids.shape[0], -1)
+        batch, tokens = ids.shape
+        segments = segments_from_segment_ids(ids, max_segments).reshape(batch, max_segments, 2)
+        return (segments - tokens * jnp.arange(batch, dtype=jnp.int32)[:, None, None],)
+
+    return mapped(layout, find, ("bt",), ("bne",), (segment_ids,))[0]
+
+
+class _Flat(NamedTuple):
+    """Arrays of a tree without its Nones, their shapes, and where they were."""
+
+    arrays: tuple[jax.Array, ...]
+    dims: tuple[str, ...]
+    rebuild: Callable[[Sequence[Any]], list[Any]]
+
+
+def _flat(operands: Sequence[Any], dims: Sequence[Any]) -> _Flat:
+    """Operands are arrays, None, or tuples of arrays whose `dims` are tuples."""
+    tree = jax.tree.structure(tuple(operands))
+    pairs = [
+        pair
+        for x, d in zip(operands, dims, strict=True)
+        if x is not None
+        for pair in (zip(x, d, strict=True) if isinstance(d, tuple) else ((x, d),))
+    ]
+    arrays, shapes = zip(*pairs, strict=True)
+    return _Flat(arrays, shapes, lambda flat: list(jax.tree.unflatten(tree, list(flat))))
+
+
+def _state_dims(segments: Any) -> str:
+    return "bHkv" if segments is None else "bnHkv"
+
+
+def _spread(
+    layout: Layout,
+    function: Callable[..., Any],
+    operands: Sequence[Any],
+    dims: Sequence[Any],
+    out_dims: tuple[str, ...],
+    sums: tuple[bool, ...],
+    heads: tuple[int, int],
+) -> tuple[Any, ...]:
+    """function(axes, *operands) on each device's part.
+
+    `function` takes the axes over which the sequence is cut, and returns a tuple of arrays of shapes `out_dims`, those
+    of `sums` to be summed over these axes. `heads`: the numbers of key and value heads.
+    """
+    flat = _flat(operands, dims)
+
+    def local(axes: Axes, summed: bool, *arrays: jax.Array) -> tuple[jax.Array, ...]:
+        results = function(axes, *flat.rebuild(arrays))
+        if not (axes and summed):
+            return tuple(results)
+        return tuple(jax.lax.psum(x, axes) if is_sum else x for x, is_sum in zip(results, sums, strict=True))
+
+    if layout.automatic:
+        return _partitioned(local, flat.dims, out_dims, heads, "")(*flat.arrays)
+    summed = bool(layout.mapped_sequence)
+    part = functools.partial(local, layout.sequence, summed)
+    return mapped(layout, part, flat.dims, out_dims, flat.arrays, differentiable=False)
+
+
+@functools.partial(
+    jax.jit, static_argnames=("layout", "choice", "scale", "output_final_state", "with_residuals", "precision")
+)
+def forward(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    g: jax.Array,
+    beta: jax.Array,
+    initial_state: jax.Array | None,
+    segments: jax.Array | None,
+    *,
+    layout: Layout,
+    choice: Choice,
+    scale: float,
+    output_final_state: bool,
+    with_residuals: bool,
+    precision: Any = None,
+) -> tuple[jax.Array, jax.Array | None, dispatch.Residuals | None, Carry | None]:
+    """o, final_state, residuals and what the backward needs of the exchange between the shards of the sequence.
+
+    Shapes are those of `context_parallel`, of the whole batch as the caller sees it. Where `layout` says that the
+    caller has cut the sequence (`manual_sequence`), final_state is this device's summand of it.
+    """
+    with_residuals = with_residuals and choice.on_cuda == "cuda"
+    # In Auto mode nothing can leave whose size is the number of shards: the backward repeats the exchange.
+    with_carry = bool(layout.sequence)
+    states = _state_dims(segments)
+
+    def local(axes: Axes, *operands: Any) -> tuple[jax.Array, ...]:
+        o, final_state, residuals, carry = context_parallel.forward(
+            *operands,
+            axes=axes,
+            choice=choice,
+            scale=scale,
+            output_final_state=output_final_state,
+            with_residuals=with_residuals,
+            precision=precision,
+        )
+        kept = (x[None] for x in carry) if with_carry and carry is not None else ()
+        return o, *([final_state] if output_final_state else []), *(residuals or ()), *kept
+
+    out_dims: tuple[str, ...] = ("btHv",)
+    sums: tuple[bool, ...] = (False,)
+    for wanted, more, is_sum in (
+        (output_final_state, (states,), True),
+        (with_residuals, _RESIDUALS, False),
+        (with_carry, _CARRY, False),
+    ):
+        if wanted:
+            out_dims, sums = out_dims + more, sums + (is_sum,) * len(more)
+    results = list(
+        _spread(
+            layout,
+            local,
+            (q, k, v, g, beta, initial_state, segments),
+            (*OPERANDS, states, "bne"),
+            out_dims,
+            sums,
+            (q.shape[-2], v.shape[-2]),
+        )
+    )
+    o = results.pop(0)
+    final_state = results.pop(0) if output_final_state else None
+    residuals = (results.pop(0), results.pop(0)) if with_residuals else None
+    return o, final_state, residuals, Carry(*results) if with_carry else None
+
+
+@functools.partial(jax.jit, static_argnames=("layout", "choice", "scale", "precision"))
+def backward(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    g: jax.Array,
+    beta: jax.Array,
+    initial_state: jax.Array | None,
+    segments: jax.Array | None,
+    residuals: dispatch.Residuals | None,
+    carry: Carry | None,
+    do: jax.Array | None,
+    d_final_state: jax.Array | None,
+    *,
+    layout: Layout,
+    choice: Choice,
+    scale: float,
+    precision: Any = None,
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array, jax.Array | None]:
+    """Gradients of `forward`'s operands; d_initial_state is a summand where its final_state is."""
+    states = _state_dims(segments)
+    stateful = initial_state is not None
+
+    def local(axes: Axes, *operands: Any) -> tuple[jax.Array, ...]:
+        carry = None if operands[8] is None else Carry(*(x[0] for x in operands[8]))
+        operands = (*operands[:8], carry, *operands[9:])
+        gradients: tuple[Any, ...] = context_parallel.backward(
+            *operands, axes=axes, choice=choice, scale=scale, precision=precision
+        )
+        return gradients if stateful else gradients[:5]
+
+    results = _spread(
+        layout,
+        local,
+        (
+            q,
+            k,
+            v,
+            g,
+            beta,
+            initial_state,
+            segments,
+            residuals,
+            None if carry is None else tuple(carry),
+            do,
+            d_final_state,
+        ),
+        (*OPERANDS, states, "bne", _RESIDUALS, _CARRY, "btHv", states),
+        (*OPERANDS, states) if stateful else OPERANDS,
+        (*(False,) * 5, True)[: 6 if stateful else 5],
+        (q.shape[-2], v.shape[-2]),
+    )
+    dq, dk, dv, dg, dbeta = results[:5]
+    return dq, dk, dv, dg, dbeta, results[5] if stateful else None
+
+
+def without_exchange(
+    layout: Layout, recurrence: Callable[..., tuple[jax.Array, jax.Array]], operands: Sequence[Any]
+) -> tuple[jax.Array, jax.Array]:
+    """o and final states by a function in plain JAX, on each device for itself.
+
+    Args:
+        recurrence: of the operands in `dispatch.forward`'s form.
+        operands: those of `forward`.
+
+    Raises:
+        NotImplementedError: the sequence is cut.
+    """
+    if layout.sequence:
+        raise NotImplementedError(
+            f"the sequence is cut over {_described(layout.sequence)}, and implementation='reference' computes whole "
+            "sequences only: use 'cuda' or 'xla'"
+        )
+    flat = _flat(operands, (*OPERANDS, _state_dims(operands[6]), "bne"))
+
+    def local(*arrays: jax.Array) -> tuple[jax.Array, ...]:
+        return context_parallel.on_one_row(recurrence, *flat.rebuild(arrays))
+
+    o, final_state = mapped(layout, local, flat.dims, ("btHv", _state_dims(operands[6])), flat.arrays)
+    return o, final_state
+
+
+def _partitioned(
+    local: Callable[..., tuple[jax.Array, ...]],
+    dims: tuple[str, ...],
+    out_dims: tuple[str, ...],
+    heads: tuple[int, int],
+    mapped_axes: str,
+) -> Callable[..., tuple[jax.Array, ...]]:
+    """local(axes, summed, *arrays) as one operation that Shardy partitions, with a rule for `jax.vmap`.
+
+    `mapped_axes`: a letter for each axis of `jax.vmap` that leads all arrays, before those that `dims` say.
+    `heads`: the numbers of key and value heads.
+    """
+    lead = len(mapped_axes)
+
+    def folded(axes: Axes, *arrays: jax.Array) -> tuple[jax.Array, ...]:
+        """The axes of `jax.vmap` go into the batch, on each device for itself."""
+        sizes = arrays[0].shape[:lead]
+        arrays = tuple(x.reshape(-1, *x.shape[lead + 1 :]) if lead else x for x in arrays)
+        results = local(axes, True, *arrays)
+        return tuple(x.reshape(*sizes, -1, *x.shape[1:]) if lead else x for x in results)
+
+    def whole(*arrays: jax.Array) -> tuple[jax.Array, ...]:
+        return folded((), *arrays)
+
+    operation = custom_partitioning(whole)
+    operation.def_partition(
+        partition=functools.partial(_partition, folded, mapped_axes, dims, out_dims),
+        sharding_rule=_sharding_rule(mapped_axes, dims, out_dims, heads),
+    )
+    # Within the custom_vmap too: of what is around it, differentiation loses sight in a scan.
+    refusing = dispatch.first_order(lambda *arrays: operation(refuse_sharded_export(arrays[0]), *arrays[1:]))
+    batched = jax.custom_batching.custom_vmap(lambda *arrays: refusing(*arrays))
+
+    @batched.def_vmap
+    def one_more(axis_size: int, in_batched: Sequence[bool], *arrays: jax.Array) -> tuple[Any, Any]:
+        arrays = tuple(
+            x if is_batched else jnp.broadcast_to(x, (axis_size, *x.shape))
+            for x, is_batched in zip(arrays, in_batched, strict=True)
+        )
+        letter = chr(ord("A") + 25 - lead)
+        return _partitioned(local, dims, out_dims, heads, letter + mapped_axes)(*arrays), (True,) * len(out_dims)
+
+    return dispatch.first_order(batched)
+
+
+def _sharding_rule(mapped_axes: str, dims: tuple[str, ...], out_dims: tuple[str, ...], heads: tuple[int, int]) -> Any:
+    """The rule for Shardy: all letters are factors, a value head being (key head, one of its r value heads).
+
+    `heads`: the numbers of key and value heads.
+    """
+    ratio = heads[1] // heads[0]
+    # Shardy wants no factor of size 1 in a compound.
+    compound = heads[0] > 1 and ratio > 1
+    value_head = "(h r)" if compound else "h" if ratio == 1 else "fH"
+
+    def factors(shape: str) -> str:
+        names = (value_head if letter == "H" else letter if letter == "h" else f"f{letter}" for letter in shape)
+        return " ".join(names)
+
+    def rule(mesh: Any, value_types: Any, result_types: Any) -> Any:
+        def array(shape: str) -> str:
+            return factors(mapped_axes + shape)
+
+        notation = ", ".join(map(array, dims)) + " -> " + ", ".join(map(array, out_dims))
+        # In order of appearance, as Shardy wants them.
+        letters = dict.fromkeys("".join((*dims, *out_dims)))
+        whole = tuple(f"f{letter}" for letter in letters if letter not in "bthH")
+        return notation, {"need_replication_factors": whole} | ({"r": ratio} if compound else {})
+
+    return rule
+
+
+def _partition(
+    folded: Callable[..., Any],
+    mapped_axes: str,
+    dims: tuple[str, ...],
+    out_dims: tuple[str, ...],
+    mesh: Any,
+    arguments: Any,
+    results: Any,
+) -> tuple[Any, Any, Any, Any]:
+    """What each device computes, once the compiler has decided how the operands are cut."""
+    found: dict[str, Axes] = {}
+    used: set[str] = set()
+    shapes = [
+        (x, mapped_axes + d) for x, d in (*zip(arguments, dims, strict=True), *zip(results, out_dims, strict=True))
+    ]
+    for x, d in shapes:
+        for letter, entry in zip(d, x.sharding.spec, strict=False):
+            letter = "h" if letter == "H" else letter
+            axes = _names(entry)
+            if axes and letter in "bth" + mapped_axes and letter not in found and not used.intersection(axes):
+                found[letter] = axes
+                used.update(axes)
+    for x, d in shapes:
+        for letter, length in zip(d, x.shape, strict=True):
+            letter = "h" if letter == "H" else letter
+            axes = found.get(letter, ())
+            parts = math.prod(mesh.shape[axis] for axis in axes)
+            if length % parts:
+                warnings.warn(
+                    f"{length} cannot be cut evenly over the {parts} devices of {_described(axes)}: operands of "
+                    f"chunk_gated_delta_rule of shape {tuple(x.shape)} are gathered there",
+                    stacklevel=2,
+                )
+                del found[letter]
+
+    def sharding(shape: str) -> NamedSharding:
+        entries = [found.get("h" if letter == "H" else letter) for letter in mapped_axes + shape]
+        return NamedSharding(mesh, P(*entries))
+
+    return (
+        mesh,
+        functools.partial(folded, found.get("t", ())),
+        tuple(map(sharding, out_dims)),
+        tuple(map(sharding, dims)),
+    )

@@ -1,0 +1,184 @@
+"""The short convolution: what its definition says, packed, continued, and cut over devices."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding
+from test_sharding import FAST, MODES, Cut, assert_close, assert_nothing_gathered, mesh_of, spread
+
+import jax_qla
+from jax_qla import MeshAxes, causal_conv1d
+
+B, T, D, W = 2, 40, 6, 4
+
+
+def normal(seed: int, *shape: int) -> jax.Array:
+    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), jnp.float32)
+
+
+def by_definition(x: Any, weight: Any, bias: Any = None, ids: Any = None) -> np.ndarray:
+    """Token by token, in float64; a token sees back to its sequence's first token."""
+    x, weight = np.asarray(x, np.float64), np.asarray(weight, np.float64)
+    y = np.zeros_like(x)
+    for b in range(x.shape[0]):
+        for t in range(x.shape[1]):
+            if ids is not None and ids[b, t] == 0:
+                continue
+            for distance in range(weight.shape[0]):
+                if t < distance or (ids is not None and ids[b, t - distance] != ids[b, t]):
+                    break
+                y[b, t] += weight[-1 - distance] * x[b, t - distance]
+            y[b, t] += 0 if bias is None else np.asarray(bias)
+    return y
+
+
+IDS = np.sort(np.random.default_rng(0).integers(0, 9, (B, T)), axis=1).astype(np.int32)
+IDS[1, 20:] = np.array([1, 2, 1, 1, 0, 1, 1, 2, 2, 2] * 2)  # the same id again, within the filter's reach
+
+
+@pytest.mark.parametrize("width", [1, 2, 4, 50])
+def test_definition(width: int) -> None:
+    x, weight, bias = normal(0, B, T, D), normal(1, width, D), normal(2, D)
+    np.testing.assert_allclose(causal_conv1d(x, weight)[0], by_definition(x, weight), atol=1e-5)
+    packed, _ = causal_conv1d(x, weight, bias, segment_ids=jnp.asarray(IDS))
+    np.testing.assert_allclose(packed, by_definition(x, weight, bias, IDS), atol=1e-5)
+    active, _ = causal_conv1d(x, weight, bias, activation="silu")
+    np.testing.assert_allclose(active, jax.nn.silu(by_definition(x, weight, bias)), atol=1e-5)
+
+
+def test_cu_seqlens_are_segment_ids() -> None:
+    x, weight = normal(0, 1, T, D), normal(1, W, D)
+    for cu_seqlens in ([0, 3, 3, 30, T], [2, 5, 38, 38, 38], [0], [7, 7]):
+        ids = np.zeros((1, T), np.int32)
+        for n, (start, end) in enumerate(itertools.pairwise(cu_seqlens)):
+            ids[0, start:end] = n + 1
+        y, _ = causal_conv1d(x, weight, cu_seqlens=jnp.array(cu_seqlens, jnp.int32))
+        np.testing.assert_allclose(y, by_definition(x, weight, None, ids), atol=1e-5)
+
+
+@pytest.mark.parametrize("first", [0, 1, 2, 3, 30])
+def test_continues_from_its_tail(first: int) -> None:
+    x, weight = normal(0, B, T, D), normal(1, W, D)
+    whole, whole_tail = causal_conv1d(x, weight, output_final_tail=True)
+    start, tail = causal_conv1d(x[:, :first], weight, output_final_tail=True)
+    end, end_tail = causal_conv1d(x[:, first:], weight, initial_tail=tail, output_final_tail=True)
+    np.testing.assert_allclose(jnp.concatenate([start, end], axis=1), whole, atol=1e-6)
+    assert np.array_equal(end_tail, whole_tail)
+
+
+def test_sums_in_float32() -> None:
+    x, weight = normal(0, B, T, D).astype(jnp.bfloat16), normal(1, W, D)
+    y, _ = causal_conv1d(x, weight)
+    assert y.dtype == jnp.bfloat16
+    assert np.array_equal(y, by_definition(x, weight).astype(jnp.bfloat16))
+
+
+def test_a_scan_keeps_no_shifted_copies() -> None:
+    def layers(x: jax.Array, weights: jax.Array) -> jax.Array:
+        return jnp.sum(jax.lax.scan(lambda x, w: (causal_conv1d(x, w, activation="silu")[0], None), x, weights)[0])
+
+    _, residuals = jax.eval_shape(lambda *x: jax.vjp(layers, *x), normal(0, B, T, D), normal(1, 3, W, D))
+    assert sum(x.size >= B * T * D for x in jax.tree.leaves(residuals)) == 1  # x
+
+
+CUT = {
+    "auto": Cut(batch="x", sequence="y"),
+    "named": Cut(heads="x", sequence="y"),
+    "explicit": Cut(batch="x", sequence="y"),
+    "manual": Cut(sequence=("x", "y")),
+    "manual, unchecked": Cut(heads="x", sequence="y"),
+    "partly manual": Cut(batch="x", sequence="y"),
+    "partly manual, named": Cut(heads="x", sequence="y"),
+}
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("mode", MODES)
+def test_cut_over_devices(mode: str, packed: bool) -> None:
+    arrays = [normal(0, B, T, D), normal(1, 7, D), normal(2, D), IDS if packed else normal(3, B, 6, D)]
+    dims = ("bth", "jh", "h", "bt" if packed else "bjh")
+    out_dims = ("bth", "bjh")
+
+    def convolve(axes: MeshAxes | None, x: Any, weight: Any, bias: Any, more: Any) -> Any:
+        option = {"segment_ids" if packed else "initial_tail": more}
+        return causal_conv1d(x, weight, bias, activation="silu", output_final_tail=True, mesh_axes=axes, **option)
+
+    def loss(function: Any, *x: Any) -> Any:
+        y, tail = function(*x[:4])
+        return jnp.sum(jnp.sin(y) * x[4]) + jnp.sum(tail**2), (y, tail)
+
+    def gradients(function: Any) -> Any:
+        argnums = (0, 1, 2) if packed else (0, 1, 2, 3)
+        return jax.jit(
+            jax.value_and_grad(functools.partial(loss, function), argnums, has_aux=True), compiler_options=FAST
+        )
+
+    weight = normal(4, B, T, D)
+    expected = gradients(functools.partial(convolve, None))(*arrays, weight)
+    cut = CUT[mode]
+    mesh = mesh_of(mode)
+    with jax.set_mesh(mesh):
+        placed = [
+            jax.device_put(x, NamedSharding(mesh, cut.spec(d)))
+            for x, d in zip([*arrays, weight], (*dims, "bth"), strict=True)
+        ]
+        function = spread(mode, cut, convolve, dims, out_dims)
+        compiled = gradients(function).lower(*placed).compile()
+        actual = compiled(*placed)
+    assert_close(actual, expected)
+    if mode != "partly manual":
+        assert_nothing_gathered(compiled, besides=B * 6 * D)  # tails
+
+
+def test_vmap_and_forward_mode() -> None:
+    x, weight = normal(0, 3, B, T, D), normal(1, W, D)
+    mapped = jax.vmap(lambda x: causal_conv1d(x, weight)[0])(x)
+    np.testing.assert_allclose(mapped[1], causal_conv1d(x[1], weight)[0], atol=1e-6)
+    _, tangent = jax.jvp(lambda x: causal_conv1d(x, weight)[0], (x[0],), (x[1],))
+    np.testing.assert_allclose(tangent, mapped[1], atol=1e-5)
+
+
+X, WEIGHT = np.ones((2, 8, 3), np.float32), np.ones((4, 3), np.float32)
+
+
+@pytest.mark.parametrize(
+    ("error", "match", "arguments", "options"),
+    [
+        (TypeError, "x must be an array", ([1.0], WEIGHT), {}),
+        (ValueError, r"x must have shape \[B, T, D\]", (X[0], WEIGHT), {}),
+        (TypeError, "x must be bfloat16 or", (X.astype(np.int32), WEIGHT), {}),
+        (ValueError, r"weight must have shape \[W, D\] with W >= 1 and D = 3", (X, WEIGHT[:, :2]), {}),
+        (ValueError, r"bias must have shape \(3,\)", (X, WEIGHT, WEIGHT[0, :2]), {}),
+        (ValueError, "activation must be one of None, 'silu', got 'relu'", (X, WEIGHT), {"activation": "relu"}),
+        (TypeError, "output_final_tail must be", (X, WEIGHT), {"output_final_tail": 1}),
+        (ValueError, "segment_ids must have shape", (X, WEIGHT), {"segment_ids": np.ones((2, 7), np.int32)}),
+        (TypeError, "segment_ids must be int32", (X, WEIGHT), {"segment_ids": np.ones((2, 8), np.int64)}),
+        (ValueError, "B must be 1", (X, WEIGHT), {"cu_seqlens": np.zeros(2, np.int32)}),
+        (ValueError, "got none", (X[:1], WEIGHT), {"cu_seqlens": np.zeros(0, np.int32)}),
+        (
+            ValueError,
+            "give only one",
+            (X[:1], WEIGHT),
+            {"cu_seqlens": np.zeros(2, np.int32), "segment_ids": np.ones((1, 8), np.int32)},
+        ),
+        (
+            ValueError,
+            "not packed",
+            (X, WEIGHT),
+            {"initial_tail": X[:, :3], "segment_ids": np.ones((2, 8), np.int32)},
+        ),
+        (ValueError, r"initial_tail must have shape \(2, 3, 3\)", (X, WEIGHT), {"initial_tail": X[:, :2]}),
+        (TypeError, "initial_tail must have x's dtype", (X, WEIGHT), {"initial_tail": X[:, :3].astype(np.float16)}),
+        (ValueError, "'seq', which is no axis", (X, WEIGHT), {"mesh_axes": MeshAxes(sequence="seq")}),
+    ],
+)
+def test_errors(error: type[Exception], match: str, arguments: Any, options: Any) -> None:
+    with pytest.raises(error, match=match):
+        jax_qla.causal_conv1d(*arguments, **options)

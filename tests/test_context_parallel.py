@@ -1,0 +1,213 @@
+"""Sequences cut over devices: what summarises a shard, how summaries are composed, packed sequences across borders."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+from test_sharding import COLLECTIVE, assert_close
+
+import jax_qla
+from jax_qla import MeshAxes, context_parallel, cuda, xla
+
+DEVICES = 8
+
+
+def normal(seed: int, *shape: int) -> jax.Array:
+    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), jnp.float32)
+
+
+def tokens(length: int, *, batch: int = 1, heads: tuple[int, int] = (1, 2), k: int = 8, v: int = 4) -> list[jax.Array]:
+    """q, k, v, g, beta with unit keys and weak decay, one head without any."""
+    key_heads, value_heads = heads
+    q, keys = (normal(i, batch, length, key_heads, k) / np.sqrt(k) for i in range(2))
+    g = -0.01 * jnp.exp(normal(3, batch, length, value_heads)).at[..., 0].set(0)
+    beta = jax.nn.sigmoid(normal(4, batch, length, value_heads))
+    return [q, keys, normal(2, batch, length, value_heads, v), g, beta]
+
+
+def over_devices(function: Any, in_specs: Any, out_specs: Any, devices: int = DEVICES, **options: Any) -> Any:
+    mesh = jax.make_mesh((devices,), ("seq",), axis_types=(jax.sharding.AxisType.Auto,))
+    return jax.jit(jax.shard_map(function, mesh=mesh, in_specs=in_specs, out_specs=out_specs, **options))
+
+
+SEGMENTS = jnp.array([[0, 70], [70, 70], [75, 130]], jnp.int32)
+
+
+def through_kernels(name: str) -> Any:
+    """The function of this name of `jax_qla.cuda`, with the forward kernels replaced by their equal in plain JAX."""
+
+    def call(*operands: Any, **options: Any) -> Any:
+        with mock.patch.object(cuda, "forward", xla.forward):
+            return getattr(cuda, name)(*operands, **options)
+
+    return call
+
+
+IMPLEMENTATIONS = [
+    pytest.param(functools.partial(getattr, xla), 8, 4, id="xla"),
+    pytest.param(through_kernels, 8, 8, id="cuda, K = V"),
+    pytest.param(through_kernels, 4, 8, id="cuda, K < V"),
+    pytest.param(through_kernels, 8, 4, id="cuda, K > V"),
+]
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize(("function", "k", "v"), IMPLEMENTATIONS)
+def test_results_are_affine_in_the_state(function: Any, k: int, v: int, packed: bool) -> None:
+    batch, segments = (1, SEGMENTS) if packed else (2, None)
+    x = tokens(130, batch=batch, heads=(2, 6), k=k, v=v)
+    state, other = (normal(seed, 3 if packed else batch, 6, k, v) for seed in (5, 6))
+    o, final, _ = xla.forward(*x, state, segments, scale=0.3, output_final_state=True, with_residuals=False)
+
+    transition, response = jax.jit(function("summary"))(*x, other, segments)
+    assert_close(transition @ (state - other) + response, final)
+    forward = functools.partial(function("affine_forward"), scale=0.3, with_residuals=True)
+    own, response, o_of_state, transition, residuals = jax.jit(forward)(*x, segments)
+    assert_close(transition @ state + response, final)
+    row = np.repeat([0, 2, 2], [70, 5, 55])  # rows 70 to 75 lie outside, where all is zero
+    correction = o_of_state[0, :, :, None] @ state[row] if packed else jnp.einsum("bthk,bhkv->bthv", o_of_state, state)
+    assert_close(own + correction.reshape(o.shape), o)
+    assert [r.shape for r in residuals] == [(*o.shape[:3], 64), o.shape[:3]]
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_gradient_of_the_state_alone(packed: bool) -> None:
+    batch, segments = (1, SEGMENTS) if packed else (2, None)
+    x = tokens(130, batch=batch, heads=(2, 6))
+    state, d_final = (normal(seed, 3 if packed else batch, 6, 8, 4) for seed in (5, 6))
+    do = normal(7, *x[2].shape)
+    for cotangents in ((do, d_final), (do, None), (None, d_final)):
+        *_, expected = jax.jit(functools.partial(xla.backward, scale=0.3))(*x, state, segments, None, *cotangents)
+        function = jax.jit(functools.partial(xla.state_gradient, scale=0.3))
+        assert_close(function(*x, None, segments, None, *cotangents), expected)
+
+
+@pytest.mark.parametrize("devices", range(1, DEVICES + 1))
+@pytest.mark.parametrize("reverse", [False, True])
+def test_composition_over_any_number_of_devices(devices: int, reverse: bool) -> None:
+    transition, response = normal(0, devices, 3, 4, 4) / 2, normal(1, devices, 3, 4, 2)
+    function = functools.partial(context_parallel.response_before, axes=("seq",), reverse=reverse)
+    compiled = over_devices(function, P("seq"), P("seq"), devices).lower(transition, response).compile()
+    actual = compiled(transition, response)
+    state = jnp.zeros(response.shape[1:])
+    for i in reversed(range(devices)) if reverse else range(devices):
+        assert np.allclose(actual[i], state, atol=1e-5)
+        state = transition[i] @ state + response[i]
+    # One round for the shift; every other round composes twice as many shards as the one before.
+    sent = [shape for shape, _ in COLLECTIVE.findall(compiled.as_text()) if "4,2]" in shape]
+    assert len(sent) == (0 if devices == 1 else 1 + int(np.ceil(np.log2(devices - 1))))
+
+
+def test_rows_before_reach_over_several_devices() -> None:
+    x = jnp.arange(2 * 16.0).reshape(2, 16)
+    for rows in (1, 2, 5, 16, 20):
+        function = functools.partial(context_parallel.rows_before, rows=rows, axes=("seq",))
+        actual = over_devices(function, P(None, "seq"), P(None, "seq"))(x)
+        padded = jnp.pad(x, ((0, 0), (rows, 0)))
+        expected = jnp.concatenate([padded[:, 2 * i : 2 * i + rows] for i in range(DEVICES)], axis=1)
+        assert np.array_equal(actual, expected)
+
+
+def call(*x: Any, axes: MeshAxes | None = None, **options: Any) -> tuple[jax.Array, jax.Array]:
+    o, final_state = jax_qla.chunk_gated_delta_rule(
+        *x[:5], initial_state=x[5], output_final_state=True, mesh_axes=axes, **options
+    )
+    assert final_state is not None
+    return o, final_state
+
+
+CUT = MeshAxes(sequence="seq")
+SPECS = (*(P(None, "seq"),) * 5, P())
+
+
+def test_shards_do_not_start_from_zero() -> None:
+    """The trap: each shard computed for itself looks right, and is so on the first shard only."""
+    x = (*tokens(DEVICES * 70, heads=(1, 2)), normal(5, 1, 2, 8, 4))  # more than a chunk on every device
+    o, final_state = jax.jit(call)(*x)
+    out_specs = (P(None, "seq"), P())
+    assert_close(over_devices(functools.partial(call, axes=CUT), SPECS, out_specs)(*x), (o, final_state))
+    wrong, _ = over_devices(call, SPECS, out_specs, check_vma=False)(*x)
+    assert_close(wrong[:, :70], o[:, :70])
+    for start in range(70, 70 * DEVICES, 70):
+        part = slice(start, start + 70)
+        assert np.linalg.norm(wrong[:, part] - o[:, part]) > 0.1 * np.linalg.norm(o[:, part])
+
+
+def random_lengths(random: np.random.Generator, total: int, sequences: int) -> np.ndarray:
+    """cu_seqlens: some sequences empty, some one token long, some over many shards, padding before and after."""
+    points = np.sort(random.integers(0, total + 1, sequences + 1))
+    kind = random.integers(0, 4)
+    if kind == 0:
+        points[: sequences // 2] = points[sequences // 2]
+    elif kind == 1:
+        points = np.minimum(points // (total // DEVICES) * (total // DEVICES), total)
+    elif kind == 2:
+        points[1:] = total
+        points[0] = random.integers(0, 3)
+    return points.astype(np.int32)
+
+
+def test_packed_sequences_cross_borders_in_every_way() -> None:
+    length, sequences = DEVICES * 5, 6
+    x = (*tokens(length), normal(5, sequences, 2, 8, 4))
+    weight, state_weight = normal(6, *x[2].shape), normal(7, *x[5].shape)
+
+    def loss(function: Any, cu_seqlens: jax.Array, *x: jax.Array) -> Any:
+        o, final_state = function(*x, cu_seqlens)
+        return jnp.sum(jnp.sin(o) * weight) + jnp.sum(final_state**2 * state_weight), (o, final_state)
+
+    def differentiated(function: Any) -> Any:
+        return jax.jit(jax.value_and_grad(functools.partial(loss, function), argnums=tuple(range(1, 7)), has_aux=True))
+
+    def local(*x: Any) -> Any:
+        return call(*x[:6], axes=CUT, cu_seqlens=x[6])
+
+    cut = differentiated(over_devices(local, (*SPECS, P()), (P(None, "seq"), P())))
+    whole = differentiated(lambda *x: call(*x[:6], cu_seqlens=x[6]))
+    random = np.random.default_rng(0)
+    cases = [np.zeros(sequences + 1, np.int32), *(random_lengths(random, length, sequences) for _ in range(40))]
+    cases.append(np.array([7, 3, 50, 20, 60, -4, 39], np.int32))  # lies: neither sorted nor within
+    for cu_seqlens in cases:
+        (value, (o, final_state)), gradients = cut(cu_seqlens, *x)
+        (expected_value, expected), expected_gradients = whole(cu_seqlens, *x)
+        assert_close((o, final_state), expected)
+        np.testing.assert_allclose(value, expected_value, rtol=1e-4)
+        for actual, wanted in zip(gradients, expected_gradients, strict=True):
+            assert np.linalg.norm(actual - wanted) <= 1e-5 * np.linalg.norm(wanted) + 1e-6, cu_seqlens
+
+
+def test_empty_sequences_keep_their_state_bit_for_bit() -> None:
+    x = (*tokens(DEVICES), normal(5, 4, 2, 8, 4))
+    cu_seqlens = jnp.array([0, 0, 3, 3, 8], jnp.int32)
+    function = over_devices(lambda *x: call(*x[:6], axes=CUT, cu_seqlens=x[6]), (*SPECS, P()), (P(None, "seq"), P()))
+    _, final_state = function(*x, cu_seqlens)
+    for n in (0, 2):
+        assert np.asarray(final_state[n]).tobytes() == np.asarray(x[5][n]).tobytes()
+
+
+def test_documents_by_segment_ids_without_states() -> None:
+    """Equal ids on both sides of a border are one document, and so are not where a border of documents lies there."""
+    ids = jnp.array([[0, 1, 1, 1, 1, 2, 2, 2, 2, 2, 2, 3, 0, 0, 3, 3]], jnp.int32)
+    x = tokens(16)
+
+    def apply(ids: jax.Array, *x: jax.Array, axes: MeshAxes | None = None) -> jax.Array:
+        return jax_qla.chunk_gated_delta_rule(*x, segment_ids=ids, mesh_axes=axes)[0]
+
+    cut = over_devices(functools.partial(apply, axes=CUT), (P(None, "seq"),) * 6, P(None, "seq"))
+
+    def both(function: Any) -> Any:
+        return jax.jit(
+            lambda ids, *x: (
+                function(ids, *x),
+                jax.grad(lambda x: jnp.sum(jnp.sin(function(ids, *x))))(x),
+            )
+        )
+
+    assert_close(both(cut)(ids, *x), both(apply)(ids, *x))

@@ -1,0 +1,316 @@
+"""What a mesh changes besides results: eager calls, halves, policies, messages, export, caches, processes, the docs."""
+
+from __future__ import annotations
+
+import functools
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+from test_sharding import (
+    CUTS,
+    FAST,
+    HV,
+    PROGRAMS,
+    ROWS,
+    SEGMENT_IDS,
+    B,
+    Cut,
+    K,
+    T,
+    V,
+    assert_close,
+    assert_nothing_gathered,
+    collectives,
+    mesh_of,
+    packed,
+    put,
+    rows,
+    spread,
+    states,
+)
+
+import jax_qla
+from jax_qla import MeshAxes
+
+
+def test_segment_ids_without_states() -> None:
+    """Documents kept apart by resets: the id before a shard's first token comes from the device before."""
+    arrays = [*rows(0), SEGMENT_IDS]
+
+    def apply(axes: MeshAxes | None, *x: jax.Array) -> tuple[jax.Array]:
+        options = {"segment_ids": x[5], "use_qk_l2norm_in_kernel": True, "mesh_axes": axes}
+        return (jax_qla.chunk_gated_delta_rule(*x[:5], **options)[0],)
+
+    cut = CUTS["dp x cp"]
+    wanted = jax.jit(lambda *x: apply(None, *x))(*arrays)
+    for mode in ("auto", "explicit", "manual", "partly manual"):
+        mesh = mesh_of(mode)
+        with jax.set_mesh(mesh):
+            x = put(mesh, cut, arrays, (*ROWS, "bt"))
+            o = jax.jit(spread(mode, cut, apply, (*ROWS, "bt"), ("bth",)))(*x)
+        assert_close(o, wanted)
+
+
+def test_halves_under_a_mesh() -> None:
+    x, initial_state = rows(0), states(1, B)
+    do, d_final_state = np.ones((B, T, HV, V), np.float32), states(2, B)
+
+    def both(*x: jax.Array) -> Any:
+        *operands, initial_state, do, d_final_state = x
+        o, final_state, residuals = jax_qla.chunk_gated_delta_rule_fwd(
+            *operands, initial_state=initial_state, output_final_state=True
+        )
+        gradients = jax_qla.chunk_gated_delta_rule_bwd(
+            *operands, residuals, do, d_final_state, initial_state=initial_state
+        )
+        return o, final_state, gradients
+
+    # Unit keys: nothing normalises them here.
+    x[1] /= np.linalg.norm(x[1], axis=-1, keepdims=True)
+    arrays = [*x, initial_state, do, d_final_state]
+    wanted = jax.jit(both)(*arrays)
+    for mode in ("auto", "explicit"):
+        mesh = mesh_of(mode)
+        with jax.set_mesh(mesh):
+            placed = put(mesh, CUTS["tp x cp"], arrays, (*ROWS, "bh", "bth", "bh"))
+            assert_close(jax.jit(both)(*placed), wanted)
+
+
+def test_reference_is_cut_over_batch_and_heads_only() -> None:
+    x = put(mesh_of("explicit"), CUTS["tp"], rows(0), ROWS)
+
+    def apply(*x: jax.Array) -> jax.Array:
+        return jax_qla.chunk_gated_delta_rule(*x, implementation="reference")[0]
+
+    assert_close(jax.jit(apply)(*x), jax.jit(apply)(*rows(0)))
+    sequence = put(mesh_of("explicit"), CUTS["cp"], rows(0), ROWS)
+    with pytest.raises(NotImplementedError, match="cut over mesh axes 'x', 'y', and implementation='reference'"):
+        jax.jit(apply)(*sequence)
+
+
+def test_checkpoint_policy_repeats_neither_forward_nor_exchange() -> None:
+    mesh = mesh_of("explicit")
+    x = put(mesh, CUTS["cp"], rows(0), ROWS)
+
+    def exchanges(names: tuple[str, ...]) -> int:
+        policy = jax.checkpoint_policies.save_only_these_names(*names)
+
+        @functools.partial(jax.checkpoint, policy=policy)
+        def loss(*x: jax.Array) -> jax.Array:
+            return jnp.sum(jax_qla.chunk_gated_delta_rule(*x)[0] ** 2)
+
+        compiled = jax.jit(jax.grad(loss, argnums=(0, 1, 2)), compiler_options=FAST).lower(*x).compile()
+        return sum(operation == "collective-permute" for operation, _, _ in collectives(compiled.as_text()))
+
+    # Forward and backward each take 4 rounds over 8 devices, the first 2 of which also carry a transition.
+    assert exchanges(jax_qla.CHECKPOINT_NAMES) == 2 * 6
+    assert exchanges(jax_qla.RESULT_NAMES) == 3 * 6
+
+
+def arguments(length: int = 16, key_heads: int = 2) -> list[np.ndarray]:
+    q = np.ones((2, length, key_heads, 4), np.float32)
+    v = np.ones((2, length, 4, 4), np.float32)
+    return [q, q, v, -np.ones(v.shape[:3], np.float32), np.ones(v.shape[:3], np.float32)]
+
+
+@pytest.mark.parametrize(
+    ("error", "axes", "length", "match"),
+    [
+        (
+            ValueError,
+            MeshAxes(sequence="z"),
+            16,
+            "mesh_axes.sequence names 'z', which is no axis of the mesh: its axes are 'x', 'y'",
+        ),
+        (ValueError, MeshAxes(batch="x", heads="x"), 16, "mesh_axes names the mesh axis 'x' twice"),
+        (
+            ValueError,
+            MeshAxes(sequence="y"),
+            18,
+            "T = 18 cannot be cut evenly over the 4 devices of mesh axis 'y': pad",
+        ),
+        (ValueError, MeshAxes(batch="y"), 16, "B = 2 cannot be cut evenly over the 4 devices"),
+        (ValueError, MeshAxes(heads="y"), 16, "Hk = 2 cannot be cut evenly over the 4 devices"),
+        (TypeError, ("x", None, None), 16, r"mesh_axes must be a jax_qla.MeshAxes"),
+        (TypeError, MeshAxes(batch=0), 16, "mesh_axes.batch must be a name, a tuple of names or None, got 0"),
+    ],
+)
+def test_names_that_do_not_fit(error: type[Exception], axes: Any, length: int, match: str) -> None:
+    with jax.set_mesh(mesh_of("named")), pytest.raises(error, match=match):
+        jax_qla.chunk_gated_delta_rule(*arguments(length), mesh_axes=axes)
+
+
+def test_name_without_a_mesh() -> None:
+    with pytest.raises(ValueError, match="names 'y', which is no axis of the mesh: there is no mesh; set one with"):
+        jax_qla.chunk_gated_delta_rule(*arguments(), mesh_axes=MeshAxes(sequence="y"))
+
+
+def test_unnamed_auto_axis_beside_manual_ones() -> None:
+    with jax.set_mesh(mesh_of("named")):
+        function: Any = jax.shard_map(
+            lambda *x: jax_qla.chunk_gated_delta_rule(*x)[0],
+            in_specs=P("x"),
+            out_specs=P("x"),
+            axis_names={"x"},
+        )
+        with pytest.raises(NotImplementedError, match="over its Auto mesh axis 'y' cannot be seen: name what"):
+            function(*arguments())
+
+
+def test_sequence_over_manual_and_other_axes() -> None:
+    with jax.set_mesh(mesh_of("named")):
+        function: Any = jax.shard_map(
+            lambda *x: jax_qla.chunk_gated_delta_rule(*x, mesh_axes=MeshAxes(sequence=("x", "y")))[0],
+            in_specs=P(None, "x"),
+            out_specs=P(None, "x"),
+            axis_names={"x"},
+        )
+        with pytest.raises(NotImplementedError, match="of which only x is manual"):
+            function(*arguments())
+
+
+def test_specs_that_cannot_be_kept_warn() -> None:
+    mesh = mesh_of("explicit")
+    x = arguments()
+    wanted = jax_qla.chunk_gated_delta_rule(*x)[0]
+    with jax.set_mesh(mesh):
+        values = [*x[:2], *(jax.device_put(a, NamedSharding(mesh, P(None, None, "y"))) for a in x[2:])]
+        with pytest.warns(UserWarning, match="Hk = 2 cannot be cut evenly over the 4 devices of mesh axis 'y'"):
+            assert_close(jax_qla.chunk_gated_delta_rule(*values)[0], wanted)
+        by_token = [jax.device_put(a, NamedSharding(mesh, P(None, "x"))) for a in x[:2]]
+        others = [jax.device_put(a, NamedSharding(mesh, P("x"))) for a in x[2:]]
+        with pytest.warns(UserWarning, match="cut over mesh axis 'x' along its axis 0, others along another"):
+            assert_close(jax_qla.chunk_gated_delta_rule(*by_token, *others)[0], wanted)
+        keys = [jax.device_put(a, NamedSharding(mesh, P(None, None, None, "y"))) for a in x[:2]]
+        with pytest.warns(UserWarning, match="cut over mesh axis 'y' along its axis 3, and is gathered there"):
+            assert_close(jax_qla.chunk_gated_delta_rule(*keys, *x[2:])[0], wanted)
+
+
+def test_without_jit() -> None:
+    """Auto, called eagerly: partitioned all the same, and compiled once."""
+    x = put(mesh_of("auto"), CUTS["dp x cp"], rows(0), ROWS)
+    o, _ = jax_qla.chunk_gated_delta_rule(*x)
+    assert o.sharding.is_equivalent_to(x[2].sharding, o.ndim)
+    with mock.patch.object(jax_qla.sharding, "_partition", side_effect=AssertionError("compiled again")):
+        again, _ = jax_qla.chunk_gated_delta_rule(*x)
+    assert np.array_equal(again, o)
+
+
+@pytest.mark.parametrize(("key_heads", "value_heads"), [(1, 1), (1, 4), (4, 4), (2, 8)])
+def test_auto_ratios_of_heads(key_heads: int, value_heads: int) -> None:
+    """Shardy takes no factor of size 1 beside others, so the rule has several forms."""
+    x: list[Any] = [np.ones((2, 16, heads, 4), np.float32) for heads in (key_heads, key_heads, value_heads)]
+    x += [-np.ones((2, 16, value_heads), np.float32), np.ones((2, 16, value_heads), np.float32)]
+    cut = Cut(batch="x", sequence="y") if key_heads == 1 else Cut(heads="x", sequence="y")
+    placed = put(mesh_of("auto"), cut, x, ROWS)
+    compiled = jax.jit(lambda *x: jax_qla.chunk_gated_delta_rule(*x)[0]).lower(*placed).compile()
+    assert_close(compiled(*placed), jax_qla.chunk_gated_delta_rule(*x)[0])
+    assert_nothing_gathered(compiled)
+
+
+def test_auto_heads_that_do_not_divide() -> None:
+    """Two key heads on four devices: computed right, whatever is gathered for it."""
+    mesh = mesh_of("auto")
+    x = arguments()
+    placed = [*x[:2], *(jax.device_put(a, NamedSharding(mesh, P(None, None, "y"))) for a in x[2:])]
+    with pytest.warns(UserWarning, match="2 cannot be cut evenly over the 4 devices of mesh axis 'y'"):
+        assert_close(jax.jit(jax_qla.chunk_gated_delta_rule)(*placed)[0], jax_qla.chunk_gated_delta_rule(*x)[0])
+
+
+@pytest.mark.parametrize("mode", ["explicit", "named", "manual"])
+def test_export(mode: str) -> None:
+    pytest.importorskip("flatbuffers", reason="jax.export serialises with flatbuffers")
+    mesh, cut = mesh_of(mode), CUTS["tp x cp"]
+    program = PROGRAMS["packed"]
+    with jax.set_mesh(mesh):
+        arrays = put(mesh, cut, program.arrays, program.dims)
+        function = jax.jit(spread(mode, cut, packed, program.dims, program.out_dims))
+        exported = jax.export.export(function)(*arrays)
+        loaded = jax.export.deserialize(exported.serialize())
+        assert exported.nr_devices == 8
+        assert_close(loaded.call(*arrays), function(*arrays))
+
+
+def test_export_from_an_auto_mesh_is_refused() -> None:
+    program = PROGRAMS["packed"]
+    arrays = put(mesh_of("auto"), CUTS["cp"], program.arrays, program.dims)
+    with pytest.raises(NotImplementedError, match="cannot be exported from a mesh with Auto axes"):
+        jax.export.export(jax.jit(lambda *x: packed(None, *x)))(*arrays)
+
+
+CACHED = """
+import sys
+import jax
+jax.config.update("jax_num_cpu_devices", 4)
+jax.config.update("jax_compilation_cache_dir", sys.argv[2])
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+jax.config.update("jax_remove_custom_partitioning_ptr_from_cache_key", True)
+import numpy as np
+from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
+import jax_qla
+
+hits = []
+jax.monitoring.register_event_listener(lambda name, **_: hits.append(name) if name.endswith("cache_hits") else None)
+kind = AxisType.Auto if sys.argv[1] == "auto" else AxisType.Explicit
+mesh = jax.make_mesh((4,), ("seq",), axis_types=(kind,))
+x = [np.ones((1, 16, 2, 4), np.float32)] * 3 + [np.ones((1, 16, 2), np.float32)] * 2
+x = [jax.device_put(a, NamedSharding(mesh, P(None, "seq"))) for a in x]
+jax.jit(lambda *x: jax_qla.chunk_gated_delta_rule(*x)[0]).lower(*x).compile()
+print("hits", len(hits))
+"""
+
+
+@pytest.mark.parametrize("mode", ["auto", "explicit"])
+def test_persistent_compilation_cache_hits_in_another_process(mode: str, tmp_path: Path) -> None:
+    def hits() -> int:
+        command = [sys.executable, "-c", CACHED, mode, str(tmp_path)]
+        result = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
+        return int(result.stdout.split()[-1])
+
+    assert hits() == 0
+    assert hits() == 1
+
+
+def test_several_processes() -> None:
+    script = Path(__file__).parents[1] / "examples" / "multi_process.py"
+    command = [sys.executable, str(script), "--launch", "2", "--cpu", "--length", "200"]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.count("2 devices (cpu): 200 tokens") == 2
+
+
+def test_documentation() -> None:
+    text = (Path(__file__).parents[1] / "docs" / "sharding.md").read_text()
+    namespace: dict[str, Any] = {}
+    blocks = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    assert len(blocks) == 8
+    for block in blocks:
+        exec(block, namespace)
+
+
+@pytest.mark.parametrize("devices", [2, 4, 8])
+def test_communicated_bytes_are_as_documented(devices: int) -> None:
+    mesh = jax.make_mesh((devices,), ("seq",), axis_types=(AxisType.Explicit,))
+    with jax.set_mesh(mesh):
+        x = [jax.device_put(a, NamedSharding(mesh, P(None, "seq"))) for a in rows(0)]
+
+        def loss(*x: jax.Array) -> jax.Array:
+            return jnp.sum(jax_qla.chunk_gated_delta_rule(*x)[0] ** 2)
+
+        compiled = jax.jit(jax.grad(loss, argnums=tuple(range(5))), compiler_options=FAST).lower(*x).compile()
+    sent = sum(
+        elements for operation, _, elements in collectives(compiled.as_text()) if operation == "collective-permute"
+    )
+    rounds = int(np.ceil(np.log2(devices - 1)))
+    assert sent == 2 * B * HV * K * ((rounds + 1) * V + max(rounds - 1, 0) * K)
