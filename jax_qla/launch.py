@@ -5,7 +5,7 @@ A launch plan (jax_qla/kernels/plan.py extracts it, jax_qla/store.py keeps it) i
     name                  the kernel's name in its cubin
     grid, block, cluster  three expressions each
     shared                bytes of dynamic shared memory
-    pdl                   whether it is launched with programmatic stream serialization
+    pdl                   whether it is launched with programmatic stream serialization behind another of its sequence
     operands              [{name, dtype, shape}], shapes as expressions
     scalars               [{name, dtype}]
     arguments             in the kernel's order: {kind: "pointer", operand}, {kind: "scalar", dtype, value} or
@@ -96,8 +96,8 @@ def launch(
     shapes = {name: (tuple(x.shape), x.dtype.name) for name, x in operands.items()}
     buffers = {name: index for index, name in enumerate(shapes)}
     plan = [_PLAN_VERSION, len(steps)]
-    for step, kernel in zip(steps, kernels, strict=True):
-        plan += _numbers(step, kernel.plan, shapes, buffers)
+    for index, (step, kernel) in enumerate(zip(steps, kernels, strict=True)):
+        plan += _numbers(step, kernel.plan, shapes, buffers, first=index == 0)
     arrays = _vary_alike(list(inputs.values()))
     # A bare ShapeDtypeStruct would not vary over the manual axes of a surrounding shard_map, as the operands do.
     like = jax.typeof(arrays[0])
@@ -178,8 +178,14 @@ def _numbers(
     plan: Mapping[str, Any],
     shapes: Mapping[str, tuple[tuple[int, ...], str]],
     buffers: Mapping[str, int],
+    *,
+    first: bool,
 ) -> list[int]:
-    """The part of the attribute `plan` for one kernel; ffi/plan.h says what each number is."""
+    """The part of the attribute `plan` for one kernel; ffi/plan.h says what each number is.
+
+    The `first` of a sequence never starts before the end of what precedes it: that is not ours, and kernels wait only
+    for what they know of.
+    """
     sizes = _bind(step, plan, shapes)
 
     def values(expressions: Any) -> list[int]:
@@ -189,7 +195,7 @@ def _numbers(
         return buffers[step.rename.get(operand, operand)]
 
     numbers = [*values(plan["grid"]), *values(plan["block"]), *values(plan["cluster"])]
-    numbers += [evaluate(plan["shared"], sizes), int(plan["pdl"]), len(plan["arguments"])]
+    numbers += [evaluate(plan["shared"], sizes), int(plan["pdl"] and not first), len(plan["arguments"])]
     for argument in plan["arguments"]:
         kind = argument["kind"]
         if kind == "pointer":

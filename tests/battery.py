@@ -14,10 +14,10 @@ Three relative errors are measured of each result, in the Euclidean norm:
                that row or to the root mean square row of its head, whichever is larger
 No reference norm is taken smaller than float32 can resolve (`UNDERFLOW`).
 
-dg_t and dbeta_t are inner products, of K V and of V terms whose signs are random: <dS_t, S_t> and <k_t^T dS_t, delta_t>. By
-chance such a sum can be far smaller than the Euclidean length of its terms (`terms`), and what the rounding of its operands
-does to it is in proportion to the latter. With `Limits.of_terms`, the reference value of either counts as at least that
-length. Everything else is purely relative.
+dg_t and dbeta_t are inner products, <dS_t, S_t> and <k_t^T dS_t, delta_t>, of K V and of V terms with random signs. By
+chance such a sum can be far smaller than the Euclidean length of its terms (`terms`), and what the rounding of its
+operands does to it is in proportion to the latter. With `Limits.of_terms`, the reference value of either counts as at
+least that length. Everything else is purely relative.
 """
 
 from __future__ import annotations

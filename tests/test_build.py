@@ -40,13 +40,15 @@ def numbers(
     inputs: Mapping[str, jax.ShapeDtypeStruct],
     outputs: Mapping[str, jax.ShapeDtypeStruct],
     scalars: Mapping[str, int | float],
+    launches: int = 1,
 ) -> list[int]:
-    """The numbers of a program's launch, behind version and number of kernels."""
+    """The numbers of a program's launches, behind version and number of kernels."""
     made = compiled(name)
     kernel = store.Kernel(hashlib.sha256(made.cubin).hexdigest(), made.plan, "built")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(store, "lookup", lambda name, config: kernel)
-        jaxpr = jax.make_jaxpr(lambda **given: launch.launch([launch.Step(name, None, scalars)], given, outputs))
+        steps = [launch.Step(name, None, scalars)] * launches
+        jaxpr = jax.make_jaxpr(lambda **given: launch.launch(steps, given, outputs))
         (equation,) = jaxpr(**inputs).eqns
     return dict(equation.params["attributes"])["plan"].val.tolist()[2:]
 
@@ -104,7 +106,11 @@ def test_cluster() -> None:
 
 def test_programmatic_dependent_launch() -> None:
     x = shape(jnp.float32, 6, 128)
-    assert numbers("dependent", {"x": x}, {"y": x}, {})[:11] == [*(6, 1, 1), *(128, 1, 1), *(1, 1, 1), 0, 1]
+    twice = numbers("dependent", {"x": x}, {"y": x}, {}, launches=2)
+    first, second = twice[: len(twice) // 2], twice[len(twice) // 2 :]
+    # The first does not overlap with what precedes it: that is not of the sequence.
+    assert first[:11] == [*(6, 1, 1), *(128, 1, 1), *(1, 1, 1), 0, 0]
+    assert second[:11] == [*(6, 1, 1), *(128, 1, 1), *(1, 1, 1), 0, 1]
     assert "griddepcontrol.wait" in compiled("dependent").source or "cudaGridDependency" in compiled("dependent").source
 
 

@@ -68,6 +68,7 @@ def test_convolution_keeps_sequences_apart_even_where_an_id_comes_back() -> None
     packed = causal_convolution(x, kernel, None, jnp.array([[1, 1, 2, 1, 0, 1, 1]]))
     bounds = [0, 2, 3, 4, 5, 7]
     separate = [causal_convolution(x[:, a:b], kernel) for a, b in itertools.pairwise(bounds)]
+    separate[3] = jnp.zeros_like(separate[3])  # padding
     np.testing.assert_allclose(packed, jnp.concatenate(separate, axis=1), atol=1e-6)
 
 

@@ -22,7 +22,8 @@ def causal_convolution(
         kernel: [width, channels].
         tail: [B, width - 1, channels], the tokens before x; zeros if None.
         segment_ids: int32 [B, T]: a token sees tokens of its own sequence only, where a sequence is a maximal run of
-            equal ids other than 0 within a row; 0 where the id is 0. Not together with `tail`, whose tokens have no ids.
+            equal ids other than 0 within a row; where the id is 0, so is the result. Not together with `tail`, whose
+            tokens have no ids.
 
     Returns:
         [B, T, channels] in x's dtype.
