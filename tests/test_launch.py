@@ -326,7 +326,7 @@ def test_launch_through_the_extension(driver: StubDriver, tmp_path: Path, monkey
     y = jax.jit(lambda x: run(x))(x)
     (launched,) = driver.launches()
     expected: dict[str, Any] = {"kernel": "scale_kernel", "grid": [3, 6, 1], "block": [128, 1, 1], "cluster": [1, 2, 1]}
-    expected |= {"shared_bytes": 6144, "dependent_launch": True}
+    expected |= {"shared_bytes": 6144, "dependent_launch": False}
     assert {name: launched[name] for name in expected} == expected
     tensor_map, *others = launched["arguments"]
     assert others == [y.unsafe_buffer_pointer(), 0xBFC00000, 2**32 - 4, 2**64 - 2**41]
