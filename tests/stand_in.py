@@ -10,7 +10,7 @@ from unittest import mock
 
 import jax
 
-from jax_qla import dispatch, xla
+from jax_qla import decode, dispatch, reference, xla
 from jax_qla.segments import CHUNK
 
 TARGET = "jax_qla.tests.stand_in"
@@ -35,9 +35,16 @@ def _backward(*operands: Any, **options: Any) -> Any:
     return _mark(dq), *others
 
 
+def _recurrent(*operands: Any, scale: float, output_final_state: bool) -> Any:
+    o, final_state = reference.recurrent(*operands, None, scale=scale)
+    if not output_final_state:
+        return _mark(o), None
+    return _mark(o), final_state if operands[5] is None else final_state.astype(operands[5].dtype)
+
+
 def forget_traces() -> None:
-    """Makes the next calls of `dispatch.forward` and `dispatch.backward` trace the implementations again."""
-    for function in (dispatch.forward, dispatch.backward):
+    """Makes the next calls of the functions that are traced once trace the implementations again."""
+    for function in (dispatch.forward, dispatch.backward, decode.kernel_where_it_runs):
         jitted: Any = function
         jitted.clear_cache()
 
@@ -46,7 +53,8 @@ def forget_traces() -> None:
 def kernels(objection: str | None = None) -> Iterator[None]:
     """`jax_qla.cuda` replaced by a module that takes everything, or nothing because of `objection`."""
     module = types.ModuleType("jax_qla.cuda")
-    functions = {"forward": _forward, "backward": _backward, "why_not": lambda q, k, v, **_: objection}
+    functions = {"forward": _forward, "backward": _backward, "recurrent": _recurrent}
+    functions |= dict.fromkeys(("why_not", "why_not_recurrent"), lambda q, k, v, **_: objection)
     vars(module).update(functions)
     with mock.patch.dict("sys.modules", {module.__name__: module}):
         try:
