@@ -1,7 +1,8 @@
 """The Hopper implementation: which kernels run, in which order, on which arrays.
 
 Forward is two kernels in one FFI call (prepare, forward), backward three (states, state_gradients, gradients), decoding
-one (recurrent, on a dense batch as it is). The others work on flat token arrays, dense batches included: a dense batch is a packed one whose tables are constants.
+one (recurrent, on a dense batch as it is). The others work on flat token arrays, dense batches included: a dense batch
+is a packed one whose tables are constants.
 Intermediate results (h, dh, Vd) are results of the call that are dropped here.
 
 Memory of the backward besides its operands and results, in elements of v's dtype: h and dh, ceil(T / 64) * Hv * K * V
@@ -12,7 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -62,7 +63,7 @@ def why_not_recurrent(q: Any, k: Any, v: Any, *, call: RecurrentCall, build: boo
 
 
 def _why_not(
-    q: Any, k: Any, v: Any, build: bool | None, kernels: Collection[str], state_dtype: str | None = None
+    q: Any, k: Any, v: Any, build: bool | None, kernels: frozenset[str], state_dtype: str | None = None
 ) -> str | None:
     if q.dtype.name not in DTYPES:
         return f"q, k and v must be bfloat16 or float16 for the kernels of 'cuda', got {q.dtype.name}"
@@ -79,7 +80,7 @@ def _why_not(
 
 @functools.cache
 def _needed(
-    kernels: Collection[str], key_dim: int, value_dim: int, dtype: str, state_dtype: str | None
+    kernels: frozenset[str], key_dim: int, value_dim: int, dtype: str, state_dtype: str | None
 ) -> tuple[tuple[str, Any], ...]:
     """(name, Config) of all packaged kernels with these names, for these sizes."""
     sizes = {"key_dim": key_dim, "value_dim": value_dim, "dtype": dtype, "state_dtype": state_dtype}

@@ -102,8 +102,8 @@ def _plain(
 ) -> _Results:
     """The recurrence in plain JAX: "xla" without a loop where tokens are few, "reference" as a loop."""
     function = reference.recurrent if name == "xla" else reference.recurrence
-    o, final_state = function(*operands, segments, scale=scale)
-    initial_state = operands[5]
+    q, k, v, g, beta, initial_state = operands
+    o, final_state = function(q, k, v, g, beta, initial_state, segments, scale=scale)
     if initial_state is not None and initial_state.dtype == jnp.bfloat16:
         final_state = final_state.astype(jnp.bfloat16)
     return o, final_state if output_final_state else None

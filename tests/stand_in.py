@@ -35,11 +35,13 @@ def _backward(*operands: Any, **options: Any) -> Any:
     return _mark(dq), *others
 
 
-def _recurrent(*operands: Any, scale: float, output_final_state: bool) -> Any:
-    o, final_state = reference.recurrent(*operands, None, scale=scale)
+def _recurrent(
+    q: Any, k: Any, v: Any, g: Any, beta: Any, initial_state: Any, *, scale: float, output_final_state: bool
+) -> Any:
+    o, final_state = reference.recurrent(q, k, v, g, beta, initial_state, None, scale=scale)
     if not output_final_state:
         return _mark(o), None
-    return _mark(o), final_state if operands[5] is None else final_state.astype(operands[5].dtype)
+    return _mark(o), final_state if initial_state is None else final_state.astype(initial_state.dtype)
 
 
 def forget_traces() -> None:
@@ -53,7 +55,7 @@ def forget_traces() -> None:
 def kernels(objection: str | None = None) -> Iterator[None]:
     """`jax_qla.cuda` replaced by a module that takes everything, or nothing because of `objection`."""
     module = types.ModuleType("jax_qla.cuda")
-    functions = {"forward": _forward, "backward": _backward, "recurrent": _recurrent}
+    functions: dict[str, Any] = {"forward": _forward, "backward": _backward, "recurrent": _recurrent}
     functions |= dict.fromkeys(("why_not", "why_not_recurrent"), lambda q, k, v, **_: objection)
     vars(module).update(functions)
     with mock.patch.dict("sys.modules", {module.__name__: module}):

@@ -366,9 +366,7 @@ def program(config: Config):
                             total = 0.0
                             if i < rows:
                                 inner = rows_k_s[at, i] - rise_s[at, i] * z_dots_s[at, i]
-                                total = (
-                                    rows_q_s[at, i] + scale * rise_s[at, i] * q_dots_s[at, i] + beta_s[at, i] * inner
-                                )
+                                total = rows_q_s[at, i] + scale * rise_s[at, i] * q_dots_s[at, i] + beta_s[at, i] * inner
                                 for x in T.unroll(4):
                                     total = total - (columns_q_s[at, x, i] + columns_k_s[at, x, i])
                                 if beta_s[at, i] != 0:
@@ -422,7 +420,9 @@ def program(config: Config):
                     z_k = T.alloc_fragment((C, 64), "float32")
                     y_k = T.alloc_fragment((C, 64), "float32")
                     dots = T.alloc_local((4,), "float32")
-                    T.annotate_layout({x: accumulator_layout(x.shape[1], 128) for x in (s_k, kk, z_k, y_k, dk_f)})
+                    T.annotate_layout(
+                        {x: accumulator_layout(x.shape[1], 128) for x in (s_k, kk, z_k, y_k, dk_f)}
+                    )
                     T.clear(dk_f)
                     T.barrier_wait(keys_ready[0], 0)
                     for r_k in T.serial(ratio):
@@ -454,8 +454,12 @@ def program(config: Config):
                         T.barrier_wait(h_loaded[0], at_k)
                         T.barrier_wait(dh_loaded[0], at_k)
                         for part in tuple(range(K // 64)):
-                            T.wgmma_gemm(dx_s[at_k, :, :], h_s[:, part * 64 : part * 64 + 64], z_k, clear_accum=True)
-                            T.wgmma_gemm(vd_s[at_k, :, :], dh_s[:, part * 64 : part * 64 + 64], y_k, clear_accum=True)
+                            T.wgmma_gemm(
+                                dx_s[at_k, :, :], h_s[:, part * 64 : part * 64 + 64], z_k, clear_accum=True
+                            )
+                            T.wgmma_gemm(
+                                vd_s[at_k, :, :], dh_s[:, part * 64 : part * 64 + 64], y_k, clear_accum=True
+                            )
                             T.wait_wgmma(1)
                             T.call_extern(
                                 "handle",
