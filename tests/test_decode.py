@@ -28,7 +28,8 @@ def decode(*operands: Any, **options: Any) -> Any:
 
 
 def expected(*operands: Any) -> Any:
-    return recurrence(*operands, None, scale=SCALE)
+    q, k, v, g, beta, state = operands
+    return recurrence(q, k, v, g, beta, state, None, scale=SCALE)
 
 
 def operands(batch: int = 2, length: int = 3, seed: int = 0) -> tuple[jax.Array, ...]:
@@ -78,9 +79,9 @@ def test_cuda_is_refused_on_cpu() -> None:
 
 
 def kernel_shapes(key_dim: int = 64, dtype: Any = jnp.bfloat16) -> tuple[jax.ShapeDtypeStruct, ...]:
-    shape = jax.ShapeDtypeStruct
-    q, gate = shape((1, 2, 2, key_dim), dtype), shape((1, 2, 2), jnp.float32)
-    return q, q, q, gate, gate, shape((1, 2, key_dim, key_dim), jnp.float32)
+    q = jax.ShapeDtypeStruct((1, 2, 2, key_dim), dtype)
+    gate = jax.ShapeDtypeStruct((1, 2, 2), jnp.float32)
+    return q, q, q, gate, gate, jax.ShapeDtypeStruct((1, 2, key_dim, key_dim), jnp.float32)
 
 
 @pytest.mark.parametrize(
@@ -193,9 +194,12 @@ def test_vmap(function: Any, batched: Sequence[int | None]) -> None:
     y = [a if axis is None else b for a, b, axis in zip(first, second, batched, strict=True)]
     both = jax.tree.map(lambda *z: jnp.stack(z), expected(*first), expected(*y))
     assert_close(jax.vmap(function, batched)(*x), both)
+
     # Twice, with the gradient of a sum inside.
-    loss = lambda f: lambda *x: sum(jnp.sum(jnp.sin(z)) for z in f(*x))  # noqa: E731
-    gradient = lambda f: jax.vmap(jax.vmap(jax.grad(loss(f), 5), batched), (None,) * 5 + (0,))  # noqa: E731
+    def gradient(f: Any) -> Any:
+        loss = lambda *x: sum(jnp.sum(jnp.sin(z)) for z in f(*x))  # noqa: E731
+        return jax.vmap(jax.vmap(jax.grad(loss, 5), batched), (None,) * 5 + (0,))
+
     twice = [*x[:5], jnp.stack((x[5], 2 * x[5]))]
     assert_close(gradient(function)(*twice), gradient(expected)(*twice), 1e-5)
 

@@ -216,7 +216,11 @@ IN_PLACE = PLAN | {
     "operands": [{"name": name, "dtype": "float32", "shape": ["n"]} for name in ("x", "y", "z")],
     "scalars": [],
     "arguments": [{"kind": "pointer", "operand": name} for name in ("x", "y", "z")],
-    **{"grid": [1, 1, 1], "block": [32, 1, 1], "cluster": [1, 1, 1], "shared": 0, "pdl": False},
+    "grid": [1, 1, 1],
+    "block": [32, 1, 1],
+    "cluster": [1, 1, 1],
+    "shared": 0,
+    "pdl": False,
 }
 
 

@@ -69,11 +69,11 @@ def inputs(case: Case) -> tuple[Any, ...]:
     beta = random.uniform(size=values[:3])
     g[:, -1, 0] = 0.0
     g[0, 0, -1] = -np.inf
-    beta[-1, 0, -1] = 0.0
+    if case.initial_state:  # else nothing would be left to compare with
+        beta[-1, 0, 0] = 0.0
     state = random.normal(size=(case.batch, case.value_heads, case.key_dim, case.value_dim))
-    q, k, v = (jnp.asarray(x, case.dtype) for x in (q, k, v))
-    g, beta = (jnp.asarray(x, jnp.float32) for x in (g, beta))
-    return q, k, v, g, beta, jnp.asarray(state, case.state_dtype) if case.initial_state else None
+    rows = [jnp.asarray(x, case.dtype) for x in (q, k, v)] + [jnp.asarray(x, jnp.float32) for x in (g, beta)]
+    return *rows, jnp.asarray(state, case.state_dtype) if case.initial_state else None
 
 
 def decode(*operands: Any, output_final_state: bool = True) -> Any:
@@ -86,7 +86,9 @@ def decode(*operands: Any, output_final_state: bool = True) -> Any:
 def in_float64(*operands: Any) -> tuple[np.ndarray, np.ndarray]:
     """o and final_state by the recurrence, on the host."""
     with jax.enable_x64(True), jax.default_device(jax.devices("cpu")[0]):
-        wide = [None if x is None else jnp.asarray(np.asarray(x.astype(jnp.float32)), jnp.float64) for x in operands]
+        wide: list[Any] = [
+            None if x is None else jnp.asarray(np.asarray(x.astype(jnp.float32)), jnp.float64) for x in operands
+        ]
         q, k, v, g, beta, state = wide
         o, final_state = jax.jit(functools.partial(recurrence, scale=q.shape[3] ** -0.5))(q, k, v, g, beta, state, None)
         return np.asarray(o), np.asarray(final_state)
