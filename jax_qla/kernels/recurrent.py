@@ -10,11 +10,11 @@ For every sequence and value head h (key head h // r, r = Hv / Hk), token by tok
 which is the recurrence with the decay taken out of the products, so that one pass over S serves both. Arithmetic is float32;
 S is rounded to its dtype once, when it is stored.
 
-Plan, one block per (sequence, tile of 32 value columns, value head), 128 threads; six or eight blocks fit a multiprocessor, which keeps
-its reads under way:
+Plan, one block per (sequence, tile of 32 value columns, value head), 128 threads; six or eight blocks fit a
+multiprocessor, so that their reads keep the memory busy:
 
-    thread t          4 columns (t % 8) of the K / 16 rows t // 8, t // 8 + 16, ...: reads of 16 bytes, whole sectors
-    <.>, S^T k, S^T q over a thread's rows, then lanes 8 and 16 apart by shuffles, then the four warps through shared memory
+    the state         thread t has 4 columns (t % 8) of the K / 16 rows t // 8, t // 8 + 16, ..., read by 4 elements: whole sectors
+    u, w and <q, k>   over a thread's rows, then lanes 8 and 16 apart by shuffles, then the four warps through shared memory
     q, k, v, g, beta  fetched one token ahead, to the other one of two buffers in shared memory
     one barrier a token: behind it lie this token's sums of all warps and the next token's operands
 
