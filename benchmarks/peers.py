@@ -122,11 +122,11 @@ def _torch() -> Any:
 def _measure(function: Callable[[], Mapping[str, Any]]) -> Measurement:
     samples = {name: _sample(x) for name, x in function().items()}
     call = repeat_calls(partial(_seconds_of_calls, function))
-    graph = _captured(function)
-    return Measurement(repeat(partial(_seconds_of_replays, graph), CALLS), call, samples)
+    graph = captured(function)
+    return Measurement(repeat(partial(seconds_of_replays, graph), CALLS), call, samples)
 
 
-def _captured(function: Callable[[], object]) -> Any:
+def captured(function: Callable[[], object]) -> Any:
     """A CUDA graph of CALLS calls."""
     torch = _torch()
     for _ in range(3):
@@ -146,7 +146,7 @@ def _captured(function: Callable[[], object]) -> Any:
     return graph
 
 
-def _seconds_of_replays(graph: Any, times: int) -> float:
+def seconds_of_replays(graph: Any, times: int) -> float:
     torch = _torch()
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     start.record()

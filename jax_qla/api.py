@@ -18,9 +18,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jax_qla import dispatch, reference, sharding, vjp
+from jax_qla import decode, dispatch, reference, sharding, vjp
 from jax_qla.checks import Checked, check, check_gradient
-from jax_qla.implementations import Choice, choose
+from jax_qla.implementations import Choice, RecurrentCall, choose
 from jax_qla.segments import CHUNK, gates_with_resets, segments_from_cu_seqlens
 from jax_qla.sharding import Layout, MeshAxes
 
@@ -374,21 +374,32 @@ def recurrent_gated_delta_rule(
     output_final_state: bool = False,
     use_qk_l2norm_in_kernel: bool = False,
     cu_seqlens: jax.Array | None = None,
+    implementation: str | Sequence[str] | None = None,
 ) -> tuple[jax.Array, jax.Array | None]:
     """The gated delta rule token by token: one or a few tokens from a state, for decoding.
 
-    Computes what `chunk_gated_delta_rule` computes, with its conventions, by plain JAX on any platform. Arithmetic is
-    float32 (float64 with a float64 operand), K and V are of any size, and JAX differentiates it in every mode and
-    order.
+    Computes what `chunk_gated_delta_rule` computes, with its conventions. Arithmetic is float32 (float64 with a float64
+    operand), and JAX differentiates it in every mode and order; derivatives are those of the recurrence in plain JAX.
+
+    The kernel of "cuda" writes the final state into the memory of the initial one. In a loop that carries the state, or
+    under `jax.jit` with the state among `donate_argnums`, nothing is copied; elsewhere XLA copies the state first.
 
     Args:
-        All as in `chunk_gated_delta_rule`.
+        All as in `chunk_gated_delta_rule`, but for:
+        initial_state: float32 or bfloat16; it is read once and written once, whatever the number of tokens.
+        implementation: "cuda" (a Hopper kernel; K and V 64 or 128, bfloat16 or float16, without cu_seqlens), "xla" (the
+            recurrence in plain JAX on any platform, for any size, written out for few tokens), "reference" (the same as
+            a loop), or a sequence of these, of which the first is taken that can compute the operands on the platform
+            that the program is lowered for. None is ("cuda", "xla"). A single name is never replaced by another.
 
     Returns:
-        o, final_state: as in `chunk_gated_delta_rule`.
+        o: as in `chunk_gated_delta_rule`.
+        final_state: as in `chunk_gated_delta_rule`, but in bfloat16 where initial_state is.
 
     Raises:
         TypeError, ValueError: as in `chunk_gated_delta_rule`.
+        NotImplementedError: no implementation asked for can take the operands; or, when the program is lowered, "cuda"
+            was asked for and the platform is not CUDA.
 
     Example:
         >>> import jax.numpy as jnp, jax_qla
@@ -411,13 +422,17 @@ def recurrent_gated_delta_rule(
         output_final_state=output_final_state,
         use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
         cu_seqlens=cu_seqlens,
+        state_dtypes=("float32", "bfloat16"),
     )
+    state_dtype = "float32" if initial_state is None else jnp.dtype(initial_state.dtype).name
+    call = RecurrentCall(packed=cu_seqlens is not None, state_dtype=state_dtype)
+    choice = choose(q, k, v, implementation=implementation, precision=None, recurrent=call)
     q, k, v, g, beta, initial_state, cu_seqlens = _arrays(q, k, v, g, beta, initial_state, cu_seqlens)
     if use_qk_l2norm_in_kernel:
         q, k = _l2norm(q), _l2norm(k)
     segments = None if cu_seqlens is None else segments_from_cu_seqlens(cu_seqlens, v.shape[1])
-    o, final_state = reference.recurrent(q, k, v, _widen(g), _widen(beta), initial_state, segments, scale=checked.scale)
-    return o, final_state if output_final_state else None
+    operands = (q, k, v, _widen(g), _widen(beta), initial_state, segments)
+    return decode.recurrent(*operands, choice=choice, scale=checked.scale, output_final_state=output_final_state)
 
 
 def _compute(options: vjp.Options, operands: Sequence[Any]) -> tuple[jax.Array, jax.Array | None]:

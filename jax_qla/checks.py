@@ -38,11 +38,13 @@ def check(
     max_segments: Any = None,
     precision: Any = None,
     gate_dtypes: Sequence[str] = ("bfloat16", "float16", "float32"),
+    state_dtypes: Sequence[str] = ("float32",),
 ) -> Checked:
     """Checks the arguments of `chunk_gated_delta_rule` against each other.
 
     Only shapes and dtypes of arrays are looked at, so ShapeDtypeStructs will do. `implementation` is checked where it
-    is understood, in `implementations.choose`. `gate_dtypes` are those accepted for g and beta.
+    is understood, in `implementations.choose`. `gate_dtypes` are those accepted for g and beta, `state_dtypes` those
+    for initial_state.
 
     Raises:
         TypeError: an argument is of the wrong type or dtype.
@@ -90,7 +92,7 @@ def check(
         leading = ("B", "max_segments") if segment_ids is not None else ("N" if cu_seqlens is not None else "B",)
         axes = (*leading, "Hv", "K", "V")
         _rank("initial_state", initial_state, axes)
-        _dtype("initial_state", initial_state, ("float32", "float64") if wide else ("float32",))
+        _dtype("initial_state", initial_state, (*state_dtypes, "float64") if wide else state_dtypes)
         _shape("initial_state", initial_state, state_shape, f"[{', '.join(axes)}]")
 
     _check_precision(precision)

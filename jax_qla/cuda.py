@@ -1,7 +1,8 @@
 """The Hopper implementation: which kernels run, in which order, on which arrays.
 
-Forward is two kernels in one FFI call (prepare, forward), backward three (states, state_gradients, gradients). All of
-them work on flat token arrays, dense batches included: a dense batch is a packed one whose tables are constants.
+Forward is two kernels in one FFI call (prepare, forward), backward three (states, state_gradients, gradients), decoding
+one (recurrent, on a dense batch as it is). The others work on flat token arrays, dense batches included: a dense batch
+is a packed one whose tables are constants.
 Intermediate results (h, dh, Vd) are results of the call that are dropped here.
 
 Memory of the backward besides its operands and results, in elements of v's dtype: h and dh, ceil(T / 64) * Hv * K * V
@@ -20,10 +21,12 @@ import jax.numpy as jnp
 
 from jax_qla import segments as tables
 from jax_qla import store
+from jax_qla.implementations import RecurrentCall
 from jax_qla.kernels import PACKAGED
 from jax_qla.kernels import forward as forward_kernel
 from jax_qla.kernels import gradients as gradients_kernel
 from jax_qla.kernels import prepare as prepare_kernel
+from jax_qla.kernels import recurrent as recurrent_kernel
 from jax_qla.kernels import state_gradients as state_gradients_kernel
 from jax_qla.kernels import states as states_kernel
 from jax_qla.kernels.common import CHUNK
@@ -34,6 +37,9 @@ HEAD_DIMS = (64, 128)
 
 DTYPES = ("bfloat16", "float16")
 """Dtypes of q, k and v that kernels exist for."""
+
+_RECURRENT = frozenset({"recurrent"})
+_CHUNKED = frozenset(name for name, _ in PACKAGED) - _RECURRENT
 
 _MULTIPROCESSORS = 132  # of an H100 or H200 SXM
 
@@ -46,6 +52,19 @@ def why_not(q: Any, k: Any, v: Any, *, build: bool | None = None) -> str | None:
         build: whether kernels that are neither packaged nor cached may be built, where that is possible, when the call
             is traced. None leaves it to `launch`, which builds them or refuses.
     """
+    return _why_not(q, k, v, build, _CHUNKED)
+
+
+def why_not_recurrent(q: Any, k: Any, v: Any, *, call: RecurrentCall, build: bool | None = None) -> str | None:
+    """As `why_not`, for `recurrent`."""
+    if call.packed:
+        return "the decoding kernel of 'cuda' takes dense batches only, without cu_seqlens"
+    return _why_not(q, k, v, build, _RECURRENT, call.state_dtype)
+
+
+def _why_not(
+    q: Any, k: Any, v: Any, build: bool | None, kernels: frozenset[str], state_dtype: str | None = None
+) -> str | None:
     if q.dtype.name not in DTYPES:
         return f"q, k and v must be bfloat16 or float16 for the kernels of 'cuda', got {q.dtype.name}"
     key_dim, value_dim = k.shape[-1], v.shape[-1]
@@ -53,21 +72,23 @@ def why_not(q: Any, k: Any, v: Any, *, build: bool | None = None) -> str | None:
         return f"K and V must be 64 or 128 for the kernels of 'cuda', got K={key_dim} and V={value_dim}"
     if (reason := unavailable()) or build is None:
         return reason
-    for name, config in _needed(key_dim, value_dim, q.dtype.name):
+    for name, config in _needed(kernels, key_dim, value_dim, q.dtype.name, state_dtype):
         if reason := store.why_not_at_hand(name, config, build=build):
             return f"its kernels are not built: {reason}"
     return None
 
 
 @functools.cache
-def _needed(key_dim: int, value_dim: int, dtype: str) -> tuple[tuple[str, Any], ...]:
-    """(name, Config) of all packaged kernels for these sizes."""
-    sizes = {"key_dim": key_dim, "value_dim": value_dim, "dtype": dtype}
+def _needed(
+    kernels: frozenset[str], key_dim: int, value_dim: int, dtype: str, state_dtype: str | None
+) -> tuple[tuple[str, Any], ...]:
+    """(name, Config) of all packaged kernels with these names, for these sizes."""
+    sizes = {"key_dim": key_dim, "value_dim": value_dim, "dtype": dtype, "state_dtype": state_dtype}
 
     def fits(config: Any) -> bool:
         return all(sizes.get(field, value) == value for field, value in store.config_fields(config).items())
 
-    return tuple((name, config) for name, config in PACKAGED if fits(config))
+    return tuple((name, config) for name, config in PACKAGED if name in kernels and fits(config))
 
 
 def forward(
@@ -149,6 +170,41 @@ def backward(
     )
     dq, dk, dv, dg, dbeta = (call.unflat(results[name]) for name in ("dq", "dk", "dv", "dg", "dbeta"))
     return dq, dk, dv, dg, dbeta, results["d_initial_state"] if initial_state is not None else None
+
+
+def recurrent(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    g: jax.Array,
+    beta: jax.Array,
+    initial_state: jax.Array | None,
+    *,
+    scale: float,
+    output_final_state: bool,
+) -> tuple[jax.Array, jax.Array | None]:
+    """o and final_state of at least one token, from a dense batch; the contract is `decode.recurrent`'s.
+
+    The final state takes the memory of the initial one.
+    """
+    batch, _, value_heads, value_dim = v.shape
+    key_heads, key_dim = k.shape[2:]
+    state_dtype = jnp.dtype(jnp.float32) if initial_state is None else initial_state.dtype
+
+    def state_shape(given: bool) -> jax.ShapeDtypeStruct:  # an empty array is "not given" and "not wanted"
+        return jax.ShapeDtypeStruct((batch if given else 0, value_heads, key_dim, value_dim), state_dtype)
+
+    config = recurrent_kernel.Config(key_dim, value_dim, q.dtype.name, state_dtype.name)
+    in_place = initial_state is not None and output_final_state
+    if initial_state is None:
+        initial_state = jnp.zeros(state_shape(False).shape, state_dtype)
+    results = launch(
+        [Step("recurrent", config, {"scale": scale, "ratio": value_heads // key_heads})],
+        {"q": q, "k": k, "v": v, "g": g, "beta": beta, "initial_state": initial_state},
+        {"o": jax.ShapeDtypeStruct(v.shape, v.dtype), "final_state": state_shape(output_final_state)},
+        {"initial_state": "final_state"} if in_place else {},
+    )
+    return results["o"], results["final_state"] if output_final_state else None
 
 
 def affine_forward(

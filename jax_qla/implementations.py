@@ -9,10 +9,11 @@ one for programs lowered for CUDA and one for all others.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import importlib
 from collections.abc import Sequence
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
@@ -42,25 +43,44 @@ class Choice:
         return self.on_cuda == self.elsewhere
 
 
+class RecurrentCall(NamedTuple):
+    """What the choice for `recurrent_gated_delta_rule` depends on besides q, k and v."""
+
+    packed: bool
+    """Whether the batch is one row of several sequences."""
+    state_dtype: str
+    """Of the states."""
+
+
 def load(name: str) -> ModuleType:
     """The module of "cuda" or "xla", imported when first needed: `jax_qla.cuda` needs the compiled extension."""
     return importlib.import_module(f"jax_qla.{name}")
 
 
-def choose(q: Any, k: Any, v: Any, *, implementation: str | Sequence[str] | None, precision: Any) -> Choice:
+def choose(
+    q: Any,
+    k: Any,
+    v: Any,
+    *,
+    implementation: str | Sequence[str] | None,
+    precision: Any,
+    recurrent: RecurrentCall | None = None,
+) -> Choice:
     """Chooses by the first name that can take the operands, on CUDA and elsewhere.
 
     Args:
         q, k, v: arrays or ShapeDtypeStructs, already checked against each other.
         implementation: a name, a sequence of names in order of preference, or None for ("cuda", "xla").
         precision: the option of the same name; only "xla" has it.
+        recurrent: given for a call of `recurrent_gated_delta_rule`, where "xla" is the recurrence in plain JAX.
 
     Raises:
         TypeError, ValueError: `implementation` is not a known name or a sequence of such.
         NotImplementedError: no name can take the operands; the message says why for each.
     """
     names = _names(implementation)
-    objections = {name: _objection(name, q, k, v, precision, alternatives=len(names) > 1) for name in names}
+    alternatives = len(names) > 1
+    objections = {name: _objection(name, q, k, v, precision, recurrent, alternatives=alternatives) for name in names}
     able = [name for name in names if objections[name] is None]
     if not able:
         reasons = [f"{name!r}: {objections[name]}" if len(names) > 1 else objections[name] for name in names]
@@ -109,23 +129,28 @@ def _names(implementation: str | Sequence[str] | None) -> tuple[str, ...]:
     return tuple(dict.fromkeys(names))
 
 
-def _objection(name: str, q: Any, k: Any, v: Any, precision: Any, *, alternatives: bool) -> str | None:
+def _objection(
+    name: str, q: Any, k: Any, v: Any, precision: Any, recurrent: RecurrentCall | None, *, alternatives: bool
+) -> str | None:
     """Why `name` cannot compute the call, or None."""
     if name != "xla" and precision is not None:
         return f"precision is an option of 'xla' only, got precision={precision!r}"
-    if name == "reference":
+    if name == "reference" or (name == "xla" and recurrent is not None):
         return None
     try:
         module = load(name)
     except ImportError as error:
         return f"its modules cannot be imported ({error})"
+    why_not = module.why_not
+    if recurrent is not None:
+        why_not = functools.partial(module.why_not_recurrent, call=recurrent)
     if name != "cuda" or not alternatives:
-        return module.why_not(q, k, v)
+        return why_not(q, k, v)
     # A card that cannot run the kernels, and kernels that would have to be built where nothing runs them, count only
     # where another implementation may step in. Kernels asked for by name alone are built and lowered on any host, and
     # the extension refuses the card when it loads them.
     devices = _cuda_devices()
-    return _unsuitable(devices) or module.why_not(q, k, v, build=bool(devices))
+    return _unsuitable(devices) or why_not(q, k, v, build=bool(devices))
 
 
 def _cuda_devices() -> Sequence[Any]:

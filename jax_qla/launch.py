@@ -68,7 +68,10 @@ class Step:
 
 
 def launch(
-    steps: Sequence[Step], inputs: Mapping[str, jax.Array], outputs: Mapping[str, jax.ShapeDtypeStruct]
+    steps: Sequence[Step],
+    inputs: Mapping[str, jax.Array],
+    outputs: Mapping[str, jax.ShapeDtypeStruct],
+    aliases: Mapping[str, str] | None = None,
 ) -> dict[str, jax.Array]:
     """Launches kernels one after the other in one FFI call.
 
@@ -76,6 +79,8 @@ def launch(
         steps: the kernels, in order.
         inputs: operands of the call by name; those that no kernel uses are left out of it.
         outputs: shapes and dtypes of its results, workspaces included; a kernel may read what an earlier one wrote.
+        aliases: names of inputs, each with the name of the output of the same shape and dtype that takes its memory.
+            XLA copies such an input first if anything else still needs it.
 
     Returns:
         The results by name.
@@ -102,7 +107,9 @@ def launch(
     # A bare ShapeDtypeStruct would not vary over the manual axes of a surrounding shard_map, as the operands do.
     like = jax.typeof(arrays[0])
     result_types = [like.update(shape=x.shape, dtype=x.dtype, weak_type=False) for x in outputs.values()]
-    results = jax.ffi.ffi_call(TARGET, result_types)(
+    operand_index, result_index = ({name: i for i, name in enumerate(x)} for x in (inputs, outputs))
+    in_place = {operand_index[source]: result_index[target] for source, target in (aliases or {}).items()}
+    results = jax.ffi.ffi_call(TARGET, result_types, input_output_aliases=in_place)(
         *arrays,
         cubins=",".join(kernel.sha256 for kernel in kernels),
         functions=",".join(kernel.plan["name"] for kernel in kernels),

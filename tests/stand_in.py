@@ -10,7 +10,7 @@ from unittest import mock
 
 import jax
 
-from jax_qla import dispatch, sharding, xla
+from jax_qla import decode, dispatch, reference, sharding, xla
 from jax_qla.segments import CHUNK
 
 TARGET = "jax_qla.tests.stand_in"
@@ -35,6 +35,15 @@ def _backward(*operands: Any, **options: Any) -> Any:
     return _mark(dq), *others
 
 
+def _recurrent(
+    q: Any, k: Any, v: Any, g: Any, beta: Any, initial_state: Any, *, scale: float, output_final_state: bool
+) -> Any:
+    o, final_state = reference.recurrent(q, k, v, g, beta, initial_state, None, scale=scale)
+    if not output_final_state:
+        return _mark(o), None
+    return _mark(o), final_state if initial_state is None else final_state.astype(initial_state.dtype)
+
+
 def _affine_forward(*operands: Any, with_residuals: bool, **options: Any) -> Any:
     o, *others, _ = xla.affine_forward(*operands, with_residuals=False, **options)
     v, g = operands[2], operands[3]
@@ -43,7 +52,7 @@ def _affine_forward(*operands: Any, with_residuals: bool, **options: Any) -> Any
 
 
 def forget_traces() -> None:
-    """Makes the next calls of the functions of `sharding` and `dispatch` trace the implementations again."""
+    """Makes the next calls of the functions that are traced once trace the implementations again."""
     for function in (
         sharding.forward,
         sharding.backward,
@@ -52,6 +61,7 @@ def forget_traces() -> None:
         dispatch.summary,
         dispatch.backward,
         dispatch.state_gradient,
+        decode.kernel_where_it_runs,
     ):
         jitted: Any = function
         jitted.clear_cache()
@@ -61,14 +71,15 @@ def forget_traces() -> None:
 def kernels(objection: str | None = None) -> Iterator[None]:
     """`jax_qla.cuda` replaced by a module that takes everything, or nothing because of `objection`."""
     module = types.ModuleType("jax_qla.cuda")
-    functions = {
+    functions: dict[str, Any] = {
         "forward": _forward,
         "affine_forward": _affine_forward,
         "summary": xla.summary,
         "backward": _backward,
         "state_gradient": xla.state_gradient,
-        "why_not": lambda q, k, v, **_: objection,
+        "recurrent": _recurrent,
     }
+    functions |= dict.fromkeys(("why_not", "why_not_recurrent"), lambda q, k, v, **_: objection)
     vars(module).update(functions)
     with mock.patch.dict("sys.modules", {module.__name__: module}):
         try:

@@ -244,6 +244,31 @@ def test_kernels_fit_the_calls_of_the_implementation(packed: bool, monkeypatch: 
     ]
 
 
+@pytest.mark.parametrize("state_dtype", [None, jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("output_final_state", [True, False])
+def test_decoding_kernel_fits_its_call(
+    state_dtype: Any, output_final_state: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As above; the final state takes the memory of the initial one where there are both."""
+    monkeypatch.setattr(store, "lookup", lowered_kernel)
+    q, v = shape(jnp.float16, 3, 2, 2, 64), shape(jnp.float16, 3, 2, 6, 128)
+    g = shape(jnp.float32, 3, 2, 6)
+    state = None if state_dtype is None else shape(state_dtype, 3, 6, 64, 128)
+
+    def function(q: Any, v: Any, g: Any, state: Any) -> Any:
+        return cuda.recurrent(q, q, v, g, g, state, scale=0.1, output_final_state=output_final_state)
+
+    o, final_state = jax.eval_shape(function, q, v, g, state)
+    assert (o.dtype, o.shape) == (v.dtype, v.shape)
+    assert (final_state is not None) == output_final_state
+    if final_state is not None:
+        assert (final_state.dtype, final_state.shape) == (state_dtype or jnp.float32, (3, 6, 64, 128))
+    lowered = jax.jit(function).trace(q, v, g, state).lower(lowering_platforms=("cuda",)).as_text()
+    assert re.findall(r'functions = "([^"]*)"', lowered) == ["recurrent_kernel"]
+    in_place = re.findall(r"output_operand_alias<output_tuple_indices = \[(\d)\], operand_index = (\d)", lowered)
+    assert in_place == ([("1", "5")] if state is not None and output_final_state else [])
+
+
 @functools.cache
 def lowered_kernel(name: str, config: Any) -> store.Kernel:
     """A kernel with its real plan and no cubin."""

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from jax_qla import segments as tables
-from jax_qla.kernels import forward, gradients, prepare, state_gradients, states
+from jax_qla.kernels import forward, gradients, prepare, recurrent, state_gradients, states
 from jax_qla.reference import recurrence
 
 TOLERANCE = 1e-12
@@ -171,3 +171,38 @@ def test_dtypes_are_the_kernels(dtype: str) -> None:
     slots = tables.slot_count(TOKENS, len(bounds))
     assert found["h"].shape == found["dh"].shape == (slots, 6, VALUE_DIM, KEY_DIM)
     assert found["a"].shape == (TOKENS, 6, 64)
+
+
+def expected_of_recurrent(*operands: Any) -> tuple[jax.Array, jax.Array]:
+    q, k, v, g, beta, state = operands
+    return recurrence(q, k, v, g, beta, state, None, scale=SCALE)
+
+
+@pytest.mark.parametrize("heads", HEADS)
+@pytest.mark.parametrize("tokens", [1, 25])
+@pytest.mark.parametrize("given_state", [True, False])
+def test_recurrent(heads: str, tokens: int, given_state: bool) -> None:
+    given = inputs(3, tokens, 3, HEADS[heads])
+    ratio = HEADS[heads][1] // HEADS[heads][0]
+    rows: Any = [given[name] for name in ("q", "k", "v", "g", "beta")]
+    state = given["initial_state"] if given_state else given["initial_state"][:0]
+    q, k, v, g, beta = rows
+    found = recurrent.specification(q, k, v, g, beta, state, ratio=ratio, scale=SCALE)
+    right = expected_of_recurrent(*rows, state if given_state else None)
+    for name, x, y in zip(("o", "final_state"), found, right, strict=True):
+        assert x.dtype == jnp.float64
+        assert float(jnp.linalg.norm(x - y)) <= TOLERANCE * float(jnp.linalg.norm(y)), name
+
+
+@pytest.mark.parametrize("state_dtype", ["float32", "bfloat16"])
+def test_dtypes_of_recurrent(state_dtype: str) -> None:
+    given = inputs(2, 3, 2, HEADS["grouped"])
+    rows: Any = [
+        given[name].astype("bfloat16" if name in ("q", "k", "v") else "float32")
+        for name in ("q", "k", "v", "g", "beta")
+    ]
+    state = given["initial_state"].astype(state_dtype)
+    q, k, v, g, beta = rows
+    o, final_state = recurrent.specification(q, k, v, g, beta, state, ratio=3, scale=SCALE)
+    assert (o.dtype, o.shape) == (jnp.bfloat16, v.shape)
+    assert (final_state.dtype, final_state.shape) == (state.dtype, state.shape)

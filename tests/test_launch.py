@@ -212,6 +212,32 @@ def test_renamed_operands_and_several_kernels(monkeypatch: pytest.MonkeyPatch) -
     assert set(jax.eval_shape(function, tokens())) == {"y", "z"}
 
 
+IN_PLACE = PLAN | {
+    "operands": [{"name": name, "dtype": "float32", "shape": ["n"]} for name in ("x", "y", "z")],
+    "scalars": [],
+    "arguments": [{"kind": "pointer", "operand": name} for name in ("x", "y", "z")],
+    "grid": [1, 1, 1],
+    "block": [32, 1, 1],
+    "cluster": [1, 1, 1],
+    "shared": 0,
+    "pdl": False,
+}
+
+
+def in_place(x: jax.Array) -> dict[str, jax.Array]:
+    """A kernel of x with the results z and y, where y takes the memory of x."""
+    result = jax.ShapeDtypeStruct(x.shape, x.dtype)
+    return launch.launch([step(scalars={})], {"unused": x, "x": x}, {"z": result, "y": result}, {"x": "y"})
+
+
+def test_aliases(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are counted among the operands that are passed, and the plan is what it would be without."""
+    use(monkeypatch, {"scale": IN_PLACE})
+    made = call(in_place, jnp.zeros(4))
+    assert dict(made["input_output_aliases"]) == {0: 1}
+    assert made["plan"].tolist() == [1, 1, *(1, 1, 1), *(32, 1, 1), *(1, 1, 1), 0, 0, 3, *(0, 0), *(0, 2), *(0, 1)]
+
+
 # What does not fit is a bug of jax_qla, and says where.
 
 
@@ -333,3 +359,16 @@ def test_launch_through_the_extension(driver: StubDriver, tmp_path: Path, monkey
     geometry = SimpleNamespace(**tensor_map)
     assert geometry.address == x.unsafe_buffer_pointer()
     assert (geometry.dims, geometry.strides, geometry.box) == ([64, 6, 130], [128, 768], [64, 1, 32])
+
+
+def test_aliases_through_the_extension(driver: StubDriver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A donated operand is updated where it lies; one that is needed afterwards is copied."""
+    use(monkeypatch, {"scale": IN_PLACE}, write_cubin(tmp_path, {"scale_kernel": [8, 8, 8]}))
+    x = jnp.arange(4.0)
+    address = x.unsafe_buffer_pointer()
+    kept = jax.block_until_ready(jax.jit(lambda x: in_place(x))(x))
+    donated = jax.block_until_ready(jax.jit(lambda x: in_place(x), donate_argnums=0)(x))
+    first, second = (launched["arguments"] for launched in driver.launches())
+    assert first[0] == first[1] == kept["y"].unsafe_buffer_pointer() != address
+    assert second[0] == second[1] == donated["y"].unsafe_buffer_pointer() == address
+    assert x.is_deleted()

@@ -9,10 +9,11 @@ from __future__ import annotations
 import itertools
 from typing import Any
 
-from jax_qla.kernels import forward, gradients, prepare, state_gradients, states
+from jax_qla.kernels import forward, gradients, prepare, recurrent, state_gradients, states
 
 _HEAD_DIMS = (64, 128)
 _DTYPES = ("bfloat16", "float16")
+_STATE_DTYPES = ("float32", "bfloat16")  # for decoding, where the state is what there is to read
 
 
 def _packaged() -> tuple[tuple[str, Any], ...]:
@@ -25,6 +26,8 @@ def _packaged() -> tuple[tuple[str, Any], ...]:
             kernels.append(("forward", forward.Config(key_dim, value_dim, dtype, value_tile)))
             kernels.append(("states", states.Config(key_dim, value_dim, dtype, value_tile)))
             kernels.append(("state_gradients", state_gradients.Config(key_dim, value_dim, dtype, value_tile)))
+        for state_dtype in _STATE_DTYPES:
+            kernels.append(("recurrent", recurrent.Config(key_dim, value_dim, dtype, state_dtype)))
     return tuple(kernels)
 
 

@@ -1,0 +1,109 @@
+"""One or a few tokens from a state, on whichever implementation the platform lowered for has.
+
+Unlike the chunked rule, this is differentiable in every mode and order: the derivatives are those of the recurrence in
+plain JAX, whatever computes the values. A batch axis of `jax.vmap` becomes part of the batch.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jax_qla import reference
+from jax_qla.dispatch import match_varying
+from jax_qla.implementations import Choice, load
+from jax_qla.refusal import refuse
+
+_Results = tuple[jax.Array, jax.Array | None]
+
+
+def recurrent(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    g: jax.Array,
+    beta: jax.Array,
+    initial_state: jax.Array | None,
+    segments: jax.Array | None,
+    *,
+    choice: Choice,
+    scale: float,
+    output_final_state: bool,
+) -> _Results:
+    """o and final_state of the gated delta rule, token by token.
+
+    Args:
+        q, k: [B, T, Hk, K]. v: [B, T, Hv, V] of the same dtype. g (log decay), beta: [B, T, Hv], at least float32.
+        initial_state: [N, Hv, K, V] or None for zeros; N = B without segments.
+        segments: None (dense), or int32 [N, 2] with the start and end row of every sequence; B = 1.
+        choice: the implementations; "cuda" is dense only.
+        scale: factor of q.
+        output_final_state: whether to return the final state.
+
+    Returns:
+        o [B, T, Hv, V] in v's dtype; final_state [N, Hv, K, V], or None, in bfloat16 if initial_state is, and else in
+        float32, or float64 with a float64 operand.
+    """
+    operands = (q, k, v, g, beta, initial_state)
+    # Without a token there is nothing to compute, and the kernel reads at least one.
+    if choice.on_cuda != "cuda" or v.shape[0] * v.shape[1] == 0:
+        return _plain(choice.on_cuda, operands, segments, scale, output_final_state)
+    return kernel_where_it_runs(*operands, choice=choice, scale=scale, output_final_state=output_final_state)
+
+
+@functools.partial(jax.jit, static_argnames=("choice", "scale", "output_final_state"))
+def kernel_where_it_runs(
+    *operands: Any, choice: Choice, scale: float, output_final_state: bool
+) -> tuple[jax.Array, jax.Array | None]:
+    """`recurrent` of a dense batch with at least one token where `choice.on_cuda` is "cuda"."""
+
+    def by_kernel(*operands: Any) -> _Results:
+        results = load("cuda").recurrent(*operands, scale=scale, output_final_state=output_final_state)
+        return match_varying(results, operands)
+
+    def by_recurrence(*operands: Any) -> _Results:
+        name = choice.elsewhere or "xla"  # for derivatives alone, where there is no other implementation
+        return match_varying(_plain(name, operands, None, scale, output_final_state), operands)
+
+    @jax.custom_batching.custom_vmap
+    def batchable(*operands: Any) -> _Results:
+        if choice.elsewhere is not None:
+            return jax.lax.platform_dependent(*operands, cuda=by_kernel, default=by_recurrence)
+        refusal = functools.partial(refuse, reason=choice.why_elsewhere)
+        q = jax.lax.platform_dependent(operands[0], cuda=lambda q: q, default=refusal)
+        return by_kernel(q, *operands[1:])
+
+    @batchable.def_vmap
+    def into_the_batch(axis_size: int, in_batched: Sequence[Any], *operands: Any) -> tuple[Any, Any]:
+        def fold(x: jax.Array, is_batched: bool) -> jax.Array:
+            x = x if is_batched else jnp.broadcast_to(x, (axis_size, *x.shape))
+            return x.reshape(axis_size * x.shape[1], *x.shape[2:])
+
+        results = batchable(*jax.tree.map(fold, operands, tuple(in_batched)))
+        results = jax.tree.map(lambda x: x.reshape(axis_size, x.shape[0] // axis_size, *x.shape[1:]), results)
+        return results, jax.tree.map(lambda _: True, results)
+
+    differentiable = jax.custom_jvp(batchable)
+
+    @differentiable.defjvp
+    def of_the_recurrence(primals: Any, tangents: Any) -> tuple[_Results, _Results]:
+        return differentiable(*primals), jax.jvp(by_recurrence, primals, tangents)[1]
+
+    results: _Results = differentiable(*match_varying(operands, operands))
+    return results
+
+
+def _plain(
+    name: str, operands: Sequence[Any], segments: jax.Array | None, scale: float, output_final_state: bool
+) -> _Results:
+    """The recurrence in plain JAX: "xla" without a loop where tokens are few, "reference" as a loop."""
+    function = reference.recurrent if name == "xla" else reference.recurrence
+    q, k, v, g, beta, initial_state = operands
+    o, final_state = function(q, k, v, g, beta, initial_state, segments, scale=scale)
+    if initial_state is not None and initial_state.dtype == jnp.bfloat16:
+        final_state = final_state.astype(jnp.bfloat16)
+    return o, final_state if output_final_state else None

@@ -1,0 +1,235 @@
+"""One or a few tokens from a state, for decoding: the state is read once, kept in registers over the tokens, and written once.
+
+For every sequence and value head h (key head h // r, r = Hv / Hk), token by token, with S the state before the token, [K, V]:
+
+    u = S^T k,  w = S^T q                                   [V], [V]
+    delta = beta (v - exp(g) u)                             [V]
+    o = scale (exp(g) w + <q, k> delta)                     [V]        stored in the dtype of v
+    S = exp(g) S + k delta^T                                [K, V]
+
+which is the recurrence with the decay taken out of the products, so that one pass over S serves both. Arithmetic is float32;
+S is rounded to its dtype once, when it is stored.
+
+Plan, one block per (sequence, tile of 32 value columns, value head), 128 threads; six or eight blocks fit a
+multiprocessor, so that their reads keep the memory busy:
+
+    the state         thread t has 4 columns (t % 8) of the K / 16 rows t // 8, t // 8 + 16, ..., read by 4 elements: whole sectors
+    u, w and <q, k>   over a thread's rows, then lanes 8 and 16 apart by shuffles, then the four warps through shared memory
+    q, k, v, g, beta  fetched one token ahead, to the other one of two buffers in shared memory
+    one barrier a token: behind it lie this token's sums of all warps and the next token's operands
+
+A thread writes the elements of the state that it has read and no others, after all of the block's reads: `final_state` may be
+`initial_state` itself.
+"""
+
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+
+from jax_qla.kernels import common
+
+__all__ = ["PASS_CONFIGS", "Config", "program", "specification"]
+
+PASS_CONFIGS = common.PASS_CONFIGS
+
+_THREADS = 128
+_COLUMNS = 4  # of a thread
+_TILE = 8 * _COLUMNS
+_LINES = _THREADS // 8  # rows that the block covers at once
+
+
+@dataclass(frozen=True)
+class Config:
+    """Sizes this program is specialised for: `key_dim`, `value_dim` 64 or 128, `dtype` "bfloat16" or "float16", and `state_dtype`
+    "float32" or "bfloat16"."""
+
+    key_dim: int = 128
+    value_dim: int = 128
+    dtype: str = "bfloat16"
+    state_dtype: str = "float32"
+
+
+def program(config: Config):
+    """The TileLang program. Numbers of sequences, tokens and heads are run-time values."""
+    import tilelang.language as T
+
+    K, V, dtype, state_dtype = config.key_dim, config.value_dim, config.dtype, config.state_dtype
+    tiles, lines = V // _TILE, K // _LINES
+    sequences, length, key_heads, value_heads = T.dynamic("sequences, length, key_heads, value_heads")
+    initial_states, final_states = T.dynamic("initial_states, final_states")  # sequences, or 0: not given, not wanted
+
+    @T.macro
+    def fetch(q, k, v, g, beta, n, t, key_head, head, tile, tx, fetched):
+        """One token: q and k of key element `tx`; v of column `tx` of the tile by warp 0, g and beta by the last warp."""
+        if tx < K:
+            fetched[0] = T.cast(q[n, t, key_head, tx], "float32")
+            fetched[1] = T.cast(k[n, t, key_head, tx], "float32")
+        if tx < _TILE:
+            fetched[2] = T.cast(v[n, t, head, tile + tx], "float32")
+        if tx >= _THREADS - 32:
+            fetched[2] = g[n, t, head]
+            fetched[3] = beta[n, t, head]
+
+    @T.macro
+    def store(fetched, buffer, tx, q_s, k_s, v_s, gates_s):
+        """What `fetch` has fetched to one of the two buffers."""
+        if tx < K:
+            q_s[buffer, tx] = fetched[0]
+            k_s[buffer, tx] = fetched[1]
+        if tx < _TILE:
+            v_s[buffer, tx] = fetched[2]
+        if tx == _THREADS - 32:
+            gates_s[buffer, 0] = fetched[2]
+            gates_s[buffer, 1] = fetched[3]
+
+    @T.prim_func
+    def recurrent(
+        q: T.Tensor((sequences, length, key_heads, K), dtype),
+        k: T.Tensor((sequences, length, key_heads, K), dtype),
+        v: T.Tensor((sequences, length, value_heads, V), dtype),
+        g: T.Tensor((sequences, length, value_heads), "float32"),
+        beta: T.Tensor((sequences, length, value_heads), "float32"),
+        initial_state: T.Tensor((initial_states, value_heads, K, V), state_dtype),
+        o: T.Tensor((sequences, length, value_heads, V), dtype),
+        final_state: T.Tensor((final_states, value_heads, K, V), state_dtype),
+        ratio: T.int32,
+        scale: T.float32,
+    ):
+        with T.Kernel(sequences * tiles, value_heads, threads=_THREADS) as (block, head):
+            T.annotate_min_blocks_per_sm(
+                6 if K == 128 and state_dtype == "bfloat16" else 8
+            )  # 64 registers a thread spill there
+            tx = T.get_thread_binding()
+            n = block // tiles
+            key_head = T.alloc_var("int32")
+            key_head = T.truncdiv(head, ratio)
+            line = tx // 8
+            own = tx % 8 * _COLUMNS  # first of this thread's columns, within the tile
+            tile = block % tiles * _TILE
+            first = tile + own
+
+            q_s = T.alloc_shared((2, K), "float32")
+            k_s = T.alloc_shared((2, K), "float32")
+            v_s = T.alloc_shared((2, _TILE), "float32")
+            gates_s = T.alloc_shared((2, 2), "float32")  # g and beta
+            sums_s = T.alloc_shared((2, 4, 2, _TILE), "float32")  # u and w of each warp
+            product_s = T.alloc_shared((2, 4), "float32")  # <q, k> of each warp
+
+            state = T.alloc_local((lines * _COLUMNS,), "float32")
+            fetched = T.alloc_local((4,), "float32")
+            keys = T.alloc_local((lines,), "float32")
+            u = T.alloc_local((_COLUMNS,), "float32")
+            w = T.alloc_local((_COLUMNS,), "float32")
+            delta = T.alloc_local((_COLUMNS,), "float32")
+            result = T.alloc_local((_COLUMNS,), dtype)
+            product = T.alloc_var("float32")
+            query = T.alloc_var("float32")
+            decay = T.alloc_var("float32")
+            beta_t = T.alloc_var("float32")
+
+            fetch(q, k, v, g, beta, n, 0, key_head, head, tile, tx, fetched)
+            if initial_states > 0:
+                for p in T.unroll(lines):
+                    for c in T.vectorized(_COLUMNS):
+                        state[p * _COLUMNS + c] = T.cast(
+                            initial_state[n, head, p * _LINES + line, first + c], "float32"
+                        )
+            else:
+                for x in T.unroll(lines * _COLUMNS):
+                    state[x] = 0.0
+            store(fetched, 0, tx, q_s, k_s, v_s, gates_s)
+            T.sync_threads()
+            for t in T.serial(length):
+                now = t % 2
+                # this buffer is another token's behind the barrier
+                decay = T.exp(gates_s[now, 0])
+                beta_t = gates_s[now, 1]
+                for c in T.unroll(_COLUMNS):
+                    u[c] = 0.0
+                    w[c] = 0.0
+                    delta[c] = v_s[now, own + c]
+                product = 0.0
+                if t + 1 < length:
+                    fetch(q, k, v, g, beta, n, t + 1, key_head, head, tile, tx, fetched)
+                for p in T.unroll(lines):
+                    keys[p] = k_s[now, p * _LINES + line]
+                    query = q_s[now, p * _LINES + line]
+                    product += query * keys[p]
+                    for c in T.unroll(_COLUMNS):
+                        u[c] += keys[p] * state[p * _COLUMNS + c]
+                        w[c] += query * state[p * _COLUMNS + c]
+                for step in T.unroll(2):
+                    product += T.shfl_xor(product, 8 << step)
+                    for c in T.unroll(_COLUMNS):
+                        u[c] += T.shfl_xor(u[c], 8 << step)
+                        w[c] += T.shfl_xor(w[c], 8 << step)
+                if tx % 32 < 8:
+                    for c in T.vectorized(_COLUMNS):
+                        sums_s[now, tx // 32, 0, own + c] = u[c]
+                    for c in T.vectorized(_COLUMNS):
+                        sums_s[now, tx // 32, 1, own + c] = w[c]
+                    product_s[now, tx // 32] = product  # the same number by eight lanes
+                if t + 1 < length:
+                    store(fetched, 1 - now, tx, q_s, k_s, v_s, gates_s)
+                T.sync_threads()
+                product = product_s[now, 0] + product_s[now, 1] + product_s[now, 2] + product_s[now, 3]
+                for c in T.unroll(_COLUMNS):
+                    u[c] = (
+                        sums_s[now, 0, 0, own + c]
+                        + sums_s[now, 1, 0, own + c]
+                        + sums_s[now, 2, 0, own + c]
+                        + sums_s[now, 3, 0, own + c]
+                    )
+                    w[c] = (
+                        sums_s[now, 0, 1, own + c]
+                        + sums_s[now, 1, 1, own + c]
+                        + sums_s[now, 2, 1, own + c]
+                        + sums_s[now, 3, 1, own + c]
+                    )
+                    delta[c] = beta_t * (delta[c] - decay * u[c])
+                for x in T.unroll(lines * _COLUMNS):
+                    state[x] = decay * state[x] + keys[x // _COLUMNS] * delta[x % _COLUMNS]
+                if line == 0:
+                    for c in T.unroll(_COLUMNS):
+                        result[c] = T.cast(scale * (decay * w[c] + product * delta[c]), dtype)
+                    for c in T.vectorized(_COLUMNS):
+                        o[n, t, head, first + c] = result[c]
+            if final_states > 0:
+                for p in T.unroll(lines):
+                    for c in T.vectorized(_COLUMNS):
+                        final_state[n, head, p * _LINES + line, first + c] = T.cast(
+                            state[p * _COLUMNS + c], state_dtype
+                        )
+
+    return recurrent
+
+
+def specification(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    g: jax.Array,
+    beta: jax.Array,
+    initial_state: jax.Array,
+    *,
+    ratio: int,
+    scale: float,
+) -> tuple[jax.Array, jax.Array]:
+    """(o [N, T, Hv, V] in v's dtype, final_state [N, Hv, K, V] in that of initial_state, which has N or 0 sequences)."""
+    wide = jnp.promote_types(v.dtype, jnp.float32)
+    shape = (v.shape[0], *initial_state.shape[1:])
+    state = (initial_state if initial_state.shape[0] else jnp.zeros(shape, initial_state.dtype)).astype(wide)
+    queries, keys = (jnp.repeat(x.astype(wide), ratio, axis=2) for x in (q, k))
+
+    def step(state, token):
+        q, k, v, g, beta = token
+        decay = jnp.exp(g)[..., None]
+        u, w = (jnp.einsum("nhk,nhkv->nhv", x, state) for x in (k, q))
+        delta = beta[..., None] * (v - decay * u)
+        o = scale * (decay * w + jnp.sum(q * k, axis=-1, keepdims=True) * delta)
+        return decay[..., None] * state + k[..., None] * delta[..., None, :], o
+
+    tokens = tuple(jnp.moveaxis(x, 1, 0) for x in (queries, keys, v.astype(wide), g, beta))
+    state, o = jax.lax.scan(step, state, tokens)
+    return jnp.moveaxis(o, 0, 1).astype(v.dtype), state.astype(initial_state.dtype)

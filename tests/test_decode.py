@@ -1,0 +1,239 @@
+"""`recurrent_gated_delta_rule` without a GPU: the choice, transformations and bfloat16 states, with a stand-in for the
+kernel."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import stand_in
+from test_api import assert_close, on_hopper, states, tokens
+
+import jax_qla
+from jax_qla import implementations
+from jax_qla.reference import recurrence
+
+SCALE = 16**-0.5
+
+
+def decode(*operands: Any, **options: Any) -> Any:
+    """The rule on the operands q, k, v, g, beta and the state."""
+    *rows, state = operands
+    return jax_qla.recurrent_gated_delta_rule(*rows, initial_state=state, output_final_state=True, **options)
+
+
+def expected(*operands: Any) -> Any:
+    q, k, v, g, beta, state = operands
+    return recurrence(q, k, v, g, beta, state, None, scale=SCALE)
+
+
+def operands(batch: int = 2, length: int = 3, seed: int = 0) -> tuple[jax.Array, ...]:
+    return tuple(map(jnp.asarray, (*tokens(batch, length, seed), (1 + seed) * states(batch))))
+
+
+def exported(platforms: Sequence[str], gradient: bool = False, **options: Any) -> str:
+    """The module of a program that is exported for the platforms."""
+
+    def program(*x: Any) -> Any:
+        if gradient:
+            return jax.grad(lambda *x: jnp.sum(jnp.square(decode(*x, **options)[0])), argnums=5)(*x)
+        return decode(*x, **options)
+
+    allowed = [jax.export.DisabledSafetyCheck.custom_call(stand_in.TARGET)]
+    return jax.export.export(jax.jit(program), platforms=platforms, disabled_checks=allowed)(*operands()).mlir_module()
+
+
+# The choice
+
+
+@pytest.mark.parametrize("gradient", [False, True])
+def test_lowering_by_platform(gradient: bool) -> None:
+    with stand_in.kernels():
+        assert stand_in.TARGET in exported(["cuda"], gradient)
+        assert stand_in.TARGET not in exported(["cpu"], gradient)
+        assert stand_in.TARGET in exported(["cpu", "cuda"], gradient)
+        assert stand_in.TARGET in exported(["cuda"], gradient, implementation="cuda")
+        assert stand_in.TARGET not in exported(["cuda"], gradient, implementation="xla")
+        assert stand_in.TARGET not in exported(["cuda"], gradient, implementation=("reference", "cuda"))
+        for platforms in (["cpu"], ["cpu", "cuda"]):
+            with pytest.raises(NotImplementedError, match="'cuda' was asked for, but the program is not lowered for"):
+                exported(platforms, gradient, implementation="cuda")
+
+
+def test_loop_or_not() -> None:
+    """ "xla" writes few tokens out, "reference" loops."""
+    assert "while" not in exported(["cpu"], implementation="xla")
+    assert "while" in exported(["cpu"], implementation="reference")
+    with stand_in.kernels():
+        assert "while" in exported(["cpu"], implementation=("cuda", "reference"))
+
+
+def test_cuda_is_refused_on_cpu() -> None:
+    with stand_in.kernels(), pytest.raises(NotImplementedError, match="'cuda' was asked for, but the program is not"):
+        decode(*operands(), implementation="cuda")
+
+
+def kernel_shapes(key_dim: int = 64, dtype: Any = jnp.bfloat16) -> tuple[jax.ShapeDtypeStruct, ...]:
+    q = jax.ShapeDtypeStruct((1, 2, 2, key_dim), dtype)
+    gate = jax.ShapeDtypeStruct((1, 2, 2), jnp.float32)
+    return q, q, q, gate, gate, jax.ShapeDtypeStruct((1, 2, key_dim, key_dim), jnp.float32)
+
+
+@pytest.mark.parametrize(
+    ("shapes", "options", "sentence"),
+    [
+        (kernel_shapes(32), {}, "K and V must be 64 or 128 for the kernels of 'cuda', got K=32 and V=32"),
+        (kernel_shapes(dtype=jnp.float32), {}, "q, k and v must be bfloat16 or float16 .* got float32"),
+        (
+            kernel_shapes(),
+            {"cu_seqlens": jnp.array([0, 2], jnp.int32)},
+            "the decoding kernel of 'cuda' takes dense batches only, without cu_seqlens",
+        ),
+    ],
+    ids=["size", "dtype", "packed"],
+)
+def test_what_the_kernel_does_not_take(shapes: Any, options: Any, sentence: str) -> None:
+    """By name it is refused; left out, XLA takes its place."""
+    with pytest.raises(NotImplementedError, match=f"implementation='cuda' cannot take these inputs: {sentence}") as one:
+        jax.eval_shape(partial(decode, implementation="cuda", **options), *shapes)
+    assert "\n" not in str(one.value)
+    with on_hopper():
+        o, _ = jax.eval_shape(partial(decode, **options), *shapes)
+    assert o.shape == shapes[2].shape
+
+
+@pytest.mark.parametrize("recurrent", [None, implementations.RecurrentCall(packed=False, state_dtype="bfloat16")])
+def test_only_the_kernels_needed_count(
+    monkeypatch: pytest.MonkeyPatch, recurrent: implementations.RecurrentCall | None
+) -> None:
+    """A missing decoding kernel does not keep the chunked rule from its own, nor the other way round."""
+    from jax_qla import cuda, store
+
+    asked: list[tuple[str, Any]] = []
+
+    def at_hand(name: str, config: Any, *, build: bool) -> None:
+        asked.append((name, config))
+
+    monkeypatch.setattr(store, "why_not_at_hand", at_hand)
+    monkeypatch.setattr(cuda, "unavailable", lambda: None)
+    q, k, v, *_ = kernel_shapes(128)
+    with on_hopper():
+        choice = implementations.choose(q, k, v, implementation=None, precision=None, recurrent=recurrent)
+    assert choice.on_cuda == "cuda"
+    if recurrent is None:
+        assert {name for name, _ in asked} == {"prepare", "forward", "states", "state_gradients", "gradients"}
+    else:
+        ((name, config),) = asked
+        assert name == "recurrent"
+        assert (config.key_dim, config.dtype, config.state_dtype) == (128, "bfloat16", "bfloat16")
+
+
+@pytest.mark.parametrize("name", ["float16", "int32"])
+def test_states_of_other_dtypes(name: str) -> None:
+    *rows, state = operands()
+    with pytest.raises(TypeError, match=f"initial_state must be float32 or bfloat16, got {name}"):
+        decode(*rows, state.astype(name))
+
+
+# Values and transformations, on CPU by way of the choice that a Hopper card would decide otherwise
+
+
+@pytest.fixture(params=[None, "xla", "reference", ("cuda", "reference")], ids=str)
+def function(request: pytest.FixtureRequest) -> Any:
+    """The rule by one choice of implementation."""
+    with stand_in.kernels():
+        yield partial(decode, implementation=request.param)
+
+
+def test_values(function: Any) -> None:
+    x = operands()
+    assert_close(function(*x), expected(*x))
+    o, final_state = jax_qla.recurrent_gated_delta_rule(*x[:5])
+    assert final_state is None
+    assert_close(o, expected(*x[:5], None)[0])
+
+
+def test_no_tokens(function: Any) -> None:
+    *rows, state = operands()
+    o, final_state = function(*(x[:, :0] for x in rows), state)
+    assert o.shape == (2, 0, 4, 8)
+    np.testing.assert_array_equal(final_state, state)
+    o, final_state = function(*(x[:0] for x in (*rows, state)))
+    assert (o.shape, final_state.shape) == ((0, 3, 4, 8), (0, 4, 16, 8))
+
+
+def test_jvp_and_vjp(function: Any) -> None:
+    x, dx = operands(), operands(seed=1)
+    assert_close(jax.jvp(function, x, dx), jax.jvp(expected, x, dx), 1e-5)
+    results, pull_back = jax.vjp(function, *x)
+    cotangents = jax.tree.map(jnp.cos, results)
+    assert_close(pull_back(cotangents), jax.vjp(expected, *x)[1](cotangents), 1e-5)
+
+
+def test_second_derivatives(function: Any) -> None:
+    x, dx = operands(1, 2), operands(1, 2, seed=1)
+
+    def hessian_product(f: Any) -> Any:
+        loss = lambda *x: sum(jnp.sum(jnp.sin(y)) for y in f(*x))  # noqa: E731
+        return jax.jvp(jax.grad(loss, argnums=tuple(range(6))), x, dx)[1]
+
+    assert_close(hessian_product(function), hessian_product(expected), 1e-4)
+
+
+@pytest.mark.parametrize(
+    "batched", [(0,) * 6, (None, 0, None, None, 0, None), (None,) * 5 + (0,), (1, None, 2, 0, 1, 1)]
+)
+def test_vmap(function: Any, batched: Sequence[int | None]) -> None:
+    first, second = operands(), operands(seed=1)
+    x = [a if axis is None else jnp.stack((a, b), axis) for a, b, axis in zip(first, second, batched, strict=True)]
+    y = [a if axis is None else b for a, b, axis in zip(first, second, batched, strict=True)]
+    both = jax.tree.map(lambda *z: jnp.stack(z), expected(*first), expected(*y))
+    assert_close(jax.vmap(function, batched)(*x), both)
+
+    # Twice, with the gradient of a sum inside.
+    def gradient(f: Any) -> Any:
+        loss = lambda *x: sum(jnp.sum(jnp.sin(z)) for z in f(*x))  # noqa: E731
+        return jax.vmap(jax.vmap(jax.grad(loss, 5), batched), (None,) * 5 + (0,))
+
+    twice = [*x[:5], jnp.stack((x[5], 2 * x[5]))]
+    assert_close(gradient(function)(*twice), gradient(expected)(*twice), 1e-5)
+
+
+def test_bfloat16_states(function: Any) -> None:
+    """The state is rounded when it is stored and nowhere else."""
+    *rows, state = operands()
+    state = state.astype(jnp.bfloat16)
+    o, final_state = function(*rows, state)
+    right_o, right_state = expected(*rows, state)
+    assert final_state.dtype == jnp.bfloat16
+    assert_close(o, right_o)
+    assert_close(final_state.astype(jnp.float32), right_state, 2.0**-8)
+    d_state = jax.grad(lambda s: jnp.sum(jnp.sin(function(*rows, s)[0])))(state)
+    right = jax.grad(lambda s: jnp.sum(jnp.sin(expected(*rows, s)[0])))(state.astype(jnp.float32))
+    assert d_state.dtype == jnp.bfloat16
+    assert_close(d_state.astype(jnp.float32), right, 2.0**-8)
+
+
+def test_scan_carries_the_state(function: Any) -> None:
+    """Token by token is what all at once is."""
+    *rows, state = operands(length=4)
+
+    def step(state: Any, token: Any) -> Any:
+        o, state = function(*(x[:, None] for x in token), state)
+        return state, o[:, 0]
+
+    final_state, o = jax.lax.scan(step, state, tuple(jnp.moveaxis(x, 1, 0) for x in rows))
+    assert_close((jnp.moveaxis(o, 0, 1), final_state), expected(*rows, state))
+
+
+def test_shard_map(function: Any) -> None:
+    x = operands()
+    mesh = jax.sharding.Mesh(np.array(jax.devices("cpu")[:2]), "data")
+    over = jax.sharding.PartitionSpec("data")
+    sharded = jax.shard_map(function, mesh=mesh, in_specs=(over,) * 6, out_specs=over)
+    assert_close(jax.jit(sharded)(*x), expected(*x))
