@@ -498,14 +498,14 @@ def test_every_kernel_that_a_call_can_ask_for_is_packaged() -> None:
 
 def test_every_decoding_kernel_that_a_call_can_ask_for_is_packaged(monkeypatch: pytest.MonkeyPatch) -> None:
     """For all sizes and dtypes, by the step that `jax_qla.cuda` makes."""
-    asked = set()
+    asked: set[tuple[str, Any]] = set()
 
     def launch(steps: Any, inputs: Any, outputs: Any, aliases: Any) -> Any:
         asked.update((step.kernel, step.config) for step in steps)
         return {name: jnp.zeros(x.shape, x.dtype) for name, x in outputs.items()}
 
     monkeypatch.setattr(cuda, "launch", launch)
-    shape = jax.ShapeDtypeStruct
+    shape: Any = jax.ShapeDtypeStruct
     sizes = itertools.product(cuda.HEAD_DIMS, cuda.HEAD_DIMS, cuda.DTYPES, ("float32", "bfloat16"))
     for key_dim, value_dim, dtype, state_dtype in sizes:
         k, v = shape((1, 1, 2, key_dim), dtype), shape((1, 1, 2, value_dim), dtype)
