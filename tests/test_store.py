@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import importlib.metadata
+import itertools
 import multiprocessing
 import os
 import stat
@@ -442,8 +444,8 @@ def test_kernels_asked_for_by_name_are_not_passed_over(builds: Builds) -> None:
 
 
 def test_kernels_that_are_at_hand_are_taken(builds: Builds, packaged: Path) -> None:
-    needed = cuda._needed(64, 128, "bfloat16")
-    assert {name for name, _ in needed} == {name for name, _ in PACKAGED}
+    needed = cuda._needed(cuda._CHUNKED, 64, 128, "bfloat16", None)
+    assert {name for name, _ in needed} == {name for name, _ in PACKAGED} - {"recurrent"}
     entries = {}
     for name, config in needed:
         cubin = f"{name} {config}".encode()
@@ -489,6 +491,27 @@ def test_every_kernel_that_a_call_can_ask_for_is_packaged() -> None:
                     kernels = ("prepare", "forward", "states", "state_gradients", "gradients")
                     steps = [made.step(getattr(cuda, f"{name}_kernel")) for name in kernels]
                     kinds = {(step.kernel, step.config) for step in steps}
-                    assert kinds <= set(cuda._needed(key_dim, value_dim, dtype))
+                    assert kinds <= set(cuda._needed(cuda._CHUNKED, key_dim, value_dim, dtype, None))
                     asked |= kinds
-    assert asked == set(PACKAGED)
+    assert asked == {(name, config) for name, config in PACKAGED if name != "recurrent"}
+
+
+def test_every_decoding_kernel_that_a_call_can_ask_for_is_packaged(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For all sizes and dtypes, by the step that `jax_qla.cuda` makes."""
+    asked: set[tuple[str, Any]] = set()
+
+    def launch(steps: Any, inputs: Any, outputs: Any, aliases: Any) -> Any:
+        asked.update((step.kernel, step.config) for step in steps)
+        return {name: jnp.zeros(x.shape, x.dtype) for name, x in outputs.items()}
+
+    monkeypatch.setattr(cuda, "launch", launch)
+    shape: Any = jax.ShapeDtypeStruct
+    sizes = itertools.product(cuda.HEAD_DIMS, cuda.HEAD_DIMS, cuda.DTYPES, ("float32", "bfloat16"))
+    for key_dim, value_dim, dtype, state_dtype in sizes:
+        k, v = shape((1, 1, 2, key_dim), dtype), shape((1, 1, 2, value_dim), dtype)
+        g, state = shape((1, 1, 2), jnp.float32), shape((1, 2, key_dim, value_dim), state_dtype)
+        function = functools.partial(cuda.recurrent, scale=1.0, output_final_state=True)
+        jax.eval_shape(function, k, k, v, g, g, state)
+        ((name, config),) = cuda._needed(cuda._RECURRENT, key_dim, value_dim, dtype, state_dtype)
+        assert (name, config) in asked
+    assert asked == {(name, config) for name, config in PACKAGED if name == "recurrent"}
