@@ -324,15 +324,13 @@ def state_gradient(
     a, gamma = residuals
     inputs = call.flat(q=q, k=k, beta=beta, do=jnp.zeros_like(v) if do is None else do, a=a, gamma=gamma) | call.tables
     chunk_states = jax.ShapeDtypeStruct((call.slots, call.value_heads, call.value_dim, call.key_dim), v.dtype)
-    # The kernel reads h for decay_dot only, which is dropped.
-    inputs |= {"d_final_state": call.states(d_final_state), "h": jnp.zeros(chunk_states.shape, chunk_states.dtype)}
+    inputs |= {"d_final_state": call.states(d_final_state)}
     results = launch(
         [call.step(state_gradients_kernel, scale=scale)],
         inputs,
         {
             "dh": chunk_states,
             "dx": jax.ShapeDtypeStruct((call.tokens, call.value_heads, call.value_dim), v.dtype),
-            "decay_dot": jax.ShapeDtypeStruct((call.slots, call.value_heads, call.value_dim // 64), jnp.float32),
             "d_initial_state": call.state_shape(True),
         },
     )

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from jax_qla.causal_conv1d import causal_conv1d
+from jax_qla.segments import segments_from_segment_ids
 
 
-# Rematerialized: its backward pass starts from x in its own dtype instead of the float32 sum before the SiLU.
-@jax.checkpoint
 @jax.named_scope("causal_convolution")
 def causal_convolution(
     x: jax.Array, kernel: jax.Array, tail: jax.Array | None = None, segment_ids: jax.Array | None = None
@@ -48,19 +46,11 @@ def tail_after(
     extended = _extended(x, tail, width)
     if segment_ids is None:
         return extended[:, x.shape[1] :]
-    runs = _runs(segment_ids)
-    real = segment_ids != 0
-    nowhere = np.iinfo(np.int32).max
-    first = jnp.min(jnp.where(real, runs, nowhere), axis=1, keepdims=True, initial=nowhere)
-    inside = runs == first
-    position = jnp.arange(x.shape[1], dtype=jnp.int32)
-    # A row without a sequence has end 0, so that all its positions precede the text.
-    end = jnp.max(jnp.where(inside, position + 1, 0), axis=1, keepdims=True, initial=0)
-    # Row `end + j` of the extended array is the token before the end by width - 1 - j.
-    index = end + jnp.arange(width - 1, dtype=jnp.int32)
-    kept = jnp.pad(inside, ((0, 0), (width - 1, 0)))
-    kept = jnp.take_along_axis(kept, index, axis=1)[..., None]
-    return jnp.where(kept, jnp.take_along_axis(extended, index[..., None], axis=1), 0)
+    bounds = segments_from_segment_ids(segment_ids, max_segments=1)
+    start, end = jnp.split(bounds - x.shape[1] * jnp.arange(x.shape[0])[:, None], 2, axis=1)
+    row = end - (width - 1) + jnp.arange(width - 1)  # before `start`: no token of the sequence
+    index = jnp.clip(row + width - 1, 0, extended.shape[1] - 1)
+    return jnp.where((row >= start)[..., None], jnp.take_along_axis(extended, index[..., None], axis=1), 0)
 
 
 def _extended(x: jax.Array, tail: jax.Array | None, width: int) -> jax.Array:
@@ -68,13 +58,3 @@ def _extended(x: jax.Array, tail: jax.Array | None, width: int) -> jax.Array:
     if tail is None:
         return jnp.pad(x, ((0, 0), (width - 1, 0), (0, 0)))
     return jnp.concatenate([tail.astype(x.dtype), x], axis=1)
-
-
-def _runs(segment_ids: jax.Array) -> jax.Array:
-    """Numbers the maximal runs of equal ids in each row from 1: int32 [B, T].
-
-    The ids themselves do not tell sequences apart: the same id may come back a few tokens later.
-    """
-    before = jnp.pad(segment_ids, ((0, 0), (1, 0)), constant_values=-1)[:, :-1]
-    first = jnp.arange(segment_ids.shape[1]) == 0
-    return jnp.cumsum(first | (segment_ids != before), axis=1, dtype=jnp.int32)
