@@ -25,9 +25,14 @@ IDENTICAL = battery.Limits(o=9e-3, final_state=9e-3, gradients=1.5e-2, head=2.5,
 def cuda(q: Any, k: Any, v: Any, g: Any, beta: Any, initial_state: Any, segments: Any, scale: float) -> Any:
     """The kernels as a function of the battery's signature."""
     choice = implementations.choose(q, k, v, implementation="cuda", precision=None)
-    return vjp.gated_delta_rule(
-        vjp.Options(choice, scale, output_final_state=True), q, k, v, g, beta, initial_state, segments
-    )
+    options = vjp.Options(choice, scale, output_final_state=True)
+    if segments is None:
+        return vjp.gated_delta_rule(options, q, k, v, g, beta, initial_state, None)
+    # vjp wants the sequences of every row of a packed batch; the battery has one row.
+    states = None if initial_state is None else initial_state[None]
+    o, final_state = vjp.gated_delta_rule(options, q, k, v, g, beta, states, segments[None])
+    assert final_state is not None
+    return o, final_state[0]
 
 
 def _cases() -> Iterator[battery.Case]:
