@@ -18,30 +18,35 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
+from jax_qla import policy, store
 from jax_qla import segments as tables
-from jax_qla import store
 from jax_qla.implementations import RecurrentCall
 from jax_qla.kernels import PACKAGED
+from jax_qla.kernels import adjoint_summaries as adjoint_summaries_kernel
+from jax_qla.kernels import compose as compose_kernel
 from jax_qla.kernels import forward as forward_kernel
 from jax_qla.kernels import gradients as gradients_kernel
 from jax_qla.kernels import prepare as prepare_kernel
 from jax_qla.kernels import recurrent as recurrent_kernel
 from jax_qla.kernels import state_gradients as state_gradients_kernel
 from jax_qla.kernels import states as states_kernel
+from jax_qla.kernels import summaries as summaries_kernel
 from jax_qla.kernels.common import CHUNK
 from jax_qla.launch import Step, launch, unavailable
 
 HEAD_DIMS = (64, 128)
 """Sizes of K and V that kernels exist for."""
 
+Residuals = tuple[jax.Array, jax.Array, jax.Array]
+"""a, gamma and growth: see `dispatch.Residuals`."""
+
 DTYPES = ("bfloat16", "float16")
 """Dtypes of q, k and v that kernels exist for."""
 
 _RECURRENT = frozenset({"recurrent"})
 _CHUNKED = frozenset(name for name, _ in PACKAGED) - _RECURRENT
-
-_MULTIPROCESSORS = 132  # of an H100 or H200 SXM
 
 
 def why_not(q: Any, k: Any, v: Any, *, build: bool | None = None) -> str | None:
@@ -104,23 +109,34 @@ def forward(
     output_final_state: bool,
     with_residuals: bool,
     precision: Any = None,
-) -> tuple[jax.Array, jax.Array | None, tuple[jax.Array, jax.Array] | None]:
+) -> tuple[jax.Array, jax.Array | None, Residuals | None]:
     """o, final_state and residuals; the contract is `dispatch.forward`'s. `precision` is not used."""
     call = _Call(q, k, v, segments)
     inputs = call.flat(q=q, k=k, v=v, g=g, beta=beta) | call.tables | {"initial_state": call.states(initial_state)}
     tokens, value_heads, value_dim = call.tokens, call.value_heads, v.shape[3]
+    gates = jax.ShapeDtypeStruct((tokens, value_heads), jnp.float32)
+    outputs = {
+        "o": jax.ShapeDtypeStruct((tokens, value_heads, value_dim), v.dtype),
+        "final_state": call.state_shape(output_final_state),
+        "a": jax.ShapeDtypeStruct((tokens, value_heads, CHUNK), v.dtype),
+        "gamma": gates,
+        "growth": gates,
+    }
+    steps, between = call.entering_states()
     results = launch(
-        [call.step(prepare_kernel), call.step(forward_kernel, scale=scale)],
+        [
+            call.step(prepare_kernel),
+            *steps,
+            call.step(forward_kernel, rename={"initial_state": "entering"} if call.cut else {}, scale=scale),
+        ],
         inputs,
-        {
-            "o": jax.ShapeDtypeStruct((tokens, value_heads, value_dim), v.dtype),
-            "final_state": call.state_shape(output_final_state),
-            "a": jax.ShapeDtypeStruct((tokens, value_heads, CHUNK), v.dtype),
-            "gamma": jax.ShapeDtypeStruct((tokens, value_heads), jnp.float32),
-        },
+        outputs | between,
     )
-    residuals = (call.unflat(results["a"]), call.unflat(results["gamma"])) if with_residuals else None
-    return call.unflat(results["o"]), results["final_state"] if output_final_state else None, residuals
+    final_state = call.of_last_pieces(results["final_state"]) if output_final_state else None
+    residuals = None
+    if with_residuals:
+        residuals = (call.unflat(results["a"]), call.unflat(results["gamma"]), call.unflat(results["growth"]))
+    return call.unflat(results["o"]), final_state, residuals
 
 
 def backward(
@@ -131,7 +147,7 @@ def backward(
     beta: jax.Array,
     initial_state: jax.Array | None,
     segments: jax.Array | None,
-    residuals: tuple[jax.Array, jax.Array],
+    residuals: Residuals,
     do: jax.Array | None,
     d_final_state: jax.Array | None,
     *,
@@ -142,17 +158,20 @@ def backward(
     call = _Call(q, k, v, segments)
     if do is None:
         do = jnp.zeros_like(v)
-    a, gamma = residuals
-    inputs = call.flat(q=q, k=k, v=v, g=g, beta=beta, do=do, a=a, gamma=gamma) | call.tables
+    a, gamma, growth = residuals
+    inputs = call.flat(q=q, k=k, v=v, g=g, beta=beta, do=do, a=a, gamma=gamma, growth=growth) | call.tables
     inputs |= {"initial_state": call.states(initial_state), "d_final_state": call.states(d_final_state)}
     tokens, value_heads, value_dim = call.tokens, call.value_heads, v.shape[3]
     chunk_states = jax.ShapeDtypeStruct((call.slots, value_heads, value_dim, k.shape[3]), v.dtype)
     gates = jax.ShapeDtypeStruct((tokens, value_heads), jnp.float32)
     flat_shape = {name: jax.ShapeDtypeStruct(inputs[name].shape, inputs[name].dtype) for name in ("q", "k", "v")}
+    steps, between = call.entering_states(adjoint=True, scale=scale)
+    initial, final = ({"initial_state": "entering"}, {"d_final_state": "leaving"}) if call.cut else ({}, {})
     results = launch(
         [
-            call.step(states_kernel),
-            call.step(state_gradients_kernel, rename={"dx": "dv"}, scale=scale),
+            *steps,
+            call.step(states_kernel, rename=initial),
+            call.step(state_gradients_kernel, rename={"dx": "dv"} | final, scale=scale),
             call.step(gradients_kernel, rename={"dx": "dv"}, scale=scale),
         ],
         inputs,
@@ -166,10 +185,12 @@ def backward(
             "vd": flat_shape["v"],
             "h": chunk_states,
             "dh": chunk_states,
-        },
+        }
+        | between,
     )
     dq, dk, dv, dg, dbeta = (call.unflat(results[name]) for name in ("dq", "dk", "dv", "dg", "dbeta"))
-    return dq, dk, dv, dg, dbeta, results["d_initial_state"] if initial_state is not None else None
+    d_initial_state = None if initial_state is None else call.of_first_pieces(results["d_initial_state"])
+    return dq, dk, dv, dg, dbeta, d_initial_state
 
 
 def recurrent(
@@ -218,7 +239,7 @@ def affine_forward(
     scale: float,
     with_residuals: bool,
     precision: Any = None,
-) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array, tuple[jax.Array, jax.Array] | None]:
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array, Residuals | None]:
     """Results as affine functions of the state; the contract is `dispatch.affine_forward`'s. `precision` is not used.
 
     By the forward kernels in one call: besides its own, every value head gets as many more heads of zero values as the
@@ -255,7 +276,7 @@ def _affine(
     *,
     scale: float,
     with_residuals: bool,
-) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array, tuple[jax.Array, jax.Array] | None]:
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array, Residuals | None]:
     """o and final state from the initial state, o_of_state and transition, residuals: see `affine_forward`."""
     key_heads, key_dim = k.shape[2:]
     value_heads, value_dim = v.shape[2:]
@@ -299,7 +320,7 @@ def _affine(
     transition = jnp.moveaxis(final[:, :, 1:], 2, 4).reshape(sequences, value_heads, key_dim, more * value_dim)
     response = final[:, :, 0].reshape(sequences, value_heads, key_dim, value_dim)
     if residuals is not None:
-        residuals = (own(residuals[0]), own(residuals[1]))
+        residuals = (own(residuals[0]), own(residuals[1]), own(residuals[2]))
     return own(o), response, of_state, transition[..., :key_dim], residuals
 
 
@@ -311,7 +332,7 @@ def state_gradient(
     beta: jax.Array,
     initial_state: jax.Array | None,
     segments: jax.Array | None,
-    residuals: tuple[jax.Array, jax.Array],
+    residuals: Residuals,
     do: jax.Array | None,
     d_final_state: jax.Array | None,
     *,
@@ -320,8 +341,8 @@ def state_gradient(
 ) -> jax.Array:
     """The gradient of the initial states; the contract is `dispatch.state_gradient`'s. `precision` is not used."""
     del initial_state
-    call = _Call(q, k, v, segments)
-    a, gamma = residuals
+    call = _Call(q, k, v, segments, whole=True)
+    a, gamma, _ = residuals
     inputs = call.flat(q=q, k=k, beta=beta, do=jnp.zeros_like(v) if do is None else do, a=a, gamma=gamma) | call.tables
     chunk_states = jax.ShapeDtypeStruct((call.slots, call.value_heads, call.value_dim, call.key_dim), v.dtype)
     inputs |= {"d_final_state": call.states(d_final_state)}
@@ -338,22 +359,90 @@ def state_gradient(
 
 
 class _Call:
-    """Sizes, tables and kernel configurations of one call."""
+    """Sizes, tables and kernel configurations of one call, whose sequences are perhaps `cut` into pieces.
 
-    def __init__(self, q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array | None):
+    The kernels take the pieces for sequences, from states that `entering_states` computes.
+    """
+
+    def __init__(
+        self, q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array | None, *, whole: bool = False
+    ) -> None:
         self.batch, self.length, self.key_heads, self.key_dim = k.shape
         self.value_heads, self.value_dim = v.shape[2:]
         self.tokens = self.batch * self.length
         self.dtype = q.dtype.name
-        chunks: Any
-        segments_: Any
-        if segments is None:
-            segments_, chunks = tables.dense_segments(*k.shape[:2]), tables.dense_chunk_table(*k.shape[:2])
-        else:
-            segments_, chunks = segments, tables.chunk_table(segments, self.tokens)
-        self.sequences, self.slots = segments_.shape[0], chunks.shape[0]
-        self.value_tile = value_tile(self.sequences * self.value_heads, self.value_dim)
-        self.tables = {"segments": jnp.asarray(segments_), "chunks": jnp.asarray(chunks)}
+        self.segments: Any = tables.dense_segments(*k.shape[:2]) if segments is None else segments
+        self.sequences = self.segments.shape[0]
+        self.piece_rows = None
+        if not whole:
+            self.piece_rows = policy.piece_rows(
+                self.tokens,
+                self.sequences,
+                self.value_heads,
+                self.key_dim,
+                self.value_dim,
+                packed=segments is not None,
+            )
+        self.cut = self.piece_rows is not None
+        pieces = self.segments
+        self.tables = {}
+        if self.piece_rows is not None:
+            table = tables.piece_table(self.segments, self.tokens, self.piece_rows)
+            pieces = table[:, :2]
+            self.tables = {"pieces": jnp.asarray(table), "sequences": jnp.asarray(self.segments)}
+        chunks = tables.chunk_table(pieces, self.tokens)
+        self.parts, self.slots = pieces.shape[0], chunks.shape[0]
+        self.value_tile = policy.value_tile(self.parts * self.value_heads, self.value_dim)
+        self.tables |= {"segments": jnp.asarray(pieces), "chunks": jnp.asarray(chunks)}
+
+    def entering_states(
+        self, *, adjoint: bool = False, scale: float = 1.0
+    ) -> tuple[list[Step], dict[str, jax.ShapeDtypeStruct]]:
+        """Kernels that compute the states `entering` all pieces and, if `adjoint`, gradients of those `leaving` them.
+
+        Returns:
+            The kernels, none where sequences are whole, and the shapes of what they write.
+        """
+        if not self.cut:
+            return [], {}
+        states = self.state_shape(True)
+        maps = (self.parts, self.value_heads, 2, self.key_dim, self.key_dim)
+        outputs = {
+            "response": states,
+            "transition": jax.ShapeDtypeStruct(maps, jnp.bfloat16),
+            "forgotten": jax.ShapeDtypeStruct((self.parts, self.value_heads), jnp.int32),
+            "entering": states,
+        }
+        rows = {"piece_rows": self.piece_rows}
+        steps = [
+            self.step(summaries_kernel),
+            self.step(compose_kernel, rename={"segments": "sequences"}, reverse=False, **rows),
+        ]
+        if adjoint:
+            outputs |= {"adjoint_response": states, "leaving": states}
+            steps.insert(1, self.step(adjoint_summaries_kernel, scale=scale))
+            rename = {
+                "segments": "sequences",
+                "response": "adjoint_response",
+                "initial_state": "d_final_state",
+                "entering": "leaving",
+            }
+            steps.append(self.step(compose_kernel, rename=rename, reverse=True, **rows))
+        return steps, outputs
+
+    def of_first_pieces(self, states: jax.Array) -> jax.Array:
+        """States of all pieces, of those that a sequence begins with: [P, ...] -> [N, ...]."""
+        return states[self._first_pieces()] if self.cut else states
+
+    def of_last_pieces(self, states: jax.Array) -> jax.Array:
+        """States of all pieces, of those that a sequence ends with: [P, ...] -> [N, ...]."""
+        if self.piece_rows is None:
+            return states
+        return states[self._first_pieces() + tables.pieces_of(self.segments, self.piece_rows) - 1]
+
+    def _first_pieces(self) -> Any:
+        assert self.piece_rows is not None
+        return tables.first_piece(self.segments[:, 0], np.arange(self.sequences, dtype=np.int32), self.piece_rows)
 
     def flat(self, **arrays: jax.Array) -> dict[str, jax.Array]:
         """[B, T, ...] -> [B T, ...]."""
@@ -368,27 +457,20 @@ class _Call:
         return jnp.zeros(self.state_shape(False).shape, jnp.float32) if state is None else state
 
     def state_shape(self, wanted: bool) -> jax.ShapeDtypeStruct:
-        """[N, Hv, K, V], or N = 0, which the kernels take for "not wanted"."""
-        shape = (self.sequences if wanted else 0, self.value_heads, self.key_dim, self.value_dim)
+        """[P, Hv, K, V] of all pieces, or P = 0, which the kernels take for "not wanted"."""
+        shape = (self.parts if wanted else 0, self.value_heads, self.key_dim, self.value_dim)
         return jax.ShapeDtypeStruct(shape, jnp.float32)
 
-    def step(self, kernel: Any, *, rename: Mapping[str, str] | None = None, **scalars: Any) -> Step:
-        """One kernel of the sequence, by its module."""
-        sizes = {
+    def step(self, kernel: Any, *, rename: Mapping[str, str] | None = None, **options: Any) -> Step:
+        """One kernel of the sequence, by its module; options that are not fields of its Config are scalars."""
+        values = options | {
             "key_dim": self.key_dim,
             "value_dim": self.value_dim,
             "dtype": self.dtype,
             "value_tile": self.value_tile,
         }
-        config = kernel.Config(**{field.name: sizes[field.name] for field in dataclasses.fields(kernel.Config)})
+        fields = [field.name for field in dataclasses.fields(kernel.Config)]
+        config = kernel.Config(**{field: values[field] for field in fields})
+        scalars = {name: x for name, x in options.items() if name not in fields}
         scalars["ratio"] = self.value_heads // self.key_heads
         return Step(kernel.__name__.rpartition(".")[2], config, scalars, rename or {})
-
-
-def value_tile(recurrences: int, value_dim: int) -> int:
-    """Value columns of a block of the recurrent kernels.
-
-    With few recurrences (heads times sequences) every multiprocessor that gets half a head saves time; with many,
-    sharing a head's keys and Q K^T between two warpgroups of one block saves more.
-    """
-    return 64 if 2 * recurrences <= _MULTIPROCESSORS else value_dim

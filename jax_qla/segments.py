@@ -13,8 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-CHUNK = 64
-"""Rows of a chunk. Chunks restart at every segment's first row."""
+from jax_qla.kernels.common import CHUNK, FIRST, LAST
 
 _COMPARE_ALL_LIMIT = 1024
 """Up to this many sequences a slot finds its own by comparing with all; beyond, by a sorted search."""
@@ -101,6 +100,56 @@ def dense_segments(batch: int, tokens: int) -> np.ndarray:
     """Segments of a dense batch flattened to one row: int32 [B, 2], entry b is (b * T, (b + 1) * T)."""
     start = np.arange(batch, dtype=np.int32) * np.int32(tokens)
     return np.stack([start, start + np.int32(tokens)], axis=1)
+
+
+def piece_count(tokens: int, sequences: int, rows: int) -> int:
+    """Number of pieces of at most `rows` rows that any packing of `sequences` segments into `tokens` rows fits into."""
+    return tokens // rows + sequences
+
+
+def first_piece(start: Any, n: Any, rows: int) -> Any:
+    """First piece of sequence n, which starts at row `start` (integers or integer arrays)."""
+    return start // rows + n
+
+
+def pieces_of(segments: Any, rows: int) -> Any:
+    """Number of pieces of every sequence, int32 [N]; an empty one has one piece, which is empty."""
+    xp: ModuleType = np if isinstance(segments, np.ndarray) else jnp
+    return xp.maximum((segments[:, 1] - segments[:, 0] + rows - 1) // rows, 1)
+
+
+def piece_table(segments: jax.Array | np.ndarray, tokens: int, rows: int) -> Any:
+    """All sequences cut into pieces of `rows` rows, the last of a sequence being shorter.
+
+    Args:
+        segments: int32 [N, 2], as `chunk_table` takes them. NumPy in, NumPy out.
+        tokens: number of rows T.
+        rows: length of a piece, a multiple of 64, so that its chunks are the sequence's.
+
+    Returns:
+        int32 [piece_count(T, N, rows), 4] with columns start, end, sequence and position: FIRST if the piece is its
+        sequence's first, plus LAST if it is its last. The first two columns are segments again, sorted and disjoint.
+        Pieces that no sequence needs are empty and marked as both.
+    """
+    xp: ModuleType = np if isinstance(segments, np.ndarray) else jnp
+    sequences = segments.shape[0]
+    piece = xp.arange(piece_count(tokens, sequences, rows), dtype=np.int32)
+    # Sequence -1 = [0, 0) owns what precedes the first piece of sequence 0.
+    start, end = (xp.concatenate([xp.zeros((1,), np.int32), segments[:, i]]) for i in range(2))
+    first = xp.concatenate([xp.zeros((1,), np.int32), first_piece(segments[:, 0], xp.arange(sequences), rows)])
+    count = xp.concatenate([xp.zeros((1,), np.int32), pieces_of(segments, rows)])
+    if xp is np:
+        entry = np.searchsorted(first, piece, side="right") - 1
+    elif sequences <= _COMPARE_ALL_LIMIT:
+        entry = jnp.sum(first <= piece[:, None], axis=1, dtype=jnp.int32) - 1
+    else:
+        entry = jnp.searchsorted(first, piece, side="right", method="sort") - 1
+    start, end, count, number = start[entry], end[entry], count[entry], piece - first[entry]
+    begins = xp.minimum(start + xp.minimum(number, count) * rows, end)
+    ends = xp.minimum(begins + rows, end)
+    unused = number >= count
+    position = xp.where(unused | (number == 0), FIRST, 0) + xp.where(unused | (number == count - 1), LAST, 0)
+    return xp.stack([begins, ends, xp.maximum(entry - 1, 0), position], axis=1).astype(np.int32)
 
 
 def slot_count(tokens: int, sequences: int) -> int:

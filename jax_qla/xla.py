@@ -29,10 +29,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jax_qla.segments import CHUNK, chunk_table, first_slot
-
-_LOWEST_GATE = -110.0
-"""Gates are clamped here: exp(-110) is zero in float32, and sums of clamped gates stay exact (see `_gates`)."""
+from jax_qla.kernels.common import CHUNK, MIN_LOG_DECAY
+from jax_qla.segments import chunk_table, first_slot
 
 _GATE_GRID = 256.0
 """Gates are summed as multiples of 1 / 256 and a rest: 64 * 110 * 256 < 2^24, so sums of the former are exact."""
@@ -43,7 +41,7 @@ _HEADS_AT_ONCE = 512
 _DTYPES = ("bfloat16", "float16", "float32")
 
 Precision = jax.lax.PrecisionLike
-Residuals = tuple[jax.Array, jax.Array]
+Residuals = tuple[jax.Array, jax.Array, jax.Array]
 
 
 def why_not(q: jax.Array, k: jax.Array, v: jax.Array) -> str | None:
@@ -151,7 +149,7 @@ def _gates(g: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
     by 2e-4. So each gate is cut into a multiple of 1/256, whose sums and differences are exact, and a rest below 1/512,
     whose sums stay small; the difference of both together is right to the last bits.
     """
-    g = jnp.maximum(g, _LOWEST_GATE)
+    g = jnp.maximum(g, MIN_LOG_DECAY)
     coarse = jnp.round(g * _GATE_GRID) / _GATE_GRID
     gamma = jnp.cumsum(jnp.stack([coarse, g - coarse]), axis=-1)
     pairs = jnp.sum(gamma[..., :, None] - gamma[..., None, :], axis=0)
@@ -367,7 +365,8 @@ def forward(
 
     residuals = None
     if with_residuals:
-        residuals = (jnp.broadcast_to(zero.astype(v.dtype), (*g.shape, CHUNK)), jnp.broadcast_to(zero, g.shape))
+        gates = jnp.broadcast_to(zero, g.shape)
+        residuals = (jnp.broadcast_to(zero.astype(v.dtype), (*g.shape, CHUNK)), gates, gates)
     if not output_final_state or final is None:
         return o, None, residuals
     return o, final.reshape(sequences, value_heads, k_dim, v_dim), residuals

@@ -20,7 +20,7 @@ import numpy as np
 import programs
 import pytest
 
-from jax_qla import cuda, launch, store
+from jax_qla import cuda, launch, policy, store
 from jax_qla.kernels import PACKAGED, build, prepare, toolchain
 
 LACKING = store.why_not_buildable()
@@ -182,7 +182,7 @@ def test_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_command_line_refuses_unknown_names(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         build.main(["nothing", "--output", str(tmp_path)])
-    assert "no kernel named nothing; there are prepare, gradients, forward" in capsys.readouterr().err
+    assert "no kernel named nothing; there are prepare, gradients, summaries" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         build.main(["prepare", "--only", "key_dim=65", "--output", str(tmp_path)])
     assert "no kernel of prepare has key_dim=65" in capsys.readouterr().err
@@ -203,12 +203,16 @@ def test_command_line_without_compilers(monkeypatch: pytest.MonkeyPatch, capsys:
 
 
 @pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
-def test_kernels_fit_the_calls_of_the_implementation(packed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("pieces", [False, True], ids=["whole", "in pieces"])
+def test_kernels_fit_the_calls_of_the_implementation(
+    packed: bool, pieces: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """What `jax_qla.cuda` passes is what the kernels take: names, dtypes, shapes and scalars, forward and backward.
 
     The kernels are lowered, not compiled, for one combination of K, V, dtype and tile; a build of the wheel lowers all.
     """
     monkeypatch.setattr(store, "lookup", lowered_kernel)
+    monkeypatch.setenv(policy.OVERRIDE, "64" if pieces else "0")
     batch, tokens, key_heads, value_heads, key_dim, value_dim = 1, 200, 2, 4, 64, 128
     q = shape(jnp.bfloat16, batch, tokens, key_heads, key_dim)
     v = shape(jnp.bfloat16, batch, tokens, value_heads, value_dim)
@@ -225,12 +229,12 @@ def test_kernels_fit_the_calls_of_the_implementation(packed: bool, monkeypatch: 
         without = cuda.backward(q, q, v, g, g, None, segments, residuals, o, None, scale=0.1)
         return o, final_state, residuals, gradients, without
 
-    o, final_state, (a, gamma), gradients, without = jax.eval_shape(both, q, v, g, state, segments)
-    described = [(x.dtype, x.shape) for x in (o, final_state, a, gamma, *gradients, *without[:5])]
+    o, final_state, (a, gamma, growth), gradients, without = jax.eval_shape(both, q, v, g, state, segments)
+    described = [(x.dtype, x.shape) for x in (o, final_state, a, gamma, growth, *gradients, *without[:5])]
     states = shape(jnp.bfloat16, batch, tokens, value_heads, 64)
     per_call = [(x.dtype, x.shape) for x in (q, q, v, g, g)]
     assert described == [
-        *((x.dtype, x.shape) for x in (v, state, states, g)),
+        *((x.dtype, x.shape) for x in (v, state, states, g, g)),
         *per_call,
         (state.dtype, state.shape),
         *per_call,
@@ -238,9 +242,11 @@ def test_kernels_fit_the_calls_of_the_implementation(packed: bool, monkeypatch: 
     assert without[5] is None
     lowered = jax.jit(both).trace(q, v, g, state, segments).lower(lowering_platforms=("cuda",)).as_text()
     calls = re.findall(r'functions = "([^"]*)"', lowered)
-    assert calls == [
-        "prepare_kernel,forward_kernel",
-        *["states_kernel,state_gradients_kernel,gradients_kernel"] * 2,
+    of_states = ["summaries", "compose"] if pieces else []
+    of_gradients = ["summaries", "adjoint_summaries", "compose", "compose"] if pieces else []
+    assert [re.sub("_kernel", "", call).split(",") for call in calls] == [
+        ["prepare", *of_states, "forward"],
+        *[[*of_gradients, "states", "state_gradients", "gradients"]] * 2,
     ]
 
 

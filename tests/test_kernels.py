@@ -12,10 +12,22 @@ import numpy as np
 import pytest
 
 from jax_qla import segments as tables
-from jax_qla.kernels import forward, gradients, prepare, recurrent, state_gradients, states
+from jax_qla.kernels import (
+    adjoint_summaries,
+    compose,
+    forward,
+    gradients,
+    prepare,
+    recurrent,
+    state_gradients,
+    states,
+    summaries,
+)
 from jax_qla.reference import recurrence
 
 TOLERANCE = 1e-12
+SPLIT_TOLERANCE = 2e-5
+"""Where transitions are kept as the sum of two bf16 numbers."""
 SCALE = 0.3
 KEY_DIM, VALUE_DIM = 8, 12
 
@@ -70,14 +82,23 @@ def inputs(batch: int, tokens: int, sequences: int, heads: tuple[int, int]) -> A
     return {name: jnp.asarray(x) for name, x in arrays.items()}
 
 
-@functools.partial(jax.jit, static_argnames="tokens")
-def chain(given: Mapping[str, Any], segments: Any, *, tokens: int) -> Arrays:
-    """Results of all kernels by name, each kernel fed by name: dense batches flattened, as in `jax_qla.cuda`."""
+SUMMARIES = (
+    (summaries, "k v a gamma growth beta initial_state pieces chunks -> response transition forgotten"),
+    (adjoint_summaries, "q k do a gamma growth beta d_final_state pieces chunks -> adjoint_response"),
+)
+
+
+@functools.partial(jax.jit, static_argnames=("tokens", "piece_rows"))
+def chain(given: Mapping[str, Any], segments: Any, *, tokens: int, piece_rows: int | None = None) -> Arrays:
+    """Results of all kernels by name, each kernel fed by name: dense batches flattened, as in `jax_qla.cuda`.
+
+    With `piece_rows`, sequences are cut into pieces of so many rows.
+    """
     ratio = given["v"].shape[2] // given["k"].shape[2]
     have = {name: x if name in STATES else x.reshape(tokens, *x.shape[2:]) for name, x in given.items()}
     have |= {"segments": segments, "chunks": jnp.asarray(tables.chunk_table(segments, tokens))}
-    for kernel, names in (
-        (prepare, "k g beta chunks -> a gamma"),
+    kernels: Sequence[Any] = (
+        (prepare, "k g beta chunks -> a gamma growth"),
         (forward, "q k v a gamma beta initial_state segments chunks -> o final_state"),
         (states, "k v a gamma beta initial_state segments chunks -> h vd"),
         (
@@ -85,12 +106,28 @@ def chain(given: Mapping[str, Any], segments: Any, *, tokens: int) -> Arrays:
             "q k do a gamma beta d_final_state segments chunks -> dh dx d_initial_state",
         ),
         (gradients, "q k v g gamma beta do vd dx h dh chunks -> dq dk dv dg dbeta"),
-    ):
+    )
+    if piece_rows is not None:
+        pieces = jnp.asarray(tables.piece_table(segments, tokens, piece_rows))
+        have |= {"pieces": pieces, "segments": pieces[:, :2]}
+        have["chunks"] = jnp.asarray(tables.chunk_table(pieces[:, :2], tokens))
+        kernels = (kernels[0], *SUMMARIES, *kernels[1:])
+    for kernel, names in kernels:
         operands, results = (part.split() for part in names.split("->"))
-        scalars = {"ratio": ratio} | ({"scale": SCALE} if kernel in (forward, state_gradients, gradients) else {})
+        with_scale = kernel in (forward, adjoint_summaries, state_gradients, gradients)
+        scalars = {"ratio": ratio} | ({"scale": SCALE} if with_scale else {})
         specification: Any = kernel.specification
         outputs = specification(*(have[name] for name in operands), **scalars)
-        have |= dict(zip(results, outputs, strict=True))
+        have |= dict(zip(results, outputs if len(results) > 1 else (outputs,), strict=True))
+        if piece_rows is not None and kernel is adjoint_summaries:
+            of = (have["transition"], have["response"], have["forgotten"], have["initial_state"], segments)
+            have["initial_state"] = compose.specification(*of, piece_rows=piece_rows)
+            of = (of[0], have["adjoint_response"], of[2], have["d_final_state"], segments)
+            have["d_final_state"] = compose.specification(*of, piece_rows=piece_rows, reverse=True)
+    if piece_rows is not None:
+        first = tables.first_piece(segments[:, 0], jnp.arange(segments.shape[0]), piece_rows)
+        have["final_state"] = have["final_state"][first + tables.pieces_of(segments, piece_rows) - 1]
+        have["d_initial_state"] = have["d_initial_state"][first]
     return have
 
 
@@ -111,17 +148,18 @@ def expected(given: Mapping[str, Any], segments: Any, *, packed: bool) -> Arrays
     return {name.replace("dinitial", "d_initial"): x for name, x in results.items()}
 
 
-def check(given: Arrays, segments: Any, *, packed: bool) -> Arrays:
+def check(given: Arrays, segments: Any, *, packed: bool, piece_rows: int | None = None) -> Arrays:
     """Compares all results and returns what the chain has made."""
     batch, length = given["k"].shape[:2]
-    found = chain(given, segments, tokens=batch * length)
+    tolerance = TOLERANCE if piece_rows is None else SPLIT_TOLERANCE
+    found = chain(given, segments, tokens=batch * length, piece_rows=piece_rows)
     for name, right in expected(given, segments, packed=packed).items():
         if name == "dg":
             right = jnp.where(given["g"] < -110.0, 0.0, right)
         result = found[name].reshape(right.shape)
         assert result.dtype == jnp.float64
         error = float(jnp.linalg.norm(result - right))
-        assert error <= TOLERANCE * float(jnp.linalg.norm(right)), f"{name}: {error}"
+        assert error <= tolerance * float(jnp.linalg.norm(right)), f"{name}: {error}"
     return found
 
 
@@ -155,6 +193,31 @@ def test_dense(case: str, heads: str) -> None:
     batch, tokens = DENSE[case]
     segments = jnp.asarray(tables.dense_segments(batch, tokens))
     check(inputs(batch, tokens, batch, HEADS[heads]), segments, packed=False)
+
+
+@pytest.mark.parametrize("gates", ["none", "weak", "strong", "strong, long keys"])
+def test_pieces(gates: str) -> None:
+    """Sequences in pieces give what whole ones give, whether heads decay (and pieces are forgotten) or not."""
+    bounds = [(0, 5), (5, 5), (9, 700), (700, 764), (770, 1000)]
+    segments = jnp.asarray(bounds, jnp.int32)
+    given = inputs(1, 1000, len(bounds), HEADS["grouped"])
+    factor = {"none": 0.0, "weak": 0.02, "strong": 5.0}.get(gates, 5.0)
+    given["g"] = factor * jnp.where(jnp.isfinite(given["g"]), jnp.maximum(given["g"], -2.0), -2.0)
+    if gates == "strong, long keys":
+        # A token may then stretch the state, by up to 2.2: the bound must know.
+        given["k"] = jnp.sqrt(3.2) * given["k"]
+        given["beta"] = jnp.ones_like(given["beta"])
+        given["g"] = given["g"].at[..., 1].set(-0.8)
+    found = check(given, segments, packed=True, piece_rows=128)
+    forgotten = np.asarray(found["forgotten"])[np.asarray(found["pieces"])[:, 3] < 2]
+    assert forgotten.shape[0] == 6
+    assert np.all(forgotten == (gates == "strong")) or (gates == "strong, long keys" and 0 < forgotten.mean() < 1)
+
+
+def test_pieces_of_a_dense_batch() -> None:
+    batch, tokens = 2, 330
+    segments = jnp.asarray(tables.dense_segments(batch, tokens))
+    check(inputs(batch, tokens, batch, HEADS["one for one"]), segments, packed=False, piece_rows=64)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])

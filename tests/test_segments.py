@@ -13,6 +13,7 @@ import pytest
 
 from jax_qla import reference
 from jax_qla import segments as sg
+from jax_qla.kernels.common import FIRST, LAST
 
 recurrence: Any = reference.recurrence
 
@@ -76,6 +77,33 @@ def test_chunk_table_on_the_device(limit: int, monkeypatch: pytest.MonkeyPatch) 
         got = table(segments)
         assert got.dtype == jnp.int32
         np.testing.assert_array_equal(got, sg.chunk_table(segments, 700))
+
+
+@pytest.mark.parametrize("limit", [1024, 3])
+def test_piece_table(limit: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every sequence is cut into its pieces, in order, and the table is a list of segments itself."""
+    monkeypatch.setattr(sg, "_COMPARE_ALL_LIMIT", limit)
+    random = np.random.default_rng(3)
+    on_device = jax.jit(lambda segments: sg.piece_table(segments, 700, 128))
+    for _ in range(50):
+        segments = _random_segments(random, 700, 8)
+        table = sg.piece_table(segments, 700, 128)
+        np.testing.assert_array_equal(on_device(segments), table)
+        assert table.shape == (sg.piece_count(700, 8, 128), 4)
+        assert np.all(np.diff(table[:, :2].reshape(-1)) >= 0)
+        used = np.zeros(len(table), bool)
+        for n, (start, end) in enumerate(segments):
+            first, count = sg.first_piece(start, n, 128), sg.pieces_of(segments, 128)[n]
+            own = table[first : first + count]
+            used[first : first + count] = True
+            bounds = [(row, min(row + 128, end)) for row in range(start, end, 128)] or [(start, end)]
+            assert own[:, :2].tolist() == [list(bound) for bound in bounds]
+            assert np.all(own[:, 2] == n)
+            position = [FIRST * (i == 0) + LAST * (i == count - 1) for i in range(count)]
+            assert own[:, 3].tolist() == position
+        unused = table[~used]
+        assert np.all(unused[:, 0] == unused[:, 1])
+        assert np.all(unused[:, 3] == FIRST + LAST)
 
 
 def test_first_slot_finds_each_sequence() -> None:

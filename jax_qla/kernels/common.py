@@ -7,6 +7,11 @@ they are replaced by zeros in shared memory wherever a matrix product sums over 
 """
 
 CHUNK = 64
+"""Rows of a chunk. Chunks restart at every segment's first row."""
+
+FIRST, LAST = 1, 2
+"""Bits of a piece's position in its sequence."""
+
 MIN_LOG_DECAY = -110.0  # exp of it is 0 in float32; clamping keeps the cumulative sums of gates exact
 # A kernel of three warpgroups is launched with 168 registers a thread, so what `set_max_nreg` gives its warpgroups may add up
 # to 504: an increase beyond that waits forever.
@@ -36,6 +41,34 @@ __device__ __forceinline__ void jax_qla_load_transposed(void* registers, const v
                  : "=r"(r[4 * n]), "=r"(r[4 * n + 1]), "=r"(r[4 * n + 2]), "=r"(r[4 * n + 3])
                  : "r"(jax_qla_matrix_row(tile, n)) : "memory");
   }
+}
+"""
+
+
+FORGOTTEN = -24.0
+"""Log of the factor below which what a state contributes to a later one is left out: 4e-11, and float32 rounds by 6e-8."""
+
+REACH_PRELUDE = r"""
+// Over how many of `count` chunks, from the first at `growth` and `stride` elements apart, the bounds of their effect on the state
+// (kernels/prepare.py) add up to less than `limit`; -1 if all together do not. To be called by whole warps.
+__device__ __forceinline__ int jax_qla_reach(const float* growth, long long stride, int count, float limit) {
+  const int lane = threadIdx.x & 31;
+  float total = 0.f;
+  int reach = -1;
+  for (int base = 0; base < count; base += 32) {
+    const bool inside = base + lane < count;
+    float x = inside ? growth[(base + lane) * stride] : 0.f;
+#pragma unroll
+    for (int step = 1; step < 32; step *= 2) {
+      const float before = __shfl_up_sync(0xffffffffu, x, step);
+      if (lane >= step) x += before;
+    }
+    x += total;
+    const unsigned below = __ballot_sync(0xffffffffu, inside && x < limit);
+    if (reach < 0 && below != 0) reach = base + __ffs(below);
+    total = __shfl_sync(0xffffffffu, x, 31);
+  }
+  return total < limit ? reach : -1;
 }
 """
 

@@ -5,6 +5,10 @@ For every chunk of 64 tokens and every value head h (key head h // r, r = Hv / H
     gamma_i = sum_{j <= i} max(g_j, -110)                                       [64]       float32
     L_ij    = beta_i <k_i, k_j> exp(gamma_i - gamma_j)   for i > j, else 0      [64, 64]   float32
     a       = (I + L)^{-1}                                                      [64, 64]   stored in the dtype of k
+    growth  = gamma_C + sum_i max(0, log |1 - beta_i <k_i, k_i>|)               one number float32, repeated for every row
+
+A token maps the state by exp(g) (I - beta k k^T), so exp(growth) bounds the spectral norm of what the chunk does to the state
+before it: what tells kernels/summaries.py which part of a run of tokens can be left out.
 
 The *gated* matrix is inverted: the gate-free one can overflow where the recurrence itself is stable (long keys, strong decay).
 
@@ -30,7 +34,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_qla.kernels.common import CHUNK, LOG2_E, MIN_LOG_DECAY, PASS_CONFIGS, accumulator_layout
-from jax_qla.kernels.specification import decay, gather_chunks, scatter_chunks
+from jax_qla.kernels.specification import decay, gather_chunks, last_row, scatter_chunks
 
 __all__ = ["PASS_CONFIGS", "Config", "program", "specification"]
 
@@ -56,10 +60,13 @@ __device__ __forceinline__ float jax_qla_scan(float x) {  // inclusive sum over 
 }
 
 // L of one head: `kk` is this thread's part of K K^T, a wgmma accumulator [64, 64]; gamma in units of log2.
-// Blocks above the diagonal are not written, nor read by jax_qla_invert.
-__device__ __forceinline__ void jax_qla_lower(const void* kk, float* lower, const float* gamma, const float* beta, int rows) {
+// Blocks above the diagonal are not written, nor read by jax_qla_invert. Each warp adds up what the diagonal of K K^T says of its
+// rows' part of the growth, in units of log2, into `excess` [4].
+__device__ __forceinline__ void jax_qla_lower(const void* kk, float* lower, const float* gamma, const float* beta, float* excess,
+                                              int rows) {
   const float* product = static_cast<const float*>(kk);
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, top = warp * 16 + lane / 4;
+  float stretch = 1.f;  // of this lane's rows with a diagonal element: at most two
 #pragma unroll
   for (int n = 0; n < 8; ++n) {
     if (n > warp * 2 + 1) break;
@@ -72,9 +79,17 @@ __device__ __forceinline__ void jax_qla_lower(const void* kk, float* lower, cons
         const float decay = exp2f(gamma[row] - gamma[column + e]);
         const float value = beta[row] * product[n * 4 + h * 2 + e] * decay;
         if (row > column + e) lower[(column + e) * kStride + row] = row < rows ? value : 0.f;
+        if (row == column + e && row < rows) stretch *= fmaxf(1.f, fabsf(1.f - beta[row] * product[n * 4 + h * 2 + e]));
       }
     }
   }
+  float sum = 0.f;
+  if (__any_sync(0xffffffffu, stretch > 1.f)) {  // not with keys of length 1 and beta up to 2
+    sum = log2f(stretch);
+#pragma unroll
+    for (int step = 16; step > 0; step /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, step);
+  }
+  if (lane == 0) excess[warp] = sum;
 }
 
 struct Split {  // two float32 numbers as high + low, both pairs of bf16
@@ -243,6 +258,7 @@ def program(config: Config):
         chunks: T.Tensor((slots, 4), "int32"),
         a: T.Tensor((tokens, value_heads, C), dtype),
         gamma: T.Tensor((tokens, value_heads), "float32"),
+        growth: T.Tensor((tokens, value_heads), "float32"),
         o: T.Tensor((tokens, value_heads, value_dim), dtype),
         ratio: T.int32,
     ):
@@ -258,6 +274,7 @@ def program(config: Config):
             lower_s = T.alloc_shared((2, C, C + 4), "float32")
             gamma_s = T.alloc_shared((2, C), "float32")  # in units of log2
             beta_s = T.alloc_shared((2, C), "float32")
+            excess_s = T.alloc_shared((2, 4), "float32")
             loaded = T.alloc_barrier(32)
 
             if tx >= 128:
@@ -301,10 +318,16 @@ def program(config: Config):
                                 T.address_of(lower_s[s, 0, 0]),
                                 T.address_of(gamma_s[s, 0]),
                                 T.address_of(beta_s[s, 0]),
+                                T.address_of(excess_s[s, 0]),
                                 rows,
                             )
                         T.sync_threads(1, 128)
                         if own:
+                            if lane < rows:
+                                growth[row + lane, head] = (
+                                    gamma_s[half, C - 1]
+                                    + (excess_s[half, 0] + excess_s[half, 1] + excess_s[half, 2] + excess_s[half, 3])
+                                ) * T.float32(1 / LOG2_E)
                             T.call_extern(
                                 "handle",
                                 "jax_qla_invert",
@@ -320,15 +343,20 @@ def program(config: Config):
 
 def specification(
     k: jax.Array, g: jax.Array, beta: jax.Array, chunks: jax.Array, *, ratio: int
-) -> tuple[jax.Array, jax.Array]:
-    """(a [tokens, Hv, 64] in k's dtype, gamma [tokens, Hv]); `o` is not a result, only its unused rows are zeroed."""
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """(a [tokens, Hv, 64] in k's dtype, gamma, growth [tokens, Hv]); `o` is not a result, only its unused rows are zeroed."""
     keys = jnp.repeat(gather_chunks(k, chunks), ratio, axis=2)
+    strength = gather_chunks(beta, chunks)
     gamma = jnp.cumsum(jnp.maximum(gather_chunks(g, chunks), MIN_LOG_DECAY), axis=1)
-    product = jnp.einsum("sihk,sjhk->sijh", keys, keys) * gather_chunks(beta, chunks)[:, :, None]
+    product = jnp.einsum("sihk,sjhk->sijh", keys, keys) * strength[:, :, None]
     lower = jnp.moveaxis(product * decay(gamma, strict=True), 3, 1)
     identity = jnp.broadcast_to(jnp.eye(CHUNK, dtype=lower.dtype), lower.shape)
     inverse = jax.lax.linalg.triangular_solve(
         lower + identity, identity, left_side=True, lower=True, unit_diagonal=True
     )
     a = scatter_chunks(jnp.moveaxis(inverse, 1, 2), chunks, k.shape[0], k.dtype)
-    return a, scatter_chunks(gamma, chunks, k.shape[0], g.dtype)
+    stretch = jnp.maximum(jnp.abs(1 - strength * jnp.einsum("sihk,sihk->sih", keys, keys)), 1)
+    growth = last_row(gamma, chunks) + jnp.sum(jnp.log(stretch), axis=1)
+    growth = jnp.broadcast_to(growth[:, None], gamma.shape)
+    gamma, growth = (scatter_chunks(x, chunks, k.shape[0], g.dtype) for x in (gamma, growth))
+    return a, gamma, growth

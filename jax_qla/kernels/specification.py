@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jax_qla.kernels.common import CHUNK
+from jax_qla.kernels.common import CHUNK, FORGOTTEN
 
 
 def gather_chunks(x: jax.Array, chunks: jax.Array) -> jax.Array:
@@ -71,3 +71,43 @@ def scan_slots(
     carry = (jnp.zeros_like(initial[0]), initial)
     (_, left), outputs = jax.lax.scan(body, carry, (sequence, entered, per_slot), reverse=reverse)
     return left, outputs
+
+
+def chunk_in_piece(pieces: jax.Array, chunks: jax.Array) -> jax.Array:
+    """Number of every slot's chunk in its piece, from 0, [slots]."""
+    piece = chunks[:, 0]
+    return jnp.arange(chunks.shape[0]) - (pieces[piece, 0] // CHUNK + piece + 1)
+
+
+def reach(
+    growth: jax.Array, pieces: jax.Array, chunks: jax.Array, *, from_end: bool
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Which chunks of a piece matter beyond it.
+
+    Args:
+        growth: [tokens, Hv], the bound of the effect of the row's chunk on the state.
+        pieces, chunks: [P, 4] and their chunk table.
+        from_end: whether the chunks at a piece's end matter, or those at its beginning.
+
+    Returns:
+        forgotten int32 [P, Hv], whether the bounds of all chunks of the piece add up to less than FORGOTTEN; whole bool
+        [P, Hv], whether all of them matter nevertheless; matters bool [slots, Hv], the chunks.
+    """
+    number = jnp.arange(chunks.shape[0])
+    counts = (pieces[:, 1] - pieces[:, 0] + CHUNK - 1) // CHUNK
+    chunk = counts[:, None] - 1 - number if from_end else number[None]
+    inside = (number < counts[:, None])[..., None]
+    row = jnp.clip(pieces[:, :1] + chunk * CHUNK, 0, growth.shape[0] - 1)
+    sums = jnp.cumsum(jnp.where(inside, growth[row], 0), axis=1)
+    forgotten = sums[:, -1] < FORGOTTEN
+    matter = jnp.where(forgotten, jnp.argmax(inside & (sums < FORGOTTEN), axis=1) + 1, counts[:, None])
+    at = chunk_in_piece(pieces, chunks)[:, None]
+    piece = chunks[:, 0]
+    matters = at >= (counts[:, None] - matter)[piece] if from_end else at < matter[piece]
+    return forgotten.astype(jnp.int32), matter == counts[:, None], matters
+
+
+def split(x: jax.Array) -> jax.Array:
+    """[..., K, K] as the sum of two bf16 numbers, [..., 2, K, K]."""
+    high = x.astype(jnp.bfloat16)
+    return jnp.stack([high, (x - high.astype(x.dtype)).astype(jnp.bfloat16)], axis=-3)

@@ -66,6 +66,7 @@ def program(config: Config):
     ):
         with T.Kernel(sequences * tiles, value_heads, threads=S + 128, prelude=PRELUDE) as (block, head):
             T.annotate_min_blocks_per_sm(1)
+            T.pdl_sync()  # what comes before has ended
             T.pdl_trigger()  # `state_gradients` reads nothing of this and may run beside it
             n = T.alloc_var("int32")
             start = T.alloc_var("int32")

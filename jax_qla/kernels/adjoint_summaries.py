@@ -1,0 +1,277 @@
+"""What the cotangents of a piece of a sequence do to the gradient of the state before it, from none after it.
+
+The transposed counterpart of kernels/summaries.py. The gradient of the state before a piece is affine in the gradient of the state
+after it, dS -> M^T dS + N', with the M of kernels/summaries.py:
+
+    adjoint response  N'   the gradient of the state before the piece from none after it; of a sequence's last piece, from that
+                           of the final state
+
+by the recurrence of kernels/state_gradients.py. Nothing is needed of a sequence's first piece. As in kernels/summaries.py, gates
+decide how many chunks are computed, here at the piece's beginning.
+
+Plan, one block per (piece, value head, tile of 64 value columns), two stages of chunk tiles:
+
+    warpgroup  registers  work
+    0          200        dS^T in float32, in registers
+    1          128        warp 4 loads Q, K, dO, a with TMA; all: gates, P into shared memory, Q scaled in place
+    (barriers as in kernels/forward.py)
+"""
+
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+
+from jax_qla.kernels.common import CHUNK, FIRST, FORGOTTEN, LAST, PASS_CONFIGS, REACH_PRELUDE, macros
+from jax_qla.kernels.specification import decay, gather_chunks, last_row, reach, scan_slots
+
+__all__ = ["PASS_CONFIGS", "Config", "program", "specification"]
+
+
+@dataclass(frozen=True)
+class Config:
+    """Sizes this program is specialised for: `key_dim`, `value_dim` 64 or 128, `dtype` "bfloat16" or "float16"."""
+
+    key_dim: int = 128
+    value_dim: int = 128
+    dtype: str = "bfloat16"
+
+
+def program(config: Config):
+    """The TileLang program. Numbers of tokens, heads, pieces and sequences are run-time values."""
+    import tilelang.language as T
+
+    C, K, V, dtype = CHUNK, config.key_dim, config.value_dim, config.dtype
+    tiles = V // 64  # blocks a piece and head
+    stages = 2
+    m = macros()
+    tokens, key_heads, value_heads, parts = T.dynamic("tokens, key_heads, value_heads, parts")
+    final_states = T.dynamic("final_states")  # sequences, or 0: not given
+
+    @T.prim_func
+    def adjoint_summaries(
+        q: T.Tensor((tokens, key_heads, K), dtype),
+        k: T.Tensor((tokens, key_heads, K), dtype),
+        do: T.Tensor((tokens, value_heads, V), dtype),
+        a: T.Tensor((tokens, value_heads, C), dtype),
+        gamma: T.Tensor((tokens, value_heads), "float32"),
+        growth: T.Tensor((tokens, value_heads), "float32"),
+        beta: T.Tensor((tokens, value_heads), "float32"),
+        d_final_state: T.Tensor((final_states, value_heads, K, V), "float32"),
+        pieces: T.Tensor((parts, 4), "int32"),
+        adjoint_response: T.Tensor((parts, value_heads, K, V), "float32"),
+        ratio: T.int32,
+        scale: T.float32,
+    ):
+        with T.Kernel(parts * tiles, value_heads, threads=256, prelude=REACH_PRELUDE) as (block, head):
+            T.annotate_min_blocks_per_sm(1)
+            T.pdl_trigger()  # what follows waits by itself
+            piece = T.alloc_var("int32")
+            start = T.alloc_var("int32")
+            end = T.alloc_var("int32")
+            position = T.alloc_var("int32")
+            chunks = T.alloc_var("int32")
+            count = T.alloc_var("int32")  # chunks that matter, at the beginning of the piece; 0: nothing to do
+            key_head = T.alloc_var("int32")
+            tile = block % tiles
+            piece = block // tiles
+            start = pieces[piece, 0]
+            end = pieces[piece, 1]
+            position = pieces[piece, 3]
+            key_head = T.truncdiv(head, ratio)
+            tx = T.get_thread_binding()
+            chunks = (end - start + C - 1) // C
+            count = 0
+            if position % LAST != FIRST:
+                count = T.call_extern(
+                    "int32",
+                    "jax_qla_reach",
+                    T.address_of(growth[start, head]),
+                    T.cast(value_heads, "int64") * C,
+                    chunks,
+                    T.float32(FORGOTTEN),
+                )
+                if count < 0:
+                    count = chunks
+
+            q_s = T.alloc_shared((stages, C, K), dtype)  # Q, then scale exp(gamma) Q
+            k_s = T.alloc_shared((stages, C, K), dtype)
+            do_s = T.alloc_shared((stages, C, 64), dtype)
+            a_s = T.alloc_shared((stages, C, C), dtype)
+            p_s = T.alloc_shared((stages, C, C), dtype)
+            gamma_s = T.alloc_shared((stages, C), "float32")
+            rise_s = T.alloc_shared((stages, C), "float32")
+            fall_s = T.alloc_shared((stages, C), "float32")
+            beta_s = T.alloc_shared((stages, C), "float32")
+            loaded = T.alloc_barrier([32] * stages)
+            ready = T.alloc_barrier([128] * stages)
+            free = T.alloc_barrier([128] * stages)
+
+            if tx >= 128:
+                T.set_max_nreg(128, 0)
+                fetched = T.alloc_local((3,), "float32")  # gates of the chunk after
+                gates = T.alloc_local((3,), "float32")
+                p = T.alloc_fragment((C, C), "float32")
+                T.clear(gates)
+                for step in T.serial(count + 1):
+                    if step > 0:
+                        # prepare the chunk before, which has arrived
+                        stage = (step + stages - 1) % stages
+                        rows = T.min(end - (start + (count - 1 - (step - 1)) * C), C)
+                        m.store_gates(gates, rows, tx - 128, stage, gamma_s, rise_s, fall_s, beta_s)
+                        T.barrier_wait(loaded[stage], (step - 1) // stages % 2)
+                        if rows < C:
+                            m.zero_tail(q_s, stage, rows, K, tx - 128, 128)
+                            m.zero_tail(k_s, stage, rows, K, tx - 128, 128)
+                            m.zero_tail(a_s, stage, rows, C, tx - 128, 128)
+                            m.zero_tail(do_s, stage, rows, 64, tx - 128, 128)
+                            T.fence_proxy_async()
+                        T.sync_threads(3, 128)
+                        T.gemm(q_s[stage, :, :], k_s[stage, :, :], p, transpose_B=True, clear_accum=True)
+                        for i, j in T.Parallel(C, C):
+                            p[i, j] = (
+                                p[i, j] * scale * T.exp2(T.min(gamma_s[stage, i] - gamma_s[stage, j], T.float32(0)))
+                            )
+                        for i, j in T.Parallel(C, C):
+                            p_s[stage, i, j] = T.Select(i >= j, T.cast(p[i, j], dtype), T.cast(0, dtype))
+                        T.sync_threads(3, 128)  # every warp has read Q
+                        for i, j in T.Parallel(C, K):
+                            q_s[stage, i, j] = T.cast(
+                                T.cast(q_s[stage, i, j], "float32") * (rise_s[stage, i] * scale), dtype
+                            )
+                        T.fence_proxy_async()
+                        T.barrier_arrive(ready[stage])
+                    if step < count:
+                        # load a chunk as soon as the state has left the stage, which it does when it has begun with the other
+                        m.fetch_gates(
+                            gamma,
+                            beta,
+                            start + (count - 1 - step) * C,
+                            T.min(end - (start + (count - 1 - step) * C), C),
+                            head,
+                            tx - 128,
+                            fetched,
+                        )
+                        if step >= stages:
+                            T.barrier_wait(free[step % stages], (step // stages + 1) % 2)
+                        if tx < 160:
+                            T.tma_copy(
+                                k[start + (count - 1 - step) * C : start + (count - 1 - step) * C + C, key_head, 0:K],
+                                k_s[step % stages, :, :],
+                                barrier=loaded[step % stages],
+                                leader_scope_threads=32,
+                            )
+                            T.tma_copy(
+                                q[start + (count - 1 - step) * C : start + (count - 1 - step) * C + C, key_head, 0:K],
+                                q_s[step % stages, :, :],
+                                barrier=loaded[step % stages],
+                                leader_scope_threads=32,
+                            )
+                            T.tma_copy(
+                                a[start + (count - 1 - step) * C : start + (count - 1 - step) * C + C, head, 0:C],
+                                a_s[step % stages, :, :],
+                                barrier=loaded[step % stages],
+                                leader_scope_threads=32,
+                            )
+                            T.tma_copy(
+                                do[
+                                    start + (count - 1 - step) * C : start + (count - 1 - step) * C + C,
+                                    head,
+                                    tile * 64 : tile * 64 + 64,
+                                ],
+                                do_s[step % stages, :, :],
+                                barrier=loaded[step % stages],
+                                leader_scope_threads=32,
+                            )
+                            T.barrier_arrive(loaded[step % stages])
+                    for x in T.unroll(3):
+                        gates[x] = fetched[x]
+            else:
+                T.set_max_nreg(200, 1)
+                d = T.alloc_fragment((64, K), "float32")
+                d_b = T.alloc_fragment((64, K), dtype)
+                u = T.alloc_fragment((64, C), "float32")
+                dvd_b = T.alloc_fragment((64, C), dtype)
+                dw_b = T.alloc_fragment((64, C), dtype)
+                whole = T.alloc_var("float32")
+                # a sequence's last piece, of which all chunks matter, begins with the gradient of the final state
+                if final_states > 0 and position >= LAST and count == chunks:
+                    for i, j in T.Parallel(64, K):
+                        d[i, j] = d_final_state[pieces[piece, 2], head, j, tile * 64 + i]
+                else:
+                    T.clear(d)
+                for c in T.serial(count):
+                    at = c % stages
+                    T.copy(d, d_b)
+                    T.barrier_wait(ready[at], (c // stages) % 2)
+                    T.barrier_wait(loaded[at], (c // stages) % 2)
+                    # dVd = exp(gamma_C - gamma) K dS + P^T dO
+                    T.wgmma_gemm(d_b, k_s[at, :, :], u, transpose_B=True, clear_accum=True)
+                    T.wait_wgmma(0)
+                    for i, j in T.Parallel(64, C):
+                        u[i, j] = u[i, j] * fall_s[at, j]
+                    T.wgmma_gemm(do_s[at, :, :], p_s[at, :, :], u, transpose_A=True)
+                    whole = rise_s[at, T.min(end - (start + (count - 1 - c) * C), C) - 1]
+                    for i, j in T.Parallel(64, K):
+                        d[i, j] = d[i, j] * whole
+                    T.wait_wgmma(0)
+                    T.copy(u, dvd_b)
+                    # dX = A^T dVd, on the diagonal (of ones) without the rounding of dVd
+                    for i, j in T.Parallel(64, C):
+                        u[i, j] = u[i, j] - T.cast(dvd_b[i, j], "float32")
+                    T.wgmma_gemm(dvd_b, a_s[at, :, :], u)
+                    # dS = exp(gamma_C) dS + Q^T scale exp(gamma) dO - K^T exp(gamma) beta dX
+                    T.wgmma_gemm(do_s[at, :, :], q_s[at, :, :], d, transpose_A=True)
+                    T.wait_wgmma(1)
+                    for i, j in T.Parallel(64, C):
+                        dw_b[i, j] = T.cast(-u[i, j] * (rise_s[at, j] * beta_s[at, j]), dtype)
+                    T.wgmma_gemm(dw_b, k_s[at, :, :], d)
+                    T.wait_wgmma(0)
+                    T.barrier_arrive(free[at])
+                if position % LAST != FIRST:
+                    for i, j in T.Parallel(64, K):
+                        adjoint_response[piece, head, j, tile * 64 + i] = d[i, j]
+            T.pdl_sync()  # ends after `summaries`, for `compose` waits for this kernel alone
+
+    return adjoint_summaries
+
+
+def specification(
+    q: jax.Array,
+    k: jax.Array,
+    do: jax.Array,
+    a: jax.Array,
+    gamma: jax.Array,
+    growth: jax.Array,
+    beta: jax.Array,
+    d_final_state: jax.Array,
+    pieces: jax.Array,
+    chunks: jax.Array,
+    *,
+    ratio: int,
+    scale: float,
+) -> jax.Array:
+    """The adjoint response [P, Hv, K, V] of P pieces, whose chunk table `chunks` is; not a number where there is none."""
+    keys, queries = (jnp.repeat(gather_chunks(x, chunks), ratio, axis=2) for x in (k, q))
+    gradient, inverse, gates, strength = (gather_chunks(x, chunks) for x in (do, a, gamma, beta))
+    p = scale * jnp.einsum("sihk,sjhk->sijh", queries, keys) * decay(gates)
+    _, whole, matters = reach(growth, pieces, chunks, from_end=False)
+
+    def step(state, xs):
+        queries, keys, gradient, inverse, p, gates, strength, end, matters = xs
+        rise = jnp.exp(gates)[..., None]
+        dvd = jnp.einsum("ijh,ihv->jhv", p, gradient)
+        dvd += jnp.exp(end - gates)[..., None] * jnp.einsum("ihk,hkv->ihv", keys, state)
+        dx = jnp.einsum("ihj,ihv->jhv", inverse, dvd)
+        before = jnp.exp(end)[:, None, None] * state
+        before += jnp.einsum("ihk,ihv->hkv", queries, scale * rise * gradient)
+        before -= jnp.einsum("ihk,ihv->hkv", keys, rise * strength[..., None] * dx)
+        return jnp.where(matters[:, None, None], before, state), None
+
+    first, last = pieces[:, 3] % LAST == FIRST, pieces[:, 3] >= LAST
+    begin = jnp.zeros((pieces.shape[0], do.shape[1], k.shape[2], do.shape[2]), d_final_state.dtype)
+    if d_final_state.shape[0]:
+        begin = jnp.where((last[:, None] & whole)[..., None, None], d_final_state[pieces[:, 2]], begin)
+    xs = (queries, keys, gradient, inverse, p, gates, strength, last_row(gates, chunks), matters)
+    response, _ = scan_slots(step, begin, pieces, chunks, xs, reverse=True)
+    return jnp.where(first[:, None, None, None], jnp.nan, response)

@@ -1,0 +1,290 @@
+"""What a piece of a sequence does to the state before it, so that the pieces of one sequence can be computed side by side.
+
+The state after a piece is affine in the state before it, S -> M S + N per value head (kernels/forward.py has the chunk's
+recurrence, of which both follow):
+
+    response    N    the state after the piece from a state of zero; of a sequence's first piece, from its initial state
+    transition  M    column c is the state after the piece from the c-th unit vector, without values (V = 0)
+
+kernels/compose.py puts them together. Nothing is needed of a sequence's last piece, and no transition of its first.
+
+Gates decide how much is computed. Where the bounds of the chunks' effect on the state (`growth` of kernels/prepare.py) add up to
+less than FORGOTTEN over the whole piece, M counts as zero and is not written (`forgotten` says so), and N is computed from as
+many chunks at the piece's end as these bounds leave to matter. Heads that do not decay take the exact way.
+
+Plan, one block per (piece, value head, tile of 64 columns of [N | M]), two blocks an SM, three stages of chunk tiles; the recurrence
+is that of kernels/states.py, in registers and transposed:
+
+    warpgroup  registers  work
+    0          216        64 columns: S^T in float32
+    1          40         warp 4 loads K, a and, for N, V with TMA; all: gates
+    (barriers as in kernels/forward.py)
+
+M leaves transposed (its rows are the state's rows before the piece) as the sum of two bf16 numbers, 16 bits of mantissa, which is what
+kernels/compose.py multiplies by.
+"""
+
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+
+from jax_qla.kernels.common import (
+    CHUNK,
+    FIRST,
+    FORGOTTEN,
+    LAST,
+    PASS_CONFIGS,
+    PRELUDE,
+    REACH_PRELUDE,
+    accumulator_layout,
+    macros,
+)
+from jax_qla.kernels.specification import gather_chunks, last_row, reach, scan_slots, split
+
+__all__ = ["PASS_CONFIGS", "Config", "program", "specification"]
+
+
+@dataclass(frozen=True)
+class Config:
+    """Sizes this program is specialised for: `key_dim`, `value_dim` 64 or 128, `dtype` "bfloat16" or "float16"."""
+
+    key_dim: int = 128
+    value_dim: int = 128
+    dtype: str = "bfloat16"
+
+
+def program(config: Config):
+    """The TileLang program. Numbers of tokens, heads, pieces and sequences are run-time values."""
+    import tilelang.language as T
+
+    C, K, V, dtype = CHUNK, config.key_dim, config.value_dim, config.dtype
+    value_tiles = V // 64
+    tiles = value_tiles + K // 64  # blocks a piece and head
+    stages = 3
+    m = macros()
+    tokens, key_heads, value_heads, parts = T.dynamic("tokens, key_heads, value_heads, parts")
+    initial_states = T.dynamic("initial_states")  # sequences, or 0: not given
+
+    @T.prim_func
+    def summaries(
+        k: T.Tensor((tokens, key_heads, K), dtype),
+        v: T.Tensor((tokens, value_heads, V), dtype),
+        a: T.Tensor((tokens, value_heads, C), dtype),
+        gamma: T.Tensor((tokens, value_heads), "float32"),
+        growth: T.Tensor((tokens, value_heads), "float32"),
+        beta: T.Tensor((tokens, value_heads), "float32"),
+        initial_state: T.Tensor((initial_states, value_heads, K, V), "float32"),
+        pieces: T.Tensor((parts, 4), "int32"),
+        response: T.Tensor((parts, value_heads, K, V), "float32"),
+        transition: T.Tensor((parts, value_heads, 2, K, K), "bfloat16"),
+        forgotten: T.Tensor((parts, value_heads), "int32"),
+        ratio: T.int32,
+    ):
+        with T.Kernel(parts * tiles, value_heads, threads=256, prelude=PRELUDE + REACH_PRELUDE) as (block, head):
+            T.annotate_min_blocks_per_sm(2)
+            T.pdl_sync()  # `prepare` has ended
+            T.pdl_trigger()  # what follows waits by itself
+            piece = T.alloc_var("int32")
+            start = T.alloc_var("int32")
+            end = T.alloc_var("int32")
+            position = T.alloc_var("int32")
+            chunks = T.alloc_var("int32")
+            count = T.alloc_var("int32")  # chunks that matter, at the end of the piece; 0: this block has nothing to do
+            key_head = T.alloc_var("int32")
+            tile = block % tiles
+            piece = block // tiles
+            start = pieces[piece, 0]
+            end = pieces[piece, 1]
+            position = pieces[piece, 3]
+            key_head = T.truncdiv(head, ratio)
+            tx = T.get_thread_binding()
+            chunks = (end - start + C - 1) // C
+            count = 0
+            if position < LAST:
+                count = T.call_extern(
+                    "int32",
+                    "jax_qla_reach",
+                    T.address_of(growth[start + (chunks - 1) * C, head]),
+                    -T.cast(value_heads, "int64") * C,
+                    chunks,
+                    T.float32(FORGOTTEN),
+                )
+                if tile == 0 and tx == 0:
+                    forgotten[piece, head] = T.Select(count < 0, 0, 1)
+                if tile >= value_tiles and (count >= 0 or position == FIRST):
+                    count = 0
+                else:
+                    if count < 0:
+                        count = chunks
+            start = start + (chunks - count) * C
+
+            k_s = T.alloc_shared((stages, C, K), dtype)
+            v_s = T.alloc_shared((stages, C, 64), dtype)
+            a_s = T.alloc_shared((stages, C, C), dtype)
+            gamma_s = T.alloc_shared((stages, C), "float32")
+            rise_s = T.alloc_shared((stages, C), "float32")
+            fall_s = T.alloc_shared((stages, C), "float32")
+            beta_s = T.alloc_shared((stages, C), "float32")
+            loaded = T.alloc_barrier([32] * stages)
+            ready = T.alloc_barrier([128] * stages)
+            free = T.alloc_barrier([128] * stages)
+
+            if tx >= 128:
+                T.set_max_nreg(40, 0)
+                fetched = T.alloc_local((3,), "float32")  # gates of the chunk after
+                gates = T.alloc_local((3,), "float32")
+                T.clear(gates)
+                for step in T.serial(count + 1):
+                    if step < count:
+                        # load a chunk as soon as the state has left the stage
+                        m.fetch_gates(
+                            gamma, beta, start + step * C, T.min(end - (start + step * C), C), head, tx - 128, fetched
+                        )
+                        if step >= stages:
+                            T.barrier_wait(free[step % stages], (step // stages + 1) % 2)
+                        if tx < 160:
+                            T.tma_copy(
+                                k[start + step * C : start + step * C + C, key_head, 0:K],
+                                k_s[step % stages, :, :],
+                                barrier=loaded[step % stages],
+                                leader_scope_threads=32,
+                            )
+                            T.tma_copy(
+                                a[start + step * C : start + step * C + C, head, 0:C],
+                                a_s[step % stages, :, :],
+                                barrier=loaded[step % stages],
+                                leader_scope_threads=32,
+                            )
+                            if tile < value_tiles:
+                                T.tma_copy(
+                                    v[start + step * C : start + step * C + C, head, tile * 64 : tile * 64 + 64],
+                                    v_s[step % stages, :, :],
+                                    barrier=loaded[step % stages],
+                                    leader_scope_threads=32,
+                                )
+                            T.barrier_arrive(loaded[step % stages])
+                    if step > 0:
+                        # prepare the chunk before, which has arrived
+                        stage = (step + stages - 1) % stages
+                        rows = T.min(end - (start + (step - 1) * C), C)
+                        m.store_gates(gates, rows, tx - 128, stage, gamma_s, rise_s, fall_s, beta_s)
+                        T.barrier_wait(loaded[stage], (step - 1) // stages % 2)
+                        if rows < C:
+                            m.zero_tail(k_s, stage, rows, K, tx - 128, 128)
+                            m.zero_tail(v_s, stage, rows, 64, tx - 128, 128)
+                            m.zero_tail(a_s, stage, rows, C, tx - 128, 128)
+                            T.fence_proxy_async()
+                        T.barrier_arrive(ready[stage])
+                    for x in T.unroll(3):
+                        gates[x] = fetched[x]
+            else:
+                T.set_max_nreg(216, 1)
+                state = T.alloc_fragment((64, K), "float32")
+                state_b = T.alloc_fragment((64, K), dtype)
+                u = T.alloc_fragment((64, C), "float32")
+                x_b = T.alloc_fragment((64, C), dtype)
+                vk_b = T.alloc_fragment((64, C), dtype)
+                v_t = T.alloc_fragment((64, C), dtype)
+                T.annotate_layout({v_t: accumulator_layout(C)})
+                whole = T.alloc_var("float32")
+                if tile >= value_tiles:
+                    for i, j in T.Parallel(64, K):
+                        state[i, j] = T.Select(j == (tile - value_tiles) * 64 + i, T.float32(1), T.float32(0))
+                else:
+                    # a sequence's first piece, of which all chunks matter, begins with the initial state
+                    if initial_states > 0 and position == FIRST and count == chunks:
+                        for i, j in T.Parallel(64, K):
+                            state[i, j] = initial_state[pieces[piece, 2], head, j, tile * 64 + i]
+                    else:
+                        T.clear(state)
+                for i, j in T.Parallel(64, C):
+                    v_t[i, j] = T.cast(0, dtype)
+                for c in T.serial(count):
+                    at = c % stages
+                    T.copy(state, state_b)
+                    T.barrier_wait(ready[at], (c // stages) % 2)
+                    T.barrier_wait(loaded[at], (c // stages) % 2)
+                    # U = S^T K^T
+                    T.wgmma_gemm(state_b, k_s[at, :, :], u, transpose_B=True, clear_accum=True)
+                    if tile < value_tiles:
+                        T.call_extern(
+                            "handle", "jax_qla_load_transposed", T.address_of(v_t[0, 0]), T.address_of(v_s[at, 0, 0])
+                        )
+                    T.wait_wgmma(0)
+                    # X = beta (V^T - exp(gamma) U)
+                    for i, j in T.Parallel(64, C):
+                        x_b[i, j] = beta_s[at, j] * (T.cast(v_t[i, j], "float32") - rise_s[at, j] * u[i, j])
+                    # Vd = X A^T
+                    T.wgmma_gemm(x_b, a_s[at, :, :], u, transpose_B=True, clear_accum=True)
+                    whole = rise_s[at, T.min(end - (start + c * C), C) - 1]
+                    for i, j in T.Parallel(64, K):
+                        state[i, j] = state[i, j] * whole
+                    T.wait_wgmma(0)
+                    for i, j in T.Parallel(64, C):
+                        vk_b[i, j] = u[i, j] * fall_s[at, j]
+                    # S = exp(gamma_C) S + (exp(gamma_C - gamma) Vd) K
+                    T.wgmma_gemm(vk_b, k_s[at, :, :], state)
+                    T.wait_wgmma(0)
+                    T.barrier_arrive(free[at])
+                if tile < value_tiles:
+                    if position < LAST:
+                        for i, j in T.Parallel(64, K):
+                            response[piece, head, j, tile * 64 + i] = state[i, j]
+                else:
+                    if count > 0:
+                        for i, j in T.Parallel(64, K):
+                            transition[piece, head, 0, (tile - value_tiles) * 64 + i, j] = T.cast(
+                                state[i, j], "bfloat16"
+                            )
+                        for i, j in T.Parallel(64, K):
+                            transition[piece, head, 1, (tile - value_tiles) * 64 + i, j] = T.cast(
+                                state[i, j] - T.cast(T.cast(state[i, j], "bfloat16"), "float32"), "bfloat16"
+                            )
+
+    return summaries
+
+
+def specification(
+    k: jax.Array,
+    v: jax.Array,
+    a: jax.Array,
+    gamma: jax.Array,
+    growth: jax.Array,
+    beta: jax.Array,
+    initial_state: jax.Array,
+    pieces: jax.Array,
+    chunks: jax.Array,
+    *,
+    ratio: int,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """(response [P, Hv, K, V], transition [P, Hv, 2, K, K] bf16, forgotten int32 [P, Hv]) of P pieces.
+
+    `chunks` is the chunk table of the pieces. What the kernel does not write is not a number here.
+    """
+    keys = jnp.repeat(gather_chunks(k, chunks), ratio, axis=2)
+    values, inverse, gates, strength = (gather_chunks(x, chunks) for x in (v, a, gamma, beta))
+    columns = k.shape[2]
+    forgotten, whole, matters = reach(growth, pieces, chunks, from_end=True)
+
+    def step(state, xs):
+        keys, values, inverse, gates, strength, end, matters = xs
+        x = strength[..., None] * (values - jnp.exp(gates)[..., None] * jnp.einsum("ihk,hkv->ihv", keys, state))
+        vd = jnp.einsum("ihj,jhv->ihv", inverse, x)
+        update = jnp.einsum("ihk,ihv->hkv", keys, jnp.exp(end - gates)[..., None] * vd)
+        return jnp.where(matters[:, None, None], jnp.exp(end)[:, None, None] * state + update, state), None
+
+    first, last = pieces[:, 3] % 2 == FIRST, pieces[:, 3] >= LAST
+    begin = jnp.zeros((pieces.shape[0], v.shape[1], columns, v.shape[2]), initial_state.dtype)
+    if initial_state.shape[0]:
+        takes = (first[:, None] & whole)[..., None, None]
+        begin = jnp.where(takes, initial_state[pieces[:, 2]], begin)
+    xs = (keys, values, inverse, gates, strength, last_row(gates, chunks), matters)
+    response, _ = scan_slots(step, begin, pieces, chunks, xs)
+    identity = jnp.broadcast_to(jnp.eye(columns, dtype=begin.dtype), (*begin.shape[:2], columns, columns))
+    xs = (keys, jnp.zeros_like(keys), *xs[2:])
+    transition, _ = scan_slots(step, identity, pieces, chunks, xs)
+    unwritten = (last | first)[:, None] | forgotten.astype(bool)
+    transition = jnp.where(unwritten[..., None, None], jnp.nan, transition)
+    response = jnp.where(last[:, None, None, None], jnp.nan, response)
+    return response, split(jnp.swapaxes(transition, -1, -2)), forgotten

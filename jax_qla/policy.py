@@ -1,0 +1,98 @@
+"""Which form of the recurrences runs: value columns of a block, and pieces that one card computes side by side.
+
+Everything here follows from static shapes. A block of the recurrent kernels owns a multiprocessor for as many steps as
+its sequence has chunks, so few heads times sequences leave a card idle. Two ways out, one after the other: blocks of 64
+value columns, and cutting sequences into pieces (jax_qla/kernels/summaries.py), which costs a summary of every piece
+but the last. `cut` weighs them by a model of four measured numbers.
+"""
+
+from __future__ import annotations
+
+import os
+
+from jax_qla.kernels.common import CHUNK
+
+MULTIPROCESSORS = 132
+"""Of an H100 or H200 SXM."""
+
+# Measured on an H200, microseconds (docs/performance.md).
+_STEP = {64: 2.0, 128: 2.85}
+"""A chunk step of the forward kernel by value columns of its block; one block runs on a multiprocessor."""
+_SUMMARY_STEP = 1.6
+"""A chunk step of kernels/summaries.py, of which two blocks share a multiprocessor."""
+_COMPOSE_STEP = 1.5
+"""One piece in kernels/compose.py."""
+_OVERHEAD = 8.0
+"""Two more kernels."""
+
+_LENGTHS = tuple(n << shift for shift in range(10) for n in (8, 12))
+"""Chunks of a piece that are considered."""
+
+OVERRIDE = "JAX_QLA_PIECE_ROWS"
+"""Environment variable, read when a call is traced: rows of a piece (a multiple of 64), or 0 for no pieces."""
+
+
+def value_tile(recurrences: int, value_dim: int) -> int:
+    """Value columns of a block of the recurrent kernels.
+
+    With few recurrences (heads times sequences) every multiprocessor that gets half a head saves time; with many,
+    sharing a head's keys and Q K^T between two warpgroups of one block saves more.
+    """
+    return 64 if 2 * recurrences <= MULTIPROCESSORS else value_dim
+
+
+def piece_rows(tokens: int, sequences: int, heads: int, key_dim: int, value_dim: int, *, packed: bool) -> int | None:
+    """Rows of the pieces that sequences are cut into, or None to leave them whole.
+
+    Args:
+        tokens: of the whole batch, B T.
+        sequences: number of sequences.
+        heads: value heads.
+        key_dim, value_dim: K and V.
+        packed: whether the lengths are values. One sequence may then have all tokens; if they turn out to be equal,
+            a cut that was made for that finds nothing to do and costs 1 to 2 % of the call.
+    """
+    if override := os.environ.get(OVERRIDE):
+        rows = int(override)
+        if rows < 0 or rows % CHUNK:
+            raise ValueError(f"{OVERRIDE} must be a multiple of {CHUNK}, or 0 for no pieces, got {override!r}")
+        return rows or None
+    # Of packed sequences nothing is known but their number: they may be equal, or one may have all tokens. What is chosen
+    # must be good for both.
+    layouts = {(sequences, -(-tokens // (max(sequences, 1) * CHUNK)))}
+    if packed:
+        layouts.add((1, -(-tokens // CHUNK)))
+    times = {
+        length: [_time(length, chunks, count, heads, key_dim, value_dim) for count, chunks in sorted(layouts)]
+        for length in (None, *_LENGTHS)
+    }
+    least = [min(column) for column in zip(*times.values(), strict=True)]
+    best = min(times, key=lambda length: sum(t / limit for t, limit in zip(times[length], least, strict=True)))
+    return None if best is None else best * CHUNK
+
+
+def _time(length: int | None, chunks: int, sequences: int, heads: int, key_dim: int, value_dim: int) -> float:
+    """Microseconds of the forward recurrence of sequences of `chunks` chunks, in pieces of `length` or whole."""
+    if length is None:
+        return max(1.0, _whole(chunks, sequences * heads, value_dim))
+    return _cut(min(length, chunks), chunks, sequences, heads, key_dim, value_dim)
+
+
+def _whole(chunks: int, recurrences: int, value_dim: int) -> float:
+    """Microseconds of the forward kernel."""
+    tile = value_tile(recurrences, value_dim)
+    return _rounds(recurrences * (value_dim // tile), 1) * chunks * _STEP[tile]
+
+
+def _cut(length: int, chunks: int, sequences: int, heads: int, key_dim: int, value_dim: int) -> float:
+    """Microseconds of summaries, compose and forward for pieces of `length` chunks."""
+    pieces = -(-chunks // length)
+    # Of half of the heads nothing is summarised but a few chunks, since they decay: between the extremes.
+    blocks = (pieces - 1) * sequences * heads * (key_dim + value_dim) // 64 / 2
+    summaries = _rounds(blocks, 2) * length * _SUMMARY_STEP
+    return _whole(length, pieces * sequences * heads, value_dim) + summaries + pieces * _COMPOSE_STEP + _OVERHEAD
+
+
+def _rounds(blocks: float, together: int) -> float:
+    """Times that a multiprocessor's share of blocks takes, relative to one block's, `together` of which run at once."""
+    return max(1.0, -(-blocks // (MULTIPROCESSORS * together)))

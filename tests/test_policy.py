@@ -1,0 +1,40 @@
+"""What is cut into pieces, and what a caller can say about it."""
+
+from __future__ import annotations
+
+import pytest
+
+from jax_qla import policy
+from jax_qla import segments as tables
+
+
+def test_saturated_calls_stay_whole_and_starved_ones_are_cut() -> None:
+    def of(tokens: int, sequences: int, heads: int) -> int | None:
+        return policy.piece_rows(tokens, sequences, heads, 128, 128, packed=False)
+
+    assert of(32768, 4, 32) is None
+    assert of(32768, 1, 64) is None
+    for tokens, heads in ((32768, 8), (8192, 8), (262144, 32)):
+        rows = of(tokens, 1, heads)
+        assert rows is not None
+        assert rows % 64 == 0
+        # Enough blocks for most of the card, of one or of half a head's value columns.
+        assert tokens / rows * heads > 64
+
+
+def test_length_grows_with_the_sequence() -> None:
+    """So that the number of pieces, and with it the serial composition, stays bounded."""
+    for tokens in (1 << 15, 1 << 17, 1 << 20):
+        rows = policy.piece_rows(tokens, 1, 8, 128, 128, packed=True)
+        assert rows is not None
+        assert tables.piece_count(tokens, 1, rows) < 64
+
+
+def test_override(monkeypatch: pytest.MonkeyPatch) -> None:
+    for value, expected in (("128", 128), ("0", None)):
+        monkeypatch.setenv(policy.OVERRIDE, value)
+        assert policy.piece_rows(32768, 1, 8, 128, 128, packed=True) == expected
+    for wrong in ("100", "-64"):
+        monkeypatch.setenv(policy.OVERRIDE, wrong)
+        with pytest.raises(ValueError, match="multiple of 64"):
+            policy.piece_rows(32768, 1, 8, 128, 128, packed=True)
