@@ -28,6 +28,7 @@ from jax_qla.kernels import adjoint_summaries as adjoint_summaries_kernel
 from jax_qla.kernels import compose as compose_kernel
 from jax_qla.kernels import forward as forward_kernel
 from jax_qla.kernels import gradients as gradients_kernel
+from jax_qla.kernels import layout as layout_kernel
 from jax_qla.kernels import prepare as prepare_kernel
 from jax_qla.kernels import recurrent as recurrent_kernel
 from jax_qla.kernels import state_gradients as state_gradients_kernel
@@ -125,14 +126,15 @@ def forward(
     steps, between = call.entering_states()
     results = launch(
         [
+            *call.table_steps,
             call.step(prepare_kernel),
             *steps,
             call.step(forward_kernel, rename={"initial_state": "entering"} if call.cut else {}, scale=scale),
         ],
         inputs,
-        outputs | between,
+        outputs | between | call.table_shapes,
     )
-    final_state = call.of_last_pieces(results["final_state"]) if output_final_state else None
+    final_state = call.of_last_pieces(results["final_state"], results) if output_final_state else None
     residuals = None
     if with_residuals:
         residuals = (call.unflat(results["a"]), call.unflat(results["gamma"]), call.unflat(results["growth"]))
@@ -169,6 +171,7 @@ def backward(
     initial, final = ({"initial_state": "entering"}, {"d_final_state": "leaving"}) if call.cut else ({}, {})
     results = launch(
         [
+            *call.table_steps,
             *steps,
             call.step(states_kernel, rename=initial),
             call.step(state_gradients_kernel, rename={"dx": "dv"} | final, scale=scale),
@@ -186,10 +189,11 @@ def backward(
             "h": chunk_states,
             "dh": chunk_states,
         }
-        | between,
+        | between
+        | call.table_shapes,
     )
     dq, dk, dv, dg, dbeta = (call.unflat(results[name]) for name in ("dq", "dk", "dv", "dg", "dbeta"))
-    d_initial_state = None if initial_state is None else call.of_first_pieces(results["d_initial_state"])
+    d_initial_state = None if initial_state is None else call.of_first_pieces(results["d_initial_state"], results)
     return dq, dk, dv, dg, dbeta, d_initial_state
 
 
@@ -347,13 +351,14 @@ def state_gradient(
     chunk_states = jax.ShapeDtypeStruct((call.slots, call.value_heads, call.value_dim, call.key_dim), v.dtype)
     inputs |= {"d_final_state": call.states(d_final_state)}
     results = launch(
-        [call.step(state_gradients_kernel, scale=scale)],
+        [*call.table_steps, call.step(state_gradients_kernel, scale=scale)],
         inputs,
         {
             "dh": chunk_states,
             "dx": jax.ShapeDtypeStruct((call.tokens, call.value_heads, call.value_dim), v.dtype),
             "d_initial_state": call.state_shape(True),
-        },
+        }
+        | call.table_shapes,
     )
     return results["d_initial_state"]
 
@@ -371,29 +376,45 @@ class _Call:
         self.value_heads, self.value_dim = v.shape[2:]
         self.tokens = self.batch * self.length
         self.dtype = q.dtype.name
-        self.segments: Any = tables.dense_segments(*k.shape[:2]) if segments is None else segments
-        self.sequences = self.segments.shape[0]
-        self.piece_rows = None
+        packed = segments is not None
+        self.sequences = segments.shape[0] if segments is not None else self.batch
+        rows = None
         if not whole:
-            self.piece_rows = policy.piece_rows(
-                self.tokens,
-                self.sequences,
-                self.value_heads,
-                self.key_dim,
-                self.value_dim,
-                packed=segments is not None,
+            rows = policy.piece_rows(
+                self.tokens, self.sequences, self.value_heads, self.key_dim, self.value_dim, packed=packed
             )
-        self.cut = self.piece_rows is not None
-        pieces = self.segments
-        self.tables = {}
-        if self.piece_rows is not None:
-            table = tables.piece_table(self.segments, self.tokens, self.piece_rows)
-            pieces = table[:, :2]
-            self.tables = {"pieces": jnp.asarray(table), "sequences": jnp.asarray(self.segments)}
-        chunks = tables.chunk_table(pieces, self.tokens)
-        self.parts, self.slots = pieces.shape[0], chunks.shape[0]
+        self.cut = rows is not None
+        self.parts = self.sequences if rows is None else tables.piece_count(self.tokens, self.sequences, rows)
+        self.slots = tables.slot_count(self.tokens, self.parts)
         self.value_tile = policy.value_tile(self.parts * self.value_heads, self.value_dim)
-        self.tables |= {"segments": jnp.asarray(pieces), "chunks": jnp.asarray(chunks)}
+        shapes = {
+            "segments": (self.parts, 2),
+            "pieces": (self.parts, 4),
+            "spans": (self.sequences, 2),
+            "chunks": (self.slots, 4),
+        }
+        self.tables: dict[str, jax.Array] = {}
+        """Operands from which the kernels know where pieces and chunks lie, ..."""
+        self.table_steps: list[Step] = []
+        """... the kernel, if any, that computes them, ..."""
+        self.table_shapes: dict[str, jax.ShapeDtypeStruct] = {}
+        """... and what it writes."""
+        if segments is not None:
+            scalars = {
+                "tokens": self.tokens,
+                "piece_rows": layout_kernel.WHOLE if rows is None else rows,
+                "cut_beyond": layout_kernel.WHOLE if rows is None else policy.cut_beyond(rows),
+            }
+            self.tables = {"bounds": segments}
+            self.table_steps = [Step("layout", layout_kernel.Config(), scalars)]
+            self.table_shapes = {name: jax.ShapeDtypeStruct(shape, jnp.int32) for name, shape in shapes.items()}
+        else:
+            bounds, number = tables.dense_segments(self.batch, self.length), np.arange(self.batch, dtype=np.int32)
+            length = layout_kernel.WHOLE if rows is None else rows
+            pieces = tables.piece_table(bounds, self.parts, length)
+            spans = np.stack([tables.first_piece(bounds[:, 0], number, length), tables.pieces_of(bounds, length)], 1)
+            constants = (pieces[:, :2], pieces, spans, tables.chunk_table(pieces[:, :2], self.tokens))
+            self.tables = {name: jnp.asarray(x, jnp.int32) for name, x in zip(shapes, constants, strict=True)}
 
     def entering_states(
         self, *, adjoint: bool = False, scale: float = 1.0
@@ -413,36 +434,24 @@ class _Call:
             "forgotten": jax.ShapeDtypeStruct((self.parts, self.value_heads), jnp.int32),
             "entering": states,
         }
-        rows = {"piece_rows": self.piece_rows}
-        steps = [
-            self.step(summaries_kernel),
-            self.step(compose_kernel, rename={"segments": "sequences"}, reverse=False, **rows),
-        ]
+        steps = [self.step(summaries_kernel), self.step(compose_kernel, reverse=False)]
         if adjoint:
             outputs |= {"adjoint_response": states, "leaving": states}
             steps.insert(1, self.step(adjoint_summaries_kernel, scale=scale))
-            rename = {
-                "segments": "sequences",
-                "response": "adjoint_response",
-                "initial_state": "d_final_state",
-                "entering": "leaving",
-            }
-            steps.append(self.step(compose_kernel, rename=rename, reverse=True, **rows))
+            rename = {"response": "adjoint_response", "initial_state": "d_final_state", "entering": "leaving"}
+            steps.append(self.step(compose_kernel, rename=rename, reverse=True))
         return steps, outputs
 
-    def of_first_pieces(self, states: jax.Array) -> jax.Array:
+    def of_first_pieces(self, states: jax.Array, results: Mapping[str, jax.Array]) -> jax.Array:
         """States of all pieces, of those that a sequence begins with: [P, ...] -> [N, ...]."""
-        return states[self._first_pieces()] if self.cut else states
+        return states[self._spans(results)[:, 0]] if self.cut else states
 
-    def of_last_pieces(self, states: jax.Array) -> jax.Array:
+    def of_last_pieces(self, states: jax.Array, results: Mapping[str, jax.Array]) -> jax.Array:
         """States of all pieces, of those that a sequence ends with: [P, ...] -> [N, ...]."""
-        if self.piece_rows is None:
-            return states
-        return states[self._first_pieces() + tables.pieces_of(self.segments, self.piece_rows) - 1]
+        return states[jnp.sum(self._spans(results), axis=1) - 1] if self.cut else states
 
-    def _first_pieces(self) -> Any:
-        assert self.piece_rows is not None
-        return tables.first_piece(self.segments[:, 0], np.arange(self.sequences, dtype=np.int32), self.piece_rows)
+    def _spans(self, results: Mapping[str, jax.Array]) -> jax.Array:
+        return results["spans"] if self.table_steps else self.tables["spans"]
 
     def flat(self, **arrays: jax.Array) -> dict[str, jax.Array]:
         """[B, T, ...] -> [B T, ...]."""

@@ -16,13 +16,13 @@ MULTIPROCESSORS = 132
 """Of an H100 or H200 SXM."""
 
 # Measured on an H200, microseconds (docs/performance.md).
-_STEP = {64: 2.0, 128: 2.85}
+_STEP = {64: 2.05, 128: 2.95}
 """A chunk step of the forward kernel by value columns of its block; one block runs on a multiprocessor."""
 _SUMMARY_STEP = 1.6
 """A chunk step of kernels/summaries.py, of which two blocks share a multiprocessor."""
 _COMPOSE_STEP = 1.5
 """One piece in kernels/compose.py."""
-_OVERHEAD = 8.0
+_OVERHEAD = 20.0
 """Two more kernels."""
 
 _LENGTHS = tuple(n << shift for shift in range(10) for n in (8, 12))
@@ -50,32 +50,45 @@ def piece_rows(tokens: int, sequences: int, heads: int, key_dim: int, value_dim:
         heads: value heads.
         key_dim, value_dim: K and V.
         packed: whether the lengths are values. One sequence may then have all tokens; if they turn out to be equal,
-            a cut that was made for that finds nothing to do and costs 1 to 2 % of the call.
+            a cut that was made for that finds nothing to do.
     """
     if override := os.environ.get(OVERRIDE):
         rows = int(override)
         if rows < 0 or rows % CHUNK:
             raise ValueError(f"{OVERRIDE} must be a multiple of {CHUNK}, or 0 for no pieces, got {override!r}")
         return rows or None
-    # Of packed sequences nothing is known but their number: they may be equal, or one may have all tokens. What is chosen
-    # must be good for both.
-    layouts = {(sequences, -(-tokens // (max(sequences, 1) * CHUNK)))}
-    if packed:
-        layouts.add((1, -(-tokens // CHUNK)))
-    times = {
-        length: [_time(length, chunks, count, heads, key_dim, value_dim) for count, chunks in sorted(layouts)]
-        for length in (None, *_LENGTHS)
-    }
-    least = [min(column) for column in zip(*times.values(), strict=True)]
-    best = min(times, key=lambda length: sum(t / limit for t, limit in zip(times[length], least, strict=True)))
+    mean = -(-tokens // (max(sequences, 1) * CHUNK))
+    layouts = [(sequences, mean)]
+    if packed and sequences > 1:
+        # Of packed sequences nothing is known but their number. What is chosen must be good if they are equal, and if
+        # half of them are twice as long.
+        layouts.append((-(-sequences // 2), 2 * mean))
+
+    def times(length: int | None) -> list[float]:
+        return [_time(length, chunks, count, heads, key_dim, value_dim, packed) for count, chunks in layouts]
+
+    least = [min(column) for column in zip(*map(times, (None, *_LENGTHS)), strict=True)]
+    best = min(
+        (None, *_LENGTHS), key=lambda length: sum(t / limit for t, limit in zip(times(length), least, strict=True))
+    )
     return None if best is None else best * CHUNK
 
 
-def _time(length: int | None, chunks: int, sequences: int, heads: int, key_dim: int, value_dim: int) -> float:
+def cut_beyond(rows: int) -> int:
+    """Packed sequences are cut into pieces of `rows` rows if any is longer than this, which the device finds out."""
+    return 2 * rows
+
+
+def _time(
+    length: int | None, chunks: int, sequences: int, heads: int, key_dim: int, value_dim: int, packed: bool
+) -> float:
     """Microseconds of the forward recurrence of sequences of `chunks` chunks, in pieces of `length` or whole."""
-    if length is None:
+    if length is None or length >= chunks:
         return max(1.0, _whole(chunks, sequences * heads, value_dim))
-    return _cut(min(length, chunks), chunks, sequences, heads, key_dim, value_dim)
+    if packed and chunks * CHUNK <= cut_beyond(length * CHUNK):
+        tile = value_tile((sequences * chunks // length + sequences) * heads, value_dim)
+        return _rounds(sequences * heads * (value_dim // tile), 1) * chunks * _STEP[tile] + _OVERHEAD
+    return _cut(length, chunks, sequences, heads, key_dim, value_dim)
 
 
 def _whole(chunks: int, recurrences: int, value_dim: int) -> float:

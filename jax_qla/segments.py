@@ -107,33 +107,33 @@ def piece_count(tokens: int, sequences: int, rows: int) -> int:
     return tokens // rows + sequences
 
 
-def first_piece(start: Any, n: Any, rows: int) -> Any:
+def first_piece(start: Any, n: Any, rows: Any) -> Any:
     """First piece of sequence n, which starts at row `start` (integers or integer arrays)."""
     return start // rows + n
 
 
-def pieces_of(segments: Any, rows: int) -> Any:
+def pieces_of(segments: Any, rows: Any) -> Any:
     """Number of pieces of every sequence, int32 [N]; an empty one has one piece, which is empty."""
     xp: ModuleType = np if isinstance(segments, np.ndarray) else jnp
     return xp.maximum((segments[:, 1] - segments[:, 0] + rows - 1) // rows, 1)
 
 
-def piece_table(segments: jax.Array | np.ndarray, tokens: int, rows: int) -> Any:
+def piece_table(segments: jax.Array | np.ndarray, parts: int, rows: Any) -> Any:
     """All sequences cut into pieces of `rows` rows, the last of a sequence being shorter.
 
     Args:
         segments: int32 [N, 2], as `chunk_table` takes them. NumPy in, NumPy out.
-        tokens: number of rows T.
-        rows: length of a piece, a multiple of 64, so that its chunks are the sequence's.
+        parts: number of pieces there is room for, at least piece_count(T, N, rows).
+        rows: length of a piece, a multiple of 64, so that its chunks are the sequence's; an integer or integer array.
 
     Returns:
-        int32 [piece_count(T, N, rows), 4] with columns start, end, sequence and position: FIRST if the piece is its
+        int32 [parts, 4] with columns start, end, sequence and position: FIRST if the piece is its
         sequence's first, plus LAST if it is its last. The first two columns are segments again, sorted and disjoint.
         Pieces that no sequence needs are empty and marked as both.
     """
     xp: ModuleType = np if isinstance(segments, np.ndarray) else jnp
     sequences = segments.shape[0]
-    piece = xp.arange(piece_count(tokens, sequences, rows), dtype=np.int32)
+    piece = xp.arange(parts, dtype=np.int32)
     # Sequence -1 = [0, 0) owns what precedes the first piece of sequence 0.
     start, end = (xp.concatenate([xp.zeros((1,), np.int32), segments[:, i]]) for i in range(2))
     first = xp.concatenate([xp.zeros((1,), np.int32), first_piece(segments[:, 0], xp.arange(sequences), rows)])

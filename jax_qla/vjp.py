@@ -3,8 +3,8 @@
 Reverse mode only. Between forward and backward live the operands (q, k, v, g, beta, initial_state, segments: no copies)
 and, where the program may be lowered for the CUDA kernels, the residuals a [B, T, Hv, 64] in v's dtype, gamma and
 growth [B, T, Hv] in float32; the chunk states are recomputed. "xla" recomputes everything and saves no residuals. Where
-the sequence is sharded, a device keeps the state before its tokens and their transition, [K, V + K] in float32 per value
-head and row of the batch, so that the backward pass need not repeat the exchange (in Auto meshes it does).
+the sequence is sharded, a device keeps the state before its tokens and their transition, [K, V + K] in float32 per
+value head and row of the batch, so that the backward pass need not repeat the exchange (in Auto meshes it does).
 
 Inside `jax.checkpoint` the residuals and the results carry names (`CHECKPOINT_NAMES`), by which a policy such as
 `jax.checkpoint_policies.save_only_these_names(*jax_qla.CHECKPOINT_NAMES)` keeps them and so spares a second forward;

@@ -108,7 +108,10 @@ def chain(given: Mapping[str, Any], segments: Any, *, tokens: int, piece_rows: i
         (gradients, "q k v g gamma beta do vd dx h dh chunks -> dq dk dv dg dbeta"),
     )
     if piece_rows is not None:
-        pieces = jnp.asarray(tables.piece_table(segments, tokens, piece_rows))
+        parts = tables.piece_count(tokens, segments.shape[0], piece_rows)
+        pieces = jnp.asarray(tables.piece_table(segments, parts, piece_rows))
+        first = tables.first_piece(segments[:, 0], jnp.arange(segments.shape[0]), piece_rows)
+        spans = jnp.stack([first, tables.pieces_of(segments, piece_rows)], axis=1)
         have |= {"pieces": pieces, "segments": pieces[:, :2]}
         have["chunks"] = jnp.asarray(tables.chunk_table(pieces[:, :2], tokens))
         kernels = (kernels[0], *SUMMARIES, *kernels[1:])
@@ -120,13 +123,12 @@ def chain(given: Mapping[str, Any], segments: Any, *, tokens: int, piece_rows: i
         outputs = specification(*(have[name] for name in operands), **scalars)
         have |= dict(zip(results, outputs if len(results) > 1 else (outputs,), strict=True))
         if piece_rows is not None and kernel is adjoint_summaries:
-            of = (have["transition"], have["response"], have["forgotten"], have["initial_state"], segments)
-            have["initial_state"] = compose.specification(*of, piece_rows=piece_rows)
-            of = (of[0], have["adjoint_response"], of[2], have["d_final_state"], segments)
-            have["d_final_state"] = compose.specification(*of, piece_rows=piece_rows, reverse=True)
+            of = (have["transition"], have["response"], have["forgotten"], have["initial_state"], spans)
+            have["initial_state"] = compose.specification(*of)
+            of = (of[0], have["adjoint_response"], of[2], have["d_final_state"], spans)
+            have["d_final_state"] = compose.specification(*of, reverse=True)
     if piece_rows is not None:
-        first = tables.first_piece(segments[:, 0], jnp.arange(segments.shape[0]), piece_rows)
-        have["final_state"] = have["final_state"][first + tables.pieces_of(segments, piece_rows) - 1]
+        have["final_state"] = have["final_state"][jnp.sum(spans, axis=1) - 1]
         have["d_initial_state"] = have["d_initial_state"][first]
     return have
 

@@ -84,10 +84,10 @@ def test_piece_table(limit: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every sequence is cut into its pieces, in order, and the table is a list of segments itself."""
     monkeypatch.setattr(sg, "_COMPARE_ALL_LIMIT", limit)
     random = np.random.default_rng(3)
-    on_device = jax.jit(lambda segments: sg.piece_table(segments, 700, 128))
+    on_device = jax.jit(lambda segments: sg.piece_table(segments, sg.piece_count(700, 8, 128), 128))
     for _ in range(50):
         segments = _random_segments(random, 700, 8)
-        table = sg.piece_table(segments, 700, 128)
+        table = sg.piece_table(segments, sg.piece_count(700, 8, 128), 128)
         np.testing.assert_array_equal(on_device(segments), table)
         assert table.shape == (sg.piece_count(700, 8, 128), 4)
         assert np.all(np.diff(table[:, :2].reshape(-1)) >= 0)

@@ -14,6 +14,7 @@ from jax_qla.kernels import (
     compose,
     forward,
     gradients,
+    layout,
     prepare,
     recurrent,
     state_gradients,
@@ -27,7 +28,7 @@ _STATE_DTYPES = ("float32", "bfloat16")  # for decoding, where the state is what
 
 
 def _packaged() -> tuple[tuple[str, Any], ...]:
-    kernels: list[tuple[str, Any]] = []
+    kernels: list[tuple[str, Any]] = [("layout", layout.Config())]
     for key_dim, dtype in itertools.product(_HEAD_DIMS, _DTYPES):
         kernels.append(("prepare", prepare.Config(key_dim, dtype)))
     for key_dim, value_dim, dtype in itertools.product(_HEAD_DIMS, _HEAD_DIMS, _DTYPES):

@@ -264,7 +264,8 @@ def program(config: Config):
     ):
         with T.Kernel(slots, key_heads, threads=160, prelude=PRELUDE) as (slot, key_head):
             T.annotate_min_blocks_per_sm(4)
-            T.pdl_trigger()  # `forward` waits by itself
+            T.pdl_sync()  # the tables are there
+            T.pdl_trigger()  # what follows waits by itself
             row = chunks[slot, 1]
             rows = chunks[slot, 2]
             fill = chunks[slot, 3]

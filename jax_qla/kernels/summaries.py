@@ -57,6 +57,7 @@ class Config:
 def program(config: Config):
     """The TileLang program. Numbers of tokens, heads, pieces and sequences are run-time values."""
     import tilelang.language as T
+    from tilelang.layout import make_full_bank_swizzled_layout
 
     C, K, V, dtype = CHUNK, config.key_dim, config.value_dim, config.dtype
     value_tiles = V // 64
@@ -121,6 +122,7 @@ def program(config: Config):
 
             k_s = T.alloc_shared((stages, C, K), dtype)
             v_s = T.alloc_shared((stages, C, 64), dtype)
+            T.annotate_layout({v_s: make_full_bank_swizzled_layout(v_s)})  # which nothing else here asks for
             a_s = T.alloc_shared((stages, C, C), dtype)
             gamma_s = T.alloc_shared((stages, C), "float32")
             rise_s = T.alloc_shared((stages, C), "float32")
@@ -198,8 +200,6 @@ def program(config: Config):
                             state[i, j] = initial_state[pieces[piece, 2], head, j, tile * 64 + i]
                     else:
                         T.clear(state)
-                for i, j in T.Parallel(64, C):
-                    v_t[i, j] = T.cast(0, dtype)
                 for c in T.serial(count):
                     at = c % stages
                     T.copy(state, state_b)
@@ -207,14 +207,16 @@ def program(config: Config):
                     T.barrier_wait(loaded[at], (c // stages) % 2)
                     # U = S^T K^T
                     T.wgmma_gemm(state_b, k_s[at, :, :], u, transpose_B=True, clear_accum=True)
-                    if tile < value_tiles:
-                        T.call_extern(
-                            "handle", "jax_qla_load_transposed", T.address_of(v_t[0, 0]), T.address_of(v_s[at, 0, 0])
-                        )
+                    T.call_extern(
+                        "handle", "jax_qla_load_transposed", T.address_of(v_t[0, 0]), T.address_of(v_s[at, 0, 0])
+                    )
                     T.wait_wgmma(0)
-                    # X = beta (V^T - exp(gamma) U)
+                    # X = beta (V^T - exp(gamma) U), where V is 0 for the transition, whatever lies in its tile
                     for i, j in T.Parallel(64, C):
-                        x_b[i, j] = beta_s[at, j] * (T.cast(v_t[i, j], "float32") - rise_s[at, j] * u[i, j])
+                        x_b[i, j] = beta_s[at, j] * (
+                            T.Select(tile < value_tiles, T.cast(v_t[i, j], "float32"), T.float32(0))
+                            - rise_s[at, j] * u[i, j]
+                        )
                     # Vd = X A^T
                     T.wgmma_gemm(x_b, a_s[at, :, :], u, transpose_B=True, clear_accum=True)
                     whole = rise_s[at, T.min(end - (start + c * C), C) - 1]
