@@ -190,5 +190,7 @@ class Qwen35(eqx.Module):
             x, cache = layer(x, segment_ids, cache, step)
             new_caches.append(cache)
         x = self.norm(x)
-        logits = x @ embedding.T if self.lm_head is None else self.lm_head(x)
-        return logits.astype(jnp.float32), new_caches
+        head = embedding if self.lm_head is None else self.lm_head.weight.astype(x.dtype)
+        # Rounded to bfloat16, many tokens of a large vocabulary would be equally likely.
+        logits = jnp.matmul(x, head.T, preferred_element_type=jnp.float32)
+        return logits, new_caches

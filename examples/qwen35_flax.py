@@ -143,5 +143,7 @@ class Qwen35(nnx.Module):
             x, cache = layer(x, segment_ids, cache, step)
             new_caches.append(cache)
         x = self.norm(x)
-        logits = self.embed_tokens.attend(x) if self.config.tied_embeddings else self.lm_head(x)
-        return logits.astype(jnp.float32), new_caches
+        head = self.embed_tokens.embedding[...].T if self.config.tied_embeddings else self.lm_head.kernel[...]
+        # Rounded to bfloat16, many tokens of a large vocabulary would be equally likely.
+        logits = jnp.matmul(x, head.astype(x.dtype), preferred_element_type=jnp.float32)
+        return logits, new_caches

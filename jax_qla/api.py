@@ -243,9 +243,8 @@ def chunk_gated_delta_rule_fwd(
 
     Returns:
         o, final_state: as in `chunk_gated_delta_rule`.
-        residuals: (a, gamma, growth), with a [B, T, Hv, 64] in v's dtype the rows of each chunk's inverse
-            (I + strict_lower(diag(beta) K K^T o G))^{-1}, gamma [B, T, Hv] float32 the sums of g within each chunk, and
-            growth [B, T, Hv] float32 the logarithm of a bound of what each row's chunk multiplies the state by;
+        residuals: (a, gamma), with a [B, T, Hv, 64] in v's dtype the rows of each chunk's inverse
+            (I + strict_lower(diag(beta) K K^T o G))^{-1}, and gamma [B, T, Hv] float32 the sums of g within each chunk;
             or None where only "xla" can be chosen, which recomputes them. To be handed on as they are.
 
     Raises:
@@ -339,13 +338,12 @@ def chunk_gated_delta_rule_bwd(
     if d_final_state is not None:
         check_gradient("d_final_state", d_final_state, checked.state_shape, jnp.float32, "that of final_state")
     if residuals is not None:
-        if not isinstance(residuals, Sequence) or len(residuals) != 3:
+        if not isinstance(residuals, Sequence) or len(residuals) != 2:
             raise TypeError(
                 f"residuals must be what chunk_gated_delta_rule_fwd returned, got {type(residuals).__name__}"
             )
         check_gradient("residuals[0]", residuals[0], (*v.shape[:3], CHUNK), v.dtype, "[B, T, Hv, 64]")
-        for index in (1, 2):
-            check_gradient(f"residuals[{index}]", residuals[index], tuple(g.shape), jnp.float32, "that of g")
+        check_gradient("residuals[1]", residuals[1], tuple(g.shape), jnp.float32, "that of g")
     elif choice.on_cuda == "cuda":
         raise ValueError(
             'residuals are missing: "cuda" reads them; call chunk_gated_delta_rule_fwd with the same implementation='

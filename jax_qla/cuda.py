@@ -40,8 +40,8 @@ from jax_qla.launch import Step, launch, unavailable
 HEAD_DIMS = (64, 128)
 """Sizes of K and V that kernels exist for."""
 
-Residuals = tuple[jax.Array, jax.Array, jax.Array]
-"""a, gamma and growth: see `dispatch.Residuals`."""
+Residuals = tuple[jax.Array, jax.Array]
+"""a and gamma: see `dispatch.Residuals`."""
 
 DTYPES = ("bfloat16", "float16")
 """Dtypes of q, k and v that kernels exist for."""
@@ -115,13 +115,11 @@ def forward(
     call = _Call(q, k, v, segments)
     inputs = call.flat(q=q, k=k, v=v, g=g, beta=beta) | call.tables | {"initial_state": call.states(initial_state)}
     tokens, value_heads, value_dim = call.tokens, call.value_heads, v.shape[3]
-    gates = jax.ShapeDtypeStruct((tokens, value_heads), jnp.float32)
     outputs = {
         "o": jax.ShapeDtypeStruct((tokens, value_heads, value_dim), v.dtype),
         "final_state": call.state_shape(output_final_state),
         "a": jax.ShapeDtypeStruct((tokens, value_heads, CHUNK), v.dtype),
-        "gamma": gates,
-        "growth": gates,
+        "gamma": jax.ShapeDtypeStruct((tokens, value_heads), jnp.float32),
     }
     steps, between = call.entering_states()
     results = launch(
@@ -135,9 +133,7 @@ def forward(
         outputs | between | call.table_shapes,
     )
     final_state = call.of_last_pieces(results["final_state"], results) if output_final_state else None
-    residuals = None
-    if with_residuals:
-        residuals = (call.unflat(results["a"]), call.unflat(results["gamma"]), call.unflat(results["growth"]))
+    residuals = (call.unflat(results["a"]), call.unflat(results["gamma"])) if with_residuals else None
     return call.unflat(results["o"]), final_state, residuals
 
 
@@ -160,8 +156,8 @@ def backward(
     call = _Call(q, k, v, segments)
     if do is None:
         do = jnp.zeros_like(v)
-    a, gamma, growth = residuals
-    inputs = call.flat(q=q, k=k, v=v, g=g, beta=beta, do=do, a=a, gamma=gamma, growth=growth) | call.tables
+    a, gamma = residuals
+    inputs = call.flat(q=q, k=k, v=v, g=g, beta=beta, do=do, a=a, gamma=gamma) | call.tables
     inputs |= {"initial_state": call.states(initial_state), "d_final_state": call.states(d_final_state)}
     tokens, value_heads, value_dim = call.tokens, call.value_heads, v.shape[3]
     chunk_states = jax.ShapeDtypeStruct((call.slots, value_heads, value_dim, k.shape[3]), v.dtype)
@@ -324,7 +320,7 @@ def _affine(
     transition = jnp.moveaxis(final[:, :, 1:], 2, 4).reshape(sequences, value_heads, key_dim, more * value_dim)
     response = final[:, :, 0].reshape(sequences, value_heads, key_dim, value_dim)
     if residuals is not None:
-        residuals = (own(residuals[0]), own(residuals[1]), own(residuals[2]))
+        residuals = (own(residuals[0]), own(residuals[1]))
     return own(o), response, of_state, transition[..., :key_dim], residuals
 
 
@@ -346,7 +342,7 @@ def state_gradient(
     """The gradient of the initial states; the contract is `dispatch.state_gradient`'s. `precision` is not used."""
     del initial_state
     call = _Call(q, k, v, segments, whole=True)
-    a, gamma, _ = residuals
+    a, gamma = residuals
     inputs = call.flat(q=q, k=k, beta=beta, do=jnp.zeros_like(v) if do is None else do, a=a, gamma=gamma) | call.tables
     chunk_states = jax.ShapeDtypeStruct((call.slots, call.value_heads, call.value_dim, call.key_dim), v.dtype)
     inputs |= {"d_final_state": call.states(d_final_state)}

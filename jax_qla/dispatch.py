@@ -20,10 +20,9 @@ from jax_qla.refusal import refuse
 
 _Tree = TypeVar("_Tree")
 
-Residuals = tuple[jax.Array, jax.Array, jax.Array]
+Residuals = tuple[jax.Array, jax.Array]
 """a [B, T, Hv, 64] in v's dtype: rows of the gated inverse of the row's chunk; gamma [B, T, Hv] float32: the cumulative
-sum of g within the chunk; growth [B, T, Hv] float32: a bound, as a logarithm, of what the row's chunk multiplies the
-state before it by."""
+sum of g within the chunk."""
 
 SECOND_ORDER = (
     "chunk_gated_delta_rule has first derivatives by reverse mode only (jax.grad, jax.vjp); "
@@ -350,7 +349,7 @@ def _forward_of_nothing(
         state = jnp.zeros(shape, jnp.float32) if initial_state is None else initial_state
     residuals = None
     if with_residuals:
-        residuals = jnp.zeros((batch, tokens, value_heads, CHUNK), v.dtype), jnp.zeros_like(g), jnp.zeros_like(g)
+        residuals = jnp.zeros((batch, tokens, value_heads, CHUNK), v.dtype), jnp.zeros_like(g)
     o, state, residuals = match_varying(
         (jnp.zeros_like(v), state, residuals), (q, k, v, g, beta, initial_state, segments)
     )

@@ -52,7 +52,7 @@ class MeshAxes(NamedTuple):
 OPERANDS = ("bthk", "bthk", "btHv", "btH", "btH")
 """Shapes of q, k, v, g and beta."""
 
-_RESIDUALS = ("btHc", "btH", "btH")
+_RESIDUALS = ("btHc", "btH")
 _CARRY = ("sbHkv", "sbHkj")
 
 
@@ -511,7 +511,7 @@ def forward(
     )
     o = results.pop(0)
     final_state = results.pop(0) if output_final_state else None
-    residuals = (results.pop(0), results.pop(0), results.pop(0)) if with_residuals else None
+    residuals = (results.pop(0), results.pop(0)) if with_residuals else None
     return o, final_state, residuals, Carry(*results) if with_carry else None
 
 

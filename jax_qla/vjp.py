@@ -1,10 +1,10 @@
 """The derivative of the gated delta rule: what is saved, what is recomputed, what is refused.
 
 Reverse mode only. Between forward and backward live the operands (q, k, v, g, beta, initial_state, segments: no copies)
-and, where the program may be lowered for the CUDA kernels, the residuals a [B, T, Hv, 64] in v's dtype, gamma and
-growth [B, T, Hv] in float32; the chunk states are recomputed. "xla" recomputes everything and saves no residuals. Where
-the sequence is sharded, a device keeps the state before its tokens and their transition, [K, V + K] in float32 per
-value head and row of the batch, so that the backward pass need not repeat the exchange (in Auto meshes it does).
+and, where the program may be lowered for the CUDA kernels, the residuals a [B, T, Hv, 64] in v's dtype and gamma
+[B, T, Hv] in float32; the chunk states are recomputed. "xla" recomputes everything and saves no residuals. Where the
+sequence is sharded, a device keeps the state before its tokens and their transition, [K, V + K] in float32 per value
+head and row of the batch, so that the backward pass need not repeat the exchange (in Auto meshes it does).
 
 Inside `jax.checkpoint` the residuals and the results carry names (`CHECKPOINT_NAMES`), by which a policy such as
 `jax.checkpoint_policies.save_only_these_names(*jax_qla.CHECKPOINT_NAMES)` keeps them and so spares a second forward;
@@ -26,8 +26,8 @@ from jax_qla.context_parallel import Carry
 from jax_qla.implementations import Choice
 from jax_qla.refusal import refuse
 
-RESIDUAL_NAMES = ("gated_delta_rule_a", "gated_delta_rule_gamma", "gated_delta_rule_growth")
-"""`checkpoint_name` of the residuals a, gamma and growth."""
+RESIDUAL_NAMES = ("gated_delta_rule_a", "gated_delta_rule_gamma")
+"""`checkpoint_name` of the residuals a and gamma."""
 
 RESULT_NAMES = ("gated_delta_rule_o", "gated_delta_rule_final_state")
 """`checkpoint_name` of the results o and final_state."""

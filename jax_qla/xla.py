@@ -41,7 +41,7 @@ _HEADS_AT_ONCE = 512
 _DTYPES = ("bfloat16", "float16", "float32")
 
 Precision = jax.lax.PrecisionLike
-Residuals = tuple[jax.Array, jax.Array, jax.Array]
+Residuals = tuple[jax.Array, jax.Array]
 
 
 def why_not(q: jax.Array, k: jax.Array, v: jax.Array) -> str | None:
@@ -365,8 +365,7 @@ def forward(
 
     residuals = None
     if with_residuals:
-        gates = jnp.broadcast_to(zero, g.shape)
-        residuals = (jnp.broadcast_to(zero.astype(v.dtype), (*g.shape, CHUNK)), gates, gates)
+        residuals = (jnp.broadcast_to(zero.astype(v.dtype), (*g.shape, CHUNK)), jnp.broadcast_to(zero, g.shape))
     if not output_final_state or final is None:
         return o, None, residuals
     return o, final.reshape(sequences, value_heads, k_dim, v_dim), residuals

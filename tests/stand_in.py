@@ -27,7 +27,7 @@ def _forward(*operands: Any, with_residuals: bool, **options: Any) -> Any:
     o, final_state, _ = xla.forward(*operands, with_residuals=False, **options)
     v, g = operands[2], operands[3]
     a = _mark(jax.numpy.zeros((*v.shape[:3], CHUNK), v.dtype))
-    return _mark(o), final_state, (a, g, g) if with_residuals else None
+    return _mark(o), final_state, (a, g) if with_residuals else None
 
 
 def _backward(*operands: Any, **options: Any) -> Any:
@@ -48,7 +48,7 @@ def _affine_forward(*operands: Any, with_residuals: bool, **options: Any) -> Any
     o, *others, _ = xla.affine_forward(*operands, with_residuals=False, **options)
     v, g = operands[2], operands[3]
     a = _mark(jax.numpy.zeros((*v.shape[:3], CHUNK), v.dtype))
-    return _mark(o), *others, (a, g, g) if with_residuals else None
+    return _mark(o), *others, (a, g) if with_residuals else None
 
 
 def forget_traces() -> None:

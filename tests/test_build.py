@@ -229,12 +229,12 @@ def test_kernels_fit_the_calls_of_the_implementation(
         without = cuda.backward(q, q, v, g, g, None, segments, residuals, o, None, scale=0.1)
         return o, final_state, residuals, gradients, without
 
-    o, final_state, (a, gamma, growth), gradients, without = jax.eval_shape(both, q, v, g, state, segments)
-    described = [(x.dtype, x.shape) for x in (o, final_state, a, gamma, growth, *gradients, *without[:5])]
+    o, final_state, (a, gamma), gradients, without = jax.eval_shape(both, q, v, g, state, segments)
+    described = [(x.dtype, x.shape) for x in (o, final_state, a, gamma, *gradients, *without[:5])]
     states = shape(jnp.bfloat16, batch, tokens, value_heads, 64)
     per_call = [(x.dtype, x.shape) for x in (q, q, v, g, g)]
     assert described == [
-        *((x.dtype, x.shape) for x in (v, state, states, g, g)),
+        *((x.dtype, x.shape) for x in (v, state, states, g)),
         *per_call,
         (state.dtype, state.shape),
         *per_call,

@@ -55,7 +55,6 @@ def program(config: Config):
         do: T.Tensor((tokens, value_heads, V), dtype),
         a: T.Tensor((tokens, value_heads, C), dtype),
         gamma: T.Tensor((tokens, value_heads), "float32"),
-        growth: T.Tensor((tokens, value_heads), "float32"),
         beta: T.Tensor((tokens, value_heads), "float32"),
         d_final_state: T.Tensor((final_states, value_heads, K, V), "float32"),
         pieces: T.Tensor((parts, 4), "int32"),
@@ -85,9 +84,11 @@ def program(config: Config):
             if position % LAST != FIRST:
                 count = T.call_extern(
                     "int32",
-                    "jax_qla_reach",
-                    T.address_of(growth[start, head]),
-                    T.cast(value_heads, "int64") * C,
+                    "jax_qla_reach<false>",
+                    T.address_of(gamma[0, head]),
+                    value_heads,
+                    start,
+                    end,
                     chunks,
                     T.float32(FORGOTTEN),
                 )
@@ -242,7 +243,6 @@ def specification(
     do: jax.Array,
     a: jax.Array,
     gamma: jax.Array,
-    growth: jax.Array,
     beta: jax.Array,
     d_final_state: jax.Array,
     pieces: jax.Array,
@@ -255,7 +255,7 @@ def specification(
     keys, queries = (jnp.repeat(gather_chunks(x, chunks), ratio, axis=2) for x in (k, q))
     gradient, inverse, gates, strength = (gather_chunks(x, chunks) for x in (do, a, gamma, beta))
     p = scale * jnp.einsum("sihk,sjhk->sijh", queries, keys) * decay(gates)
-    _, whole, matters = reach(growth, pieces, chunks, from_end=False)
+    _, whole, matters = reach(gamma, pieces, chunks, from_end=False)
 
     def step(state, xs):
         queries, keys, gradient, inverse, p, gates, strength, end, matters = xs

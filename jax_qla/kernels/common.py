@@ -45,19 +45,28 @@ __device__ __forceinline__ void jax_qla_load_transposed(void* registers, const v
 """
 
 
+STRETCHES = 1
+"""The lowest bit of the gamma of a chunk's last row: some token of the chunk may lengthen a state, beta <k, k> being above 2."""
+
 FORGOTTEN = -24.0
 """Log of the factor below which what a state contributes to a later one is left out: 4e-11, and float32 rounds by 6e-8."""
 
-REACH_PRELUDE = r"""
-// Over how many of `count` chunks, from the first at `growth` and `stride` elements apart, the bounds of their effect on the state
-// (kernels/prepare.py) add up to less than `limit`; -1 if all together do not. To be called by whole warps.
-__device__ __forceinline__ int jax_qla_reach(const float* growth, long long stride, int count, float limit) {
+REACH_PRELUDE = (
+    f"constexpr int kStretches = {STRETCHES};"
+    r"""
+// Over how many of the `count` chunks of the piece of rows [start, end) of a head, from its end or its beginning, what bounds their
+// effect on the state (kernels/prepare.py) adds up to less than `limit`; -1 if all together do not. `gamma` is the head's first
+// element, `heads` the distance of rows. To be called by whole warps.
+template <bool from_end>
+__device__ __forceinline__ int jax_qla_reach(const float* gamma, int heads, int start, int end, int count, float limit) {
   const int lane = threadIdx.x & 31;
   float total = 0.f;
   int reach = -1;
   for (int base = 0; base < count; base += 32) {
     const bool inside = base + lane < count;
-    float x = inside ? growth[(base + lane) * stride] : 0.f;
+    const int chunk = from_end ? count - 1 - (base + lane) : base + lane;
+    float x = inside ? gamma[static_cast<long long>(min(start + chunk * 64 + 64, end) - 1) * heads] : 0.f;
+    if (__float_as_int(x) & kStretches) x = __int_as_float(0x7f800000);  // marked: no bound
 #pragma unroll
     for (int step = 1; step < 32; step *= 2) {
       const float before = __shfl_up_sync(0xffffffffu, x, step);
@@ -71,6 +80,7 @@ __device__ __forceinline__ int jax_qla_reach(const float* growth, long long stri
   return total < limit ? reach : -1;
 }
 """
+)
 
 
 def accumulator_layout(columns: int, first_thread: int = 0):

@@ -4,7 +4,8 @@
     reverse    entering[p - 1] = response[p] + M[p]^T entering[p], entering[last]  = d_final_state
 
 A piece is entered from the side that the recurrence comes from: reversed, entering[p] is the gradient of the state after piece p.
-The first response (reversed, the last) has been computed from its own state and takes no product; nor do forgotten pieces.
+Pieces that are `forgotten` take no product: those that decay, and a sequence's first (reversed, its last), whose response has been
+computed from its own state.
 
 Plan, one block per (sequence, value head, tile of 64 value columns), 160 threads, two stages:
 
@@ -95,7 +96,7 @@ def program(config: Config):
                             barrier=loaded[step % 2],
                             leader_scope_threads=32,
                         )
-                    if step > 0 and forgotten[first + (count - 1 - step if reverse else step), head] == 0:
+                    if forgotten[first + (count - 1 - step if reverse else step), head] == 0:
                         for half in T.unroll(2):
                             T.tma_copy(
                                 transition[first + (count - 1 - step if reverse else step), head, half, 0:K, 0:K],
@@ -106,6 +107,7 @@ def program(config: Config):
                     T.barrier_arrive(loaded[step % 2])
             else:
                 state = T.alloc_fragment((64, K), "float32")
+                after = T.alloc_fragment((64, K), "float32")
                 high = T.alloc_fragment((64, K), "bfloat16")
                 low = T.alloc_fragment((64, K), "bfloat16")
                 piece = T.alloc_var("int32")
@@ -116,8 +118,20 @@ def program(config: Config):
                     T.clear(state)
                 for step in T.serial(count):
                     piece = first + (count - 1 - step if reverse else step)
+                    if step < count - 1:
+                        T.copy(state, high)
+                        for i, j in T.Parallel(64, K):
+                            low[i, j] = T.cast(state[i, j] - T.cast(high[i, j], "float32"), "bfloat16")
+                        T.barrier_wait(loaded[step % 2], step // 2 % 2)
+                        for i, j in T.Parallel(64, K):
+                            after[i, j] = r_s[step % 2 * 2 + i // 32, j, i % 32]
+                        if forgotten[piece, head] == 0:
+                            T.wgmma_gemm(high, m_s[step % 2, 0, :, :], after, transpose_B=reverse)
+                            T.wgmma_gemm(low, m_s[step % 2, 0, :, :], after, transpose_B=reverse)
+                            T.wgmma_gemm(high, m_s[step % 2, 1, :, :], after, transpose_B=reverse)
+                    # the state leaves while the products run
                     T.tma_store_wait(0)
-                    T.sync_threads(1, 128)  # the state before has left
+                    T.sync_threads(1, 128)
                     for i, j in T.Parallel(64, K):
                         e_s[i // 32, j, i % 32] = state[i, j]
                     T.fence_proxy_async()
@@ -129,18 +143,9 @@ def program(config: Config):
                             leader_scope_threads=128,
                         )
                     if step < count - 1:
-                        T.copy(state, high)
-                        for i, j in T.Parallel(64, K):
-                            low[i, j] = T.cast(state[i, j] - T.cast(high[i, j], "float32"), "bfloat16")
-                        T.barrier_wait(loaded[step % 2], step // 2 % 2)
-                        for i, j in T.Parallel(64, K):
-                            state[i, j] = r_s[step % 2 * 2 + i // 32, j, i % 32]
-                        if step > 0 and forgotten[piece, head] == 0:
-                            T.wgmma_gemm(high, m_s[step % 2, 0, :, :], state, transpose_B=reverse)
-                            T.wgmma_gemm(low, m_s[step % 2, 0, :, :], state, transpose_B=reverse)
-                            T.wgmma_gemm(high, m_s[step % 2, 1, :, :], state, transpose_B=reverse)
-                            T.wait_wgmma(0)
+                        T.wait_wgmma(0)
                         T.barrier_arrive(free[step % 2])
+                        T.copy(after, state)
                 T.tma_store_wait(0)
             if reverse:
                 T.pdl_sync()  # ends after the forward one, for what follows waits for this kernel alone
@@ -172,7 +177,7 @@ def specification(
         inside = i < counts
         piece = first + (counts - 1 - i if reverse else i)
         entering = entering.at[jnp.where(inside, piece, parts)].set(state, mode="drop")
-        alone = ((i == 0) | (forgotten[piece] != 0))[..., None, None]
+        alone = (forgotten[piece] != 0)[..., None, None]
         product = jnp.einsum("nhij,nhjv->nhiv", jnp.where(alone, 0, maps[piece]), state)
         return (jnp.where((i < counts - 1)[:, None, None, None], response[piece] + product, state), entering), None
 

@@ -5,10 +5,10 @@ For every chunk of 64 tokens and every value head h (key head h // r, r = Hv / H
     gamma_i = sum_{j <= i} max(g_j, -110)                                       [64]       float32
     L_ij    = beta_i <k_i, k_j> exp(gamma_i - gamma_j)   for i > j, else 0      [64, 64]   float32
     a       = (I + L)^{-1}                                                      [64, 64]   stored in the dtype of k
-    growth  = gamma_C + sum_i max(0, log |1 - beta_i <k_i, k_i>|)               one number float32, repeated for every row
 
-A token maps the state by exp(g) (I - beta k k^T), so exp(growth) bounds the spectral norm of what the chunk does to the state
-before it: what tells kernels/summaries.py which part of a run of tokens can be left out.
+A token maps the state by exp(g) (I - beta k k^T). Unless some beta <k, k> exceeds 2, exp(gamma_C) therefore bounds the spectral norm
+of what a chunk does to the state before it, which tells kernels/summaries.py what a run of tokens forgets. Chunks where one does exceed
+it are marked in the lowest bit of their last gamma (kernels/common.py: STRETCHES), which costs gamma 6e-8 of itself and no memory.
 
 The *gated* matrix is inverted: the gate-free one can overflow where the recurrence itself is stable (long keys, strong decay).
 
@@ -33,8 +33,8 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 
-from jax_qla.kernels.common import CHUNK, LOG2_E, MIN_LOG_DECAY, PASS_CONFIGS, accumulator_layout
-from jax_qla.kernels.specification import decay, gather_chunks, last_row, scatter_chunks
+from jax_qla.kernels.common import CHUNK, LOG2_E, MIN_LOG_DECAY, PASS_CONFIGS, STRETCHES, accumulator_layout
+from jax_qla.kernels.specification import decay, gather_chunks, mark, scatter_chunks
 
 __all__ = ["PASS_CONFIGS", "Config", "program", "specification"]
 
@@ -47,7 +47,9 @@ class Config:
     dtype: str = "bfloat16"
 
 
-PRELUDE = r"""
+PRELUDE = (
+    f"constexpr int kStretches = {STRETCHES};"
+    r"""
 constexpr int kStride = 68;  // floats from a column of a matrix in shared memory to the next: a bank apart for every row
 
 __device__ __forceinline__ float jax_qla_scan(float x) {  // inclusive sum over the lanes up to this one
@@ -60,13 +62,13 @@ __device__ __forceinline__ float jax_qla_scan(float x) {  // inclusive sum over 
 }
 
 // L of one head: `kk` is this thread's part of K K^T, a wgmma accumulator [64, 64]; gamma in units of log2.
-// Blocks above the diagonal are not written, nor read by jax_qla_invert. Each warp adds up what the diagonal of K K^T says of its
-// rows' part of the growth, in units of log2, into `excess` [4].
-__device__ __forceinline__ void jax_qla_lower(const void* kk, float* lower, const float* gamma, const float* beta, float* excess,
+// Blocks above the diagonal are not written, nor read by jax_qla_invert. Each warp says in `stretches` [4] whether any of its rows
+// may lengthen a state.
+__device__ __forceinline__ void jax_qla_lower(const void* kk, float* lower, const float* gamma, const float* beta, int* stretches,
                                               int rows) {
   const float* product = static_cast<const float*>(kk);
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, top = warp * 16 + lane / 4;
-  float stretch = 1.f;  // of this lane's rows with a diagonal element: at most two
+  bool stretch = false;
 #pragma unroll
   for (int n = 0; n < 8; ++n) {
     if (n > warp * 2 + 1) break;
@@ -79,17 +81,18 @@ __device__ __forceinline__ void jax_qla_lower(const void* kk, float* lower, cons
         const float decay = exp2f(gamma[row] - gamma[column + e]);
         const float value = beta[row] * product[n * 4 + h * 2 + e] * decay;
         if (row > column + e) lower[(column + e) * kStride + row] = row < rows ? value : 0.f;
-        if (row == column + e && row < rows) stretch *= fmaxf(1.f, fabsf(1.f - beta[row] * product[n * 4 + h * 2 + e]));
+        if (row == column + e && row < rows) stretch |= !(beta[row] * product[n * 4 + h * 2 + e] <= 2.001f);
       }
     }
   }
-  float sum = 0.f;
-  if (__any_sync(0xffffffffu, stretch > 1.f)) {  // not with keys of length 1 and beta up to 2
-    sum = log2f(stretch);
-#pragma unroll
-    for (int step = 16; step > 0; step /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, step);
-  }
-  if (lane == 0) excess[warp] = sum;
+  stretch = __any_sync(0xffffffffu, stretch);
+  if (lane == 0) stretches[warp] = stretch;
+}
+
+// The last gamma of a chunk, marked.
+__device__ __forceinline__ void jax_qla_mark(float* gamma, float last, const int* stretches) {
+  const int any = stretches[0] | stretches[1] | stretches[2] | stretches[3];
+  *gamma = __int_as_float((__float_as_int(last) & ~kStretches) | (any ? kStretches : 0));
 }
 
 struct Split {  // two float32 numbers as high + low, both pairs of bf16
@@ -230,6 +233,7 @@ __device__ __forceinline__ void jax_qla_invert(float* lower, T* out, int pitch, 
   }
 }
 """
+)
 
 
 def program(config: Config):
@@ -258,7 +262,6 @@ def program(config: Config):
         chunks: T.Tensor((slots, 4), "int32"),
         a: T.Tensor((tokens, value_heads, C), dtype),
         gamma: T.Tensor((tokens, value_heads), "float32"),
-        growth: T.Tensor((tokens, value_heads), "float32"),
         o: T.Tensor((tokens, value_heads, value_dim), dtype),
         ratio: T.int32,
     ):
@@ -275,7 +278,7 @@ def program(config: Config):
             lower_s = T.alloc_shared((2, C, C + 4), "float32")
             gamma_s = T.alloc_shared((2, C), "float32")  # in units of log2
             beta_s = T.alloc_shared((2, C), "float32")
-            excess_s = T.alloc_shared((2, 4), "float32")
+            stretches_s = T.alloc_shared((2, 4), "int32")
             loaded = T.alloc_barrier(32)
 
             if tx >= 128:
@@ -307,7 +310,7 @@ def program(config: Config):
                             for x in T.unroll(2):
                                 gamma_s[half, x * 32 + lane] = sums[x] * T.float32(LOG2_E)
                                 beta_s[half, x * 32 + lane] = fetched[2 + x]
-                                if own and x * 32 + lane < rows:
+                                if own and x * 32 + lane < rows - 1:
                                     gamma[row + x * 32 + lane, head] = sums[x]
                         T.sync_threads(1, 128)
                         fetch(g, beta, row, rows, head + 2, pair * 2 + 2 + half < ratio and lane < 32, lane, fetched)
@@ -319,16 +322,19 @@ def program(config: Config):
                                 T.address_of(lower_s[s, 0, 0]),
                                 T.address_of(gamma_s[s, 0]),
                                 T.address_of(beta_s[s, 0]),
-                                T.address_of(excess_s[s, 0]),
+                                T.address_of(stretches_s[s, 0]),
                                 rows,
                             )
                         T.sync_threads(1, 128)
                         if own:
-                            if lane < rows:
-                                growth[row + lane, head] = (
-                                    gamma_s[half, C - 1]
-                                    + (excess_s[half, 0] + excess_s[half, 1] + excess_s[half, 2] + excess_s[half, 3])
-                                ) * T.float32(1 / LOG2_E)
+                            if lane == 0:
+                                T.call_extern(
+                                    "handle",
+                                    "jax_qla_mark",
+                                    T.address_of(gamma[row + rows - 1, head]),
+                                    gamma_s[half, C - 1] * T.float32(1 / LOG2_E),
+                                    T.address_of(stretches_s[half, 0]),
+                                )
                             T.call_extern(
                                 "handle",
                                 "jax_qla_invert",
@@ -344,8 +350,8 @@ def program(config: Config):
 
 def specification(
     k: jax.Array, g: jax.Array, beta: jax.Array, chunks: jax.Array, *, ratio: int
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """(a [tokens, Hv, 64] in k's dtype, gamma, growth [tokens, Hv]); `o` is not a result, only its unused rows are zeroed."""
+) -> tuple[jax.Array, jax.Array]:
+    """(a [tokens, Hv, 64] in k's dtype, gamma [tokens, Hv]); `o` is not a result, only its unused rows are zeroed."""
     keys = jnp.repeat(gather_chunks(k, chunks), ratio, axis=2)
     strength = gather_chunks(beta, chunks)
     gamma = jnp.cumsum(jnp.maximum(gather_chunks(g, chunks), MIN_LOG_DECAY), axis=1)
@@ -356,8 +362,7 @@ def specification(
         lower + identity, identity, left_side=True, lower=True, unit_diagonal=True
     )
     a = scatter_chunks(jnp.moveaxis(inverse, 1, 2), chunks, k.shape[0], k.dtype)
-    stretch = jnp.maximum(jnp.abs(1 - strength * jnp.einsum("sihk,sihk->sih", keys, keys)), 1)
-    growth = last_row(gamma, chunks) + jnp.sum(jnp.log(stretch), axis=1)
-    growth = jnp.broadcast_to(growth[:, None], gamma.shape)
-    gamma, growth = (scatter_chunks(x, chunks, k.shape[0], g.dtype) for x in (gamma, growth))
-    return a, gamma, growth
+    stretches = jnp.any(strength * jnp.einsum("sihk,sihk->sih", keys, keys) > 2.001, axis=1)
+    is_last = jnp.arange(CHUNK) == chunks[:, 2, None] - 1
+    gamma = jnp.where(is_last[..., None], mark(gamma, stretches[:, None]), gamma)
+    return a, scatter_chunks(gamma, chunks, k.shape[0], g.dtype)

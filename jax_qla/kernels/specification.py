@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jax_qla.kernels.common import CHUNK, FORGOTTEN
+from jax_qla.kernels.common import CHUNK, FORGOTTEN, STRETCHES
 
 
 def gather_chunks(x: jax.Array, chunks: jax.Array) -> jax.Array:
@@ -79,26 +79,40 @@ def chunk_in_piece(pieces: jax.Array, chunks: jax.Array) -> jax.Array:
     return jnp.arange(chunks.shape[0]) - (pieces[piece, 0] // CHUNK + piece + 1)
 
 
+def mark(gamma: jax.Array, stretches: jax.Array) -> jax.Array:
+    """gamma with `stretches` in its lowest bit."""
+    bits = jax.lax.bitcast_convert_type(gamma, jnp.int64 if gamma.dtype == jnp.float64 else jnp.int32)
+    return jax.lax.bitcast_convert_type((bits & ~STRETCHES) | (STRETCHES * stretches.astype(bits.dtype)), gamma.dtype)
+
+
+def marked(gamma: jax.Array) -> jax.Array:
+    """bool: the lowest bit of gamma."""
+    bits = jax.lax.bitcast_convert_type(gamma, jnp.int64 if gamma.dtype == jnp.float64 else jnp.int32)
+    return (bits & STRETCHES) != 0
+
+
 def reach(
-    growth: jax.Array, pieces: jax.Array, chunks: jax.Array, *, from_end: bool
+    gamma: jax.Array, pieces: jax.Array, chunks: jax.Array, *, from_end: bool
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Which chunks of a piece matter beyond it.
 
     Args:
-        growth: [tokens, Hv], the bound of the effect of the row's chunk on the state.
+        gamma: [tokens, Hv], from kernels/prepare.py.
         pieces, chunks: [P, 4] and their chunk table.
         from_end: whether the chunks at a piece's end matter, or those at its beginning.
 
     Returns:
-        forgotten int32 [P, Hv], whether the bounds of all chunks of the piece add up to less than FORGOTTEN; whole bool
+        forgotten int32 [P, Hv], whether the bounds of all chunks of the piece add up to less than FORGOTTEN (none
+        bounds a chunk that is marked); whole bool
         [P, Hv], whether all of them matter nevertheless; matters bool [slots, Hv], the chunks.
     """
     number = jnp.arange(chunks.shape[0])
     counts = (pieces[:, 1] - pieces[:, 0] + CHUNK - 1) // CHUNK
     chunk = counts[:, None] - 1 - number if from_end else number[None]
     inside = (number < counts[:, None])[..., None]
-    row = jnp.clip(pieces[:, :1] + chunk * CHUNK, 0, growth.shape[0] - 1)
-    sums = jnp.cumsum(jnp.where(inside, growth[row], 0), axis=1)
+    row = jnp.minimum(pieces[:, :1] + chunk * CHUNK + CHUNK, pieces[:, 1:2]) - 1
+    of_chunk = gamma[jnp.clip(row, 0, gamma.shape[0] - 1)]
+    sums = jnp.cumsum(jnp.where(inside, jnp.where(marked(of_chunk), jnp.inf, of_chunk), 0), axis=1)
     forgotten = sums[:, -1] < FORGOTTEN
     matter = jnp.where(forgotten, jnp.argmax(inside & (sums < FORGOTTEN), axis=1) + 1, counts[:, None])
     at = chunk_in_piece(pieces, chunks)[:, None]

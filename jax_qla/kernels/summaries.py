@@ -8,9 +8,10 @@ recurrence, of which both follow):
 
 kernels/compose.py puts them together. Nothing is needed of a sequence's last piece, and no transition of its first.
 
-Gates decide how much is computed. Where the bounds of the chunks' effect on the state (`growth` of kernels/prepare.py) add up to
-less than FORGOTTEN over the whole piece, M counts as zero and is not written (`forgotten` says so), and N is computed from as
-many chunks at the piece's end as these bounds leave to matter. Heads that do not decay take the exact way.
+Gates decide how much is computed. Where the bounds of the chunks' effect on the state (kernels/prepare.py) add up to less than
+FORGOTTEN over the whole piece, M counts as zero, and N is computed from as many chunks at the piece's end as these bounds leave to
+matter. Heads that do not decay take the exact way. `forgotten` is 1 where no product with M is to be taken: there, and at both ends of
+a sequence.
 
 Plan, one block per (piece, value head, tile of 64 columns of [N | M]), two blocks an SM, three stages of chunk tiles; the recurrence
 is that of kernels/states.py, in registers and transposed:
@@ -73,7 +74,6 @@ def program(config: Config):
         v: T.Tensor((tokens, value_heads, V), dtype),
         a: T.Tensor((tokens, value_heads, C), dtype),
         gamma: T.Tensor((tokens, value_heads), "float32"),
-        growth: T.Tensor((tokens, value_heads), "float32"),
         beta: T.Tensor((tokens, value_heads), "float32"),
         initial_state: T.Tensor((initial_states, value_heads, K, V), "float32"),
         pieces: T.Tensor((parts, 4), "int32"),
@@ -102,17 +102,22 @@ def program(config: Config):
             tx = T.get_thread_binding()
             chunks = (end - start + C - 1) // C
             count = 0
-            if position < LAST:
+            if position >= LAST:
+                if tile == 0 and tx == 0:
+                    forgotten[piece, head] = 1
+            else:
                 count = T.call_extern(
                     "int32",
-                    "jax_qla_reach",
-                    T.address_of(growth[start + (chunks - 1) * C, head]),
-                    -T.cast(value_heads, "int64") * C,
+                    "jax_qla_reach<true>",
+                    T.address_of(gamma[0, head]),
+                    value_heads,
+                    start,
+                    end,
                     chunks,
                     T.float32(FORGOTTEN),
                 )
                 if tile == 0 and tx == 0:
-                    forgotten[piece, head] = T.Select(count < 0, 0, 1)
+                    forgotten[piece, head] = T.Select(count < 0 and position != FIRST, 0, 1)
                 if tile >= value_tiles and (count >= 0 or position == FIRST):
                     count = 0
                 else:
@@ -252,7 +257,6 @@ def specification(
     v: jax.Array,
     a: jax.Array,
     gamma: jax.Array,
-    growth: jax.Array,
     beta: jax.Array,
     initial_state: jax.Array,
     pieces: jax.Array,
@@ -267,7 +271,7 @@ def specification(
     keys = jnp.repeat(gather_chunks(k, chunks), ratio, axis=2)
     values, inverse, gates, strength = (gather_chunks(x, chunks) for x in (v, a, gamma, beta))
     columns = k.shape[2]
-    forgotten, whole, matters = reach(growth, pieces, chunks, from_end=True)
+    forgotten, whole, matters = reach(gamma, pieces, chunks, from_end=True)
 
     def step(state, xs):
         keys, values, inverse, gates, strength, end, matters = xs
@@ -286,7 +290,7 @@ def specification(
     identity = jnp.broadcast_to(jnp.eye(columns, dtype=begin.dtype), (*begin.shape[:2], columns, columns))
     xs = (keys, jnp.zeros_like(keys), *xs[2:])
     transition, _ = scan_slots(step, identity, pieces, chunks, xs)
-    unwritten = (last | first)[:, None] | forgotten.astype(bool)
-    transition = jnp.where(unwritten[..., None, None], jnp.nan, transition)
+    forgotten = jnp.maximum(forgotten, (first | last)[:, None].astype(jnp.int32))
+    transition = jnp.where(forgotten[..., None, None] != 0, jnp.nan, transition)
     response = jnp.where(last[:, None, None, None], jnp.nan, response)
     return response, split(jnp.swapaxes(transition, -1, -2)), forgotten
