@@ -107,7 +107,6 @@ def program(config: Config):
                     T.barrier_arrive(loaded[step % 2])
             else:
                 state = T.alloc_fragment((64, K), "float32")
-                after = T.alloc_fragment((64, K), "float32")
                 high = T.alloc_fragment((64, K), "bfloat16")
                 low = T.alloc_fragment((64, K), "bfloat16")
                 piece = T.alloc_var("int32")
@@ -118,20 +117,8 @@ def program(config: Config):
                     T.clear(state)
                 for step in T.serial(count):
                     piece = first + (count - 1 - step if reverse else step)
-                    if step < count - 1:
-                        T.copy(state, high)
-                        for i, j in T.Parallel(64, K):
-                            low[i, j] = T.cast(state[i, j] - T.cast(high[i, j], "float32"), "bfloat16")
-                        T.barrier_wait(loaded[step % 2], step // 2 % 2)
-                        for i, j in T.Parallel(64, K):
-                            after[i, j] = r_s[step % 2 * 2 + i // 32, j, i % 32]
-                        if forgotten[piece, head] == 0:
-                            T.wgmma_gemm(high, m_s[step % 2, 0, :, :], after, transpose_B=reverse)
-                            T.wgmma_gemm(low, m_s[step % 2, 0, :, :], after, transpose_B=reverse)
-                            T.wgmma_gemm(high, m_s[step % 2, 1, :, :], after, transpose_B=reverse)
-                    # the state leaves while the products run
                     T.tma_store_wait(0)
-                    T.sync_threads(1, 128)
+                    T.sync_threads(1, 128)  # the state before has left
                     for i, j in T.Parallel(64, K):
                         e_s[i // 32, j, i % 32] = state[i, j]
                     T.fence_proxy_async()
@@ -143,9 +130,19 @@ def program(config: Config):
                             leader_scope_threads=128,
                         )
                     if step < count - 1:
-                        T.wait_wgmma(0)
+                        T.copy(state, high)
+                        for i, j in T.Parallel(64, K):
+                            low[i, j] = T.cast(state[i, j] - T.cast(high[i, j], "float32"), "bfloat16")
+                        T.barrier_wait(loaded[step % 2], step // 2 % 2)
+                        for i, j in T.Parallel(64, K):
+                            state[i, j] = r_s[step % 2 * 2 + i // 32, j, i % 32]
+                        # A vote, and the wait inside: ptxas serialises wgmma in a branch that it takes for divergent.
+                        if T.call_extern("int32", "__any_sync", T.uint32(0xFFFFFFFF), forgotten[piece, head] == 0) != 0:
+                            T.wgmma_gemm(high, m_s[step % 2, 0, :, :], state, transpose_B=reverse)
+                            T.wgmma_gemm(low, m_s[step % 2, 0, :, :], state, transpose_B=reverse)
+                            T.wgmma_gemm(high, m_s[step % 2, 1, :, :], state, transpose_B=reverse)
+                            T.wait_wgmma(0)
                         T.barrier_arrive(free[step % 2])
-                        T.copy(after, state)
                 T.tma_store_wait(0)
             if reverse:
                 T.pdl_sync()  # ends after the forward one, for what follows waits for this kernel alone

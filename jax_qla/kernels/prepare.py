@@ -62,13 +62,12 @@ __device__ __forceinline__ float jax_qla_scan(float x) {  // inclusive sum over 
 }
 
 // L of one head: `kk` is this thread's part of K K^T, a wgmma accumulator [64, 64]; gamma in units of log2.
-// Blocks above the diagonal are not written, nor read by jax_qla_invert. Each warp says in `stretches` [4] whether any of its rows
-// may lengthen a state.
-__device__ __forceinline__ void jax_qla_lower(const void* kk, float* lower, const float* gamma, const float* beta, int* stretches,
+// Blocks above the diagonal are not written, nor read by jax_qla_invert. The first call stores the diagonal of K K^T.
+template <bool first>
+__device__ __forceinline__ void jax_qla_lower(const void* kk, float* lower, const float* gamma, const float* beta, float* diagonal,
                                               int rows) {
   const float* product = static_cast<const float*>(kk);
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, top = warp * 16 + lane / 4;
-  bool stretch = false;
 #pragma unroll
   for (int n = 0; n < 8; ++n) {
     if (n > warp * 2 + 1) break;
@@ -81,18 +80,18 @@ __device__ __forceinline__ void jax_qla_lower(const void* kk, float* lower, cons
         const float decay = exp2f(gamma[row] - gamma[column + e]);
         const float value = beta[row] * product[n * 4 + h * 2 + e] * decay;
         if (row > column + e) lower[(column + e) * kStride + row] = row < rows ? value : 0.f;
-        if (row == column + e && row < rows) stretch |= !(beta[row] * product[n * 4 + h * 2 + e] <= 2.001f);
+        if (first && row == column + e) diagonal[row] = product[n * 4 + h * 2 + e];
       }
     }
   }
-  stretch = __any_sync(0xffffffffu, stretch);
-  if (lane == 0) stretches[warp] = stretch;
 }
 
-// The last gamma of a chunk, marked.
-__device__ __forceinline__ void jax_qla_mark(float* gamma, float last, const int* stretches) {
-  const int any = stretches[0] | stretches[1] | stretches[2] | stretches[3];
-  *gamma = __int_as_float((__float_as_int(last) & ~kStretches) | (any ? kStretches : 0));
+// The last gamma of a chunk, marked. One warp; beta is 0 beyond the chunk's rows.
+__device__ __forceinline__ void jax_qla_mark(float* gamma, float last, const float* beta, const float* diagonal) {
+  const int lane = threadIdx.x & 31;
+  const bool stretches = beta[lane] * diagonal[lane] > 2.001f || beta[lane + 32] * diagonal[lane + 32] > 2.001f;
+  const int mark = __any_sync(0xffffffffu, stretches) ? kStretches : 0;
+  if (lane == 0) *gamma = __int_as_float((__float_as_int(last) & ~kStretches) | mark);
 }
 
 struct Split {  // two float32 numbers as high + low, both pairs of bf16
@@ -278,7 +277,7 @@ def program(config: Config):
             lower_s = T.alloc_shared((2, C, C + 4), "float32")
             gamma_s = T.alloc_shared((2, C), "float32")  # in units of log2
             beta_s = T.alloc_shared((2, C), "float32")
-            stretches_s = T.alloc_shared((2, 4), "int32")
+            diagonal_s = T.alloc_shared((C,), "float32")  # of K K^T
             loaded = T.alloc_barrier(32)
 
             if tx >= 128:
@@ -314,26 +313,27 @@ def program(config: Config):
                                     gamma[row + x * 32 + lane, head] = sums[x]
                         T.sync_threads(1, 128)
                         fetch(g, beta, row, rows, head + 2, pair * 2 + 2 + half < ratio and lane < 32, lane, fetched)
-                        for s in T.unroll(2):
+                        for s in (0, 1):
                             T.call_extern(
                                 "handle",
-                                "jax_qla_lower",
+                                "jax_qla_lower<true>" if s == 0 else "jax_qla_lower<false>",
                                 T.address_of(kk[0, 0]),
                                 T.address_of(lower_s[s, 0, 0]),
                                 T.address_of(gamma_s[s, 0]),
                                 T.address_of(beta_s[s, 0]),
-                                T.address_of(stretches_s[s, 0]),
+                                T.address_of(diagonal_s[0]),
                                 rows,
                             )
                         T.sync_threads(1, 128)
                         if own:
-                            if lane == 0:
+                            if lane < 32:
                                 T.call_extern(
                                     "handle",
                                     "jax_qla_mark",
                                     T.address_of(gamma[row + rows - 1, head]),
                                     gamma_s[half, C - 1] * T.float32(1 / LOG2_E),
-                                    T.address_of(stretches_s[half, 0]),
+                                    T.address_of(beta_s[half, 0]),
+                                    T.address_of(diagonal_s[0]),
                                 )
                             T.call_extern(
                                 "handle",
