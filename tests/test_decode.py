@@ -222,7 +222,10 @@ def test_bfloat16_states(function: Any) -> None:
     assert final_state.dtype == jnp.bfloat16
     assert_close(o, right_o)
     assert_close(final_state.astype(jnp.float32), right_state, 2.0**-8)
-    gradient = lambda f: jax.jit(jax.grad(lambda s: jnp.sum(jnp.sin(f(*rows, s)[0]))))  # noqa: E731
+
+    def gradient(f: Any) -> Any:
+        return jax.jit(jax.grad(lambda s: jnp.sum(jnp.sin(f(*rows, s)[0]))))
+
     d_state, right = gradient(function)(state), gradient(expected)(state.astype(jnp.float32))
     assert d_state.dtype == jnp.bfloat16
     assert_close(d_state.astype(jnp.float32), right, 2.0**-8)
