@@ -35,7 +35,7 @@ demo: $(VENV)/demo.stamp $(if $(HOPPER),kernels)
 test: versions lint docs pytest
 
 pytest: $(VENV)/test.stamp
-	$(BIN)/python -m pytest --numprocesses $(TEST_JOBS) --dist loadfile $(ARGS)
+	$(BIN)/python -m pytest --numprocesses $(TEST_JOBS) --dist worksteal $(ARGS)
 
 # A GPU's memory is not shared among processes, so one after the other.
 gpu-test: $(VENV)/test.stamp kernels

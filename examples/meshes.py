@@ -50,6 +50,32 @@ def cut(x: jax.Array) -> jax.Array:
     return x if jax.sharding.get_abstract_mesh().empty else jax.lax.with_sharding_constraint(x, P(*AXES))
 
 
+def parts() -> int:
+    """Into how many parts the current mesh cuts the sequence."""
+    return int(jax.sharding.get_abstract_mesh().shape.get("seq", 1))
+
+
+def by_heads(x: jax.Array) -> jax.Array:
+    """x [B, T, heads, d] with whole sequences: the devices that cut the sequence cut the heads instead."""
+    return x if parts() == 1 else jax.lax.with_sharding_constraint(x, P("data", None, "seq"))
+
+
+def from_tokens_to_heads(x: jax.Array) -> jax.Array:
+    """x [B, T, heads, d], which `cut` cuts, as `by_heads` does; each device sends a part to each other (all-to-all)."""
+    # Both are said, on the way back too: of one the compiler knows only where x goes, and may gather it instead.
+    return by_heads(cut(x))
+
+
+def from_heads_to_tokens(x: jax.Array) -> jax.Array:
+    """The way back."""
+    return cut(by_heads(x))
+
+
+def whole_rows(x: jax.Array) -> jax.Array:
+    """x [B, T] with whole sequences on every device that has a part of them."""
+    return x if parts() == 1 else jax.lax.with_sharding_constraint(x, P("data"))
+
+
 def whole(tree: _Tree) -> _Tree:
     """Arrays that every device of the current mesh holds whole."""
     if jax.sharding.get_abstract_mesh().empty:

@@ -5,10 +5,12 @@ B is the batch, T the length, H and G the numbers of query and of key/value head
 
 from __future__ import annotations
 
+import math
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import meshes
 from qwen35_config import Qwen35Config
 
 
@@ -64,6 +66,9 @@ def gated_attention(
 ) -> tuple[jax.Array, KeyValueCache | None]:
     """Causal attention whose output is multiplied by a sigmoid gate.
 
+    On a mesh that cuts the sequence, its devices share out the heads for the attention itself, so that each sees whole
+    sequences of its heads. Where they are more than the key/value heads, these are repeated.
+
     Args:
         query_and_gate: [B, T, H * 2 * d]: of each head the query, then the gate.
         key, value: [B, T, G * d].
@@ -85,6 +90,8 @@ def gated_attention(
     )
     attention: dict[str, Any]
     if cache is None:
+        query, key, value = _shared_out(query, key, value)
+        segment_ids = None if segment_ids is None else meshes.whole_rows(segment_ids)
         mask = None if segment_ids is None else (segment_ids[:, None, :, None] == segment_ids[:, None, None, :])
         attention = {"mask": mask, "is_causal": True, "implementation": config.attention_implementation}
     else:
@@ -95,7 +102,23 @@ def gated_attention(
         cache = KeyValueCache(key, value, cache.length + length)
         attention = {"mask": (jnp.arange(key.shape[1]) <= positions[:, None])[None, None]}
     out = jax.nn.dot_product_attention(query, key, value, **attention)
+    if cache is None:
+        out = meshes.from_heads_to_tokens(out)
     return (out * jax.nn.sigmoid(gate)).reshape(batch, length, -1), cache
+
+
+def _shared_out(query: jax.Array, key: jax.Array, value: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Heads shared out among the devices that cut the sequence; key and value with as many heads as that takes."""
+    parts, query_heads, key_value_heads = meshes.parts(), query.shape[2], key.shape[2]
+    if query_heads % parts:
+        raise ValueError(
+            f"{query_heads} attention heads cannot be shared out among the {parts} devices that cut the sequence: "
+            "use a mesh whose axis seq divides them"
+        )
+    times = math.lcm(parts, key_value_heads) // key_value_heads
+    key, value = (jnp.repeat(x, times, axis=2) for x in (key, value))
+    to_heads = meshes.from_tokens_to_heads
+    return to_heads(query), to_heads(key), to_heads(value)
 
 
 def swiglu(gate: jax.Array, up: jax.Array) -> jax.Array:

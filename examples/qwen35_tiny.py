@@ -3,6 +3,7 @@
     python examples/qwen35_tiny.py                          a few minutes on two CPU cores
     python examples/qwen35_tiny.py --framework equinox      the same model in Equinox
     python examples/qwen35_tiny.py --size large             a Hopper GPU: 0.3 B parameters in bfloat16, by kernels
+    python examples/qwen35_tiny.py --mesh data=2,seq=2      four devices: each half of the batch and of every window
 
 The model is in qwen35_flax.py and qwen35_equinox.py, with qwen35_layers.py and qwen35_config.py; the training and what
 it writes in training.py.
@@ -15,6 +16,7 @@ from functools import partial
 from typing import Any
 
 import jax
+import meshes
 import training
 from qwen35_config import Qwen35Config
 from training import TrainConfig
@@ -112,7 +114,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = training.argument_parser((__doc__ or "").partition("\n")[0], SIZES, "runs/qwen35_tiny")
     parser.add_argument("--framework", choices=sorted(MAKERS), default="flax", help="default: %(default)s")
     arguments = parser.parse_args(argv)
-    training.run(arguments, SIZES[arguments.size], MAKERS[arguments.framework])
+    with meshes.use(arguments.mesh):
+        training.run(arguments, SIZES[arguments.size], MAKERS[arguments.framework])
 
 
 if __name__ == "__main__":

@@ -54,7 +54,6 @@ def make_model(config: ModelConfig, seed: int) -> tuple[training.Merge, training
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = training.argument_parser((__doc__ or "").partition("\n")[0], SIZES, "runs/train_lm")
-    parser.add_argument("--mesh", type=meshes.sizes, metavar="data=N,seq=M", help="devices that cut batch and windows")
     arguments = parser.parse_args(argv)
     with meshes.use(arguments.mesh):
         training.run(arguments, SIZES[arguments.size], make_model)

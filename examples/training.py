@@ -246,6 +246,7 @@ def argument_parser(description: str, sizes: Collection[str], output: str) -> ar
     parser.add_argument("--log", type=Path, metavar="FILE", help="losses as JSON; default: log.json in --output")
     parser.add_argument("--prompt", default="def ", help="start of the sample; default: %(default)r")
     parser.add_argument("--sample-length", type=int, default=400, metavar="BYTES", help="default: %(default)s")
+    parser.add_argument("--mesh", type=meshes.sizes, metavar="data=N,seq=M", help="devices that cut batch and windows")
     parser.add_argument("--temperature", type=float, default=0.7, help="of the sample; default: %(default)s")
     return parser
 

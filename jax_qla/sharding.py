@@ -27,8 +27,9 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.experimental.custom_partitioning import custom_partitioning
-from jax.sharding import AxisType, NamedSharding
+from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jax_qla import context_parallel, dispatch
@@ -623,7 +624,10 @@ def _partitioned(
 
     operation = custom_partitioning(whole)
     operation.def_partition(
-        partition=functools.partial(_partition, folded, mapped_axes, dims, out_dims),
+        partition=functools.partial(_partition, folded, mapped_axes, dims, out_dims, jax.sharding.get_abstract_mesh()),
+        # JAX decodes no sharding by a part of a mesh axis, which Shardy chooses where an axis has more devices than
+        # there are heads.
+        decode_shardings=False,
         sharding_rule=_sharding_rule(mapped_axes, dims, out_dims, heads),
     )
     # Within the custom_vmap too: of what is around it, differentiation loses sight in a scan.
@@ -674,20 +678,26 @@ def _partition(
     mapped_axes: str,
     dims: tuple[str, ...],
     out_dims: tuple[str, ...],
+    context: AbstractMesh,
     mesh: Any,
     arguments: Any,
     results: Any,
 ) -> tuple[Any, Any, Any, Any]:
-    """What each device computes, once the compiler has decided how the operands are cut."""
+    """What each device computes, once the compiler has decided how the operands are cut.
+
+    Args:
+        context: the current mesh of the call. Where a program has no other shardings than constraints, JAX names none.
+    """
+    if mesh.empty:
+        mesh = context
     found: dict[str, Axes] = {}
     used: set[str] = set()
     shapes = [
         (x, mapped_axes + d) for x, d in (*zip(arguments, dims, strict=True), *zip(results, out_dims, strict=True))
     ]
     for x, d in shapes:
-        for letter, entry in zip(d, x.sharding.spec, strict=False):
+        for letter, axes in zip(d, _axes_that_cut(x, mesh), strict=True):
             letter = "h" if letter == "H" else letter
-            axes = _names(entry)
             if axes and letter in "bth" + mapped_axes and letter not in found and not used.intersection(axes):
                 found[letter] = axes
                 used.update(axes)
@@ -714,3 +724,27 @@ def _partition(
         tuple(map(sharding, out_dims)),
         tuple(map(sharding, dims)),
     )
+
+
+def _axes_that_cut(x: Any, mesh: Any) -> list[Axes]:
+    """The mesh axes that cut each axis of x, a ShapeDtypeStruct; none where a part of a mesh axis does."""
+    # Of any size that all numbers of parts divide, by device in the order of the mesh.
+    indices = x.sharding.devices_indices_map((mesh.size,) * x.ndim).values()
+    starts = np.array([[part.start or 0 for part in index] for index in indices])
+    starts = starts.reshape(*mesh.shape.values(), x.ndim)
+    found: list[Axes] = []
+    lost: dict[int, Axes] = {}
+    for d in range(x.ndim):
+        steps = {axis: int(np.ptp(starts[..., d], axis=i).max()) for i, axis in enumerate(mesh.axis_names)}
+        axes = tuple(sorted((axis for axis, step in steps.items() if step), key=lambda axis: -steps[axis]))
+        if len(np.unique(starts[..., d])) != math.prod(mesh.shape[axis] for axis in axes):
+            lost[d], axes = axes, ()
+        found.append(axes)
+    if lost:
+        warnings.warn(
+            f"an operand of chunk_gated_delta_rule of shape {tuple(x.shape)} is cut along its axis "
+            f"{' and '.join(map(str, lost))} over parts of {_described(dict.fromkeys(sum(lost.values(), ())))}, and is "
+            "gathered there: use no more devices than there are key heads to cut heads",
+            stacklevel=2,
+        )
+    return found

@@ -1,11 +1,27 @@
-"""Tests marked `gpu` run where JAX has a CUDA device, and are skipped with the reason elsewhere."""
+"""How JAX compiles for tests. Tests marked `gpu` run where JAX has a CUDA device, and are skipped with the reason
+elsewhere."""
 
 from __future__ import annotations
+
+import os
 
 import jax
 import pytest
 
+# On a CPU nearly all of the tests' time is compilation. XLA's passes over the program stay as they are; how machine
+# code is made of the result takes longest, and is shortened sixfold by these flags and by `pytest_configure`.
+QUICK = ["--xla_cpu_parallel_codegen_split_count=1"]
+if jax.__version_info__ < (0, 11):  # later releases have one code generator, and no such flag
+    QUICK.append("--xla_cpu_use_fusion_emitters=false")
+os.environ["XLA_FLAGS"] = " ".join(dict.fromkeys([*os.environ.get("XLA_FLAGS", "").split(), *QUICK]))
+
 jax.config.update("jax_num_cpu_devices", 8)  # before anything is computed; test_sharding.py uses all
+
+
+def pytest_configure() -> None:
+    if jax.default_backend() == "cpu":
+        jax.config.update("jax_disable_most_optimizations", True)
+        os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"  # for the programs that tests start
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

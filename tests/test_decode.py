@@ -27,6 +27,7 @@ def decode(*operands: Any, **options: Any) -> Any:
     return jax_qla.recurrent_gated_delta_rule(*rows, initial_state=state, output_final_state=True, **options)
 
 
+@jax.jit
 def expected(*operands: Any) -> Any:
     q, k, v, g, beta, state = operands
     return recurrence(q, k, v, g, beta, state, None, scale=SCALE)
@@ -148,12 +149,16 @@ def test_states_of_other_dtypes(name: str) -> None:
 def function(request: pytest.FixtureRequest) -> Any:
     """The rule by one choice of implementation."""
     with stand_in.kernels():
-        yield partial(decode, implementation=request.param)
+        yield jax.jit(partial(decode, implementation=request.param))
 
 
 def test_values(function: Any) -> None:
     x = operands()
     assert_close(function(*x), expected(*x))
+
+
+def test_without_states_and_without_jit() -> None:
+    x = operands()
     o, final_state = jax_qla.recurrent_gated_delta_rule(*x[:5])
     assert final_state is None
     assert_close(o, expected(*x[:5], None)[0])
@@ -169,11 +174,14 @@ def test_no_tokens(function: Any) -> None:
 
 
 def test_jvp_and_vjp(function: Any) -> None:
-    x, dx = operands(), operands(seed=1)
-    assert_close(jax.jvp(function, x, dx), jax.jvp(expected, x, dx), 1e-5)
-    results, pull_back = jax.vjp(function, *x)
-    cotangents = jax.tree.map(jnp.cos, results)
-    assert_close(pull_back(cotangents), jax.vjp(expected, *x)[1](cotangents), 1e-5)
+    def both(f: Any) -> Any:
+        def derivatives(x: Any, dx: Any) -> Any:
+            results, pull_back = jax.vjp(f, *x)
+            return jax.jvp(f, x, dx), pull_back(jax.tree.map(jnp.cos, results))
+
+        return jax.jit(derivatives)(operands(), operands(seed=1))
+
+    assert_close(both(function), both(expected), 1e-5)
 
 
 def test_second_derivatives(function: Any) -> None:
@@ -181,7 +189,7 @@ def test_second_derivatives(function: Any) -> None:
 
     def hessian_product(f: Any) -> Any:
         loss = lambda *x: sum(jnp.sum(jnp.sin(y)) for y in f(*x))  # noqa: E731
-        return jax.jvp(jax.grad(loss, argnums=tuple(range(6))), x, dx)[1]
+        return jax.jit(lambda *x: jax.jvp(jax.grad(loss, argnums=tuple(range(6))), x, dx)[1])(*x)
 
     assert_close(hessian_product(function), hessian_product(expected), 1e-4)
 
@@ -194,12 +202,12 @@ def test_vmap(function: Any, batched: Sequence[int | None]) -> None:
     x = [a if axis is None else jnp.stack((a, b), axis) for a, b, axis in zip(first, second, batched, strict=True)]
     y = [a if axis is None else b for a, b, axis in zip(first, second, batched, strict=True)]
     both = jax.tree.map(lambda *z: jnp.stack(z), expected(*first), expected(*y))
-    assert_close(jax.vmap(function, batched)(*x), both)
+    assert_close(jax.jit(jax.vmap(function, batched))(*x), both)
 
     # Twice, with the gradient of a sum inside.
     def gradient(f: Any) -> Any:
         loss = lambda *x: sum(jnp.sum(jnp.sin(z)) for z in f(*x))  # noqa: E731
-        return jax.vmap(jax.vmap(jax.grad(loss, 5), batched), (None,) * 5 + (0,))
+        return jax.jit(jax.vmap(jax.vmap(jax.grad(loss, 5), batched), (None,) * 5 + (0,)))
 
     twice = [*x[:5], jnp.stack((x[5], 2 * x[5]))]
     assert_close(gradient(function)(*twice), gradient(expected)(*twice), 1e-5)
@@ -214,8 +222,11 @@ def test_bfloat16_states(function: Any) -> None:
     assert final_state.dtype == jnp.bfloat16
     assert_close(o, right_o)
     assert_close(final_state.astype(jnp.float32), right_state, 2.0**-8)
-    d_state = jax.grad(lambda s: jnp.sum(jnp.sin(function(*rows, s)[0])))(state)
-    right = jax.grad(lambda s: jnp.sum(jnp.sin(expected(*rows, s)[0])))(state.astype(jnp.float32))
+
+    def gradient(f: Any) -> Any:
+        return jax.jit(jax.grad(lambda s: jnp.sum(jnp.sin(f(*rows, s)[0]))))
+
+    d_state, right = gradient(function)(state), gradient(expected)(state.astype(jnp.float32))
     assert d_state.dtype == jnp.bfloat16
     assert_close(d_state.astype(jnp.float32), right, 2.0**-8)
 
@@ -228,7 +239,8 @@ def test_scan_carries_the_state(function: Any) -> None:
         o, state = function(*(x[:, None] for x in token), state)
         return state, o[:, 0]
 
-    final_state, o = jax.lax.scan(step, state, tuple(jnp.moveaxis(x, 1, 0) for x in rows))
+    tokens = tuple(jnp.moveaxis(x, 1, 0) for x in rows)
+    final_state, o = jax.jit(partial(jax.lax.scan, step))(state, tokens)
     assert_close((jnp.moveaxis(o, 0, 1), final_state), expected(*rows, state))
 
 

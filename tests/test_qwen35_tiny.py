@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import json
+import re
 import shutil
 import sys
 from functools import partial
@@ -20,11 +21,14 @@ pytest.importorskip("flax", reason="the example needs the flax extra")
 pytest.importorskip("equinox", reason="the example needs the equinox extra")
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
 
+import meshes
 import qwen35_tiny
+import training
 from frameworks import QUICK, assert_close
 from qwen35_checkpoint import load_parameters
 from qwen35_config import Qwen35Config
 from qwen35_layers import KeyValueCache, rotate
+from stdlib_text import Batch
 
 STEPS = 16
 TINY = ["--size", "tiny", "--implementation", "xla", "--steps", str(STEPS), "--checkpoint-every", "8"]
@@ -173,6 +177,55 @@ def test_run_learns_resumes_exactly_and_samples(framework: str, tmp_path: Path) 
     assert resumed["losses"] == log["losses"]
     assert resumed["held_out_loss"] == log["held_out_loss"]
     assert (tmp_path / "run" / "sample.txt").read_text() == sample
+
+
+@pytest.mark.parametrize("name", FRAMEWORKS)
+def test_run_on_a_mesh_repeats_the_losses(name: str, tmp_path: Path) -> None:
+    logs = []
+    for mesh in ([], ["--mesh", "data=2,seq=2"]):
+        output = tmp_path / f"run{len(mesh)}"
+        arguments = ["--framework", name, "--steps", "3", "--sample-length", "3", "--output", str(output)]
+        qwen35_tiny.main([*TINY, *arguments, *mesh])
+        logs.append(json.loads((output / "log.json").read_text()))
+    np.testing.assert_allclose(logs[1]["losses"], logs[0]["losses"], rtol=1e-4)
+    np.testing.assert_allclose(logs[1]["held_out_loss"], logs[0]["held_out_loss"], rtol=1e-4)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_gradients_where_more_devices_cut_the_sequence_than_there_are_key_heads(packed: bool) -> None:
+    config = qwen35_tiny.SIZES["tiny"].model
+    assert config.key_value_heads == 2
+    merge, params = qwen35_tiny.make_flax(config, 0)
+    tokens = np.asarray(random_tokens(2, 41)).astype(np.int32)
+    batch = Batch(tokens, np.repeat([[1, 2], [3, 3]], [30, 11], axis=1).astype(np.int32))
+
+    def compile() -> Any:
+        def run(params: Any, batch: Batch) -> Any:
+            loss = partial(training.mean_loss, merge, packed=packed)
+            return meshes.whole(jax.value_and_grad(loss)(meshes.whole(params), batch))
+
+        return jax.jit(run).lower(params, batch).compile()
+
+    expected = compile()(params, batch)
+    with meshes.use(meshes.sizes("data=2,seq=4")):
+        compiled = compile()
+        actual = compiled(params, batch)
+    for a, b in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
+        assert_close(a, b, LIMIT)
+    # Heads change hands; of floating arrays nothing is gathered.
+    text = compiled.as_text()
+    assert "all-to-all(" in text
+    assert not re.search(r"= f32\[[\d,]*\]\S* all-gather", text)
+
+
+def test_attention_heads_that_do_not_divide_are_refused() -> None:
+    config = qwen35_tiny.SIZES["tiny"].model
+    merge, params = qwen35_tiny.make_flax(config, 0)
+    with (
+        meshes.use(meshes.sizes("seq=8")),
+        pytest.raises(ValueError, match="4 attention heads cannot be shared out among the 8 devices"),
+    ):
+        jax.eval_shape(lambda params, tokens: merge(params)(tokens), params, random_tokens(2, 80))
 
 
 def test_rotation_turns_pairs_and_leaves_the_rest() -> None:

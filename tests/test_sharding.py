@@ -140,8 +140,9 @@ def packed(axes: MeshAxes | None, *x: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def layers(axes: MeshAxes | None, *x: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Two checkpointed layers in a scan, each reading and writing v and the state; q and k are the same for all
-    members of a `jax.vmap`."""
+    """Two checkpointed layers in a scan, each reading and writing v and the state; q and k, and segment_ids if there
+    are any, are the same for all members of a `jax.vmap`."""
+    options: dict[str, Any] = {"segment_ids": x[6], "max_segments": MAX_SEGMENTS} if len(x) > 6 else {}
 
     def one(v: jax.Array, g: jax.Array, beta: jax.Array, state: jax.Array) -> tuple[jax.Array, jax.Array]:
         @jax.checkpoint
@@ -156,12 +157,13 @@ def layers(axes: MeshAxes | None, *x: jax.Array) -> tuple[jax.Array, jax.Array]:
                 output_final_state=True,
                 use_qk_l2norm_in_kernel=True,
                 mesh_axes=axes,
+                **options,
             )
             return (v + jnp.sin(o), final_state), None
 
         return jax.lax.scan(layer, (v, state), jnp.array([0.5, 1.0]))[0]
 
-    return jax.vmap(one)(*x[2:])
+    return jax.vmap(one)(*x[2:6])
 
 
 class Program(NamedTuple):
@@ -177,6 +179,12 @@ PROGRAMS = {
     ),
     "layers": Program(
         layers, [*rows(0)[:2], *rows(2, 2)[2:], states(3, 2, B)], ("bth", "bth", *("mbth",) * 3, "mbh"), ("mbth", "mbh")
+    ),
+    "packed layers": Program(
+        layers,
+        [*rows(0)[:2], *rows(2, 2)[2:], states(3, 2, B, MAX_SEGMENTS), SEGMENT_IDS],
+        ("bth", "bth", *("mbth",) * 3, "mbnh", "bt"),
+        ("mbth", "mbnh"),
     ),
 }
 
@@ -228,13 +236,7 @@ def collectives(text: str) -> list[tuple[str, str, int]]:
 
 @pytest.mark.parametrize(
     ("mode", "cut", "name"),
-    [
-        (mode, cut, name)
-        for mode, cut in CASES
-        for name in PROGRAMS
-        # Packed rows that are whole on their devices: once where we map, once where the compiler does.
-        if name == "layers" or "cp" in cut or mode in ("auto", "explicit")
-    ],
+    [(mode, cut, name) for mode, cut in CASES for name in PROGRAMS],
 )
 def test_every_mesh_and_cut(mode: str, cut: str, name: str, expected: dict[str, Any]) -> None:
     program, mesh = PROGRAMS[name], mesh_of(mode)

@@ -227,6 +227,25 @@ def test_auto_heads_that_do_not_divide() -> None:
         assert_close(jax.jit(jax_qla.chunk_gated_delta_rule)(*placed)[0], jax_qla.chunk_gated_delta_rule(*x)[0])
 
 
+def test_auto_columns_cut_over_more_devices_than_there_are_heads() -> None:
+    """Two key heads of one projection on four devices: each has half a head, which no PartitionSpec can say."""
+    mesh = mesh_of("auto")
+    x = arguments()
+    flat = [np.random.default_rng(i).standard_normal((2, 16, 8)).astype(np.float32) for i in range(2)]
+
+    def apply(q: jax.Array, k: jax.Array, *others: jax.Array) -> jax.Array:
+        q, k = (y.reshape(2, 16, 2, 4) for y in (q, k))
+        return jax_qla.chunk_gated_delta_rule(q, k, *others, use_qk_l2norm_in_kernel=True)[0]
+
+    def both(*x: jax.Array) -> Any:
+        return apply(*x), jax.grad(lambda *x: jnp.sum(jnp.sin(apply(*x))), argnums=(0, 1, 2))(*x)
+
+    wanted = jax.jit(both)(*flat, *x[2:])
+    placed = [jax.device_put(y, NamedSharding(mesh, P("x", None, "y"))) for y in flat]
+    with pytest.warns(UserWarning, match="is cut along its axis 2.* over parts of mesh axis 'y', and is gathered"):
+        assert_close(jax.jit(both)(*placed, *x[2:]), wanted)
+
+
 @pytest.mark.parametrize("mode", ["explicit", "named", "manual"])
 def test_export(mode: str) -> None:
     pytest.importorskip("flatbuffers", reason="jax.export serialises with flatbuffers")
