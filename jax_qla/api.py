@@ -375,7 +375,7 @@ def recurrent_gated_delta_rule(
     output_final_state: bool = False,
     use_qk_l2norm_in_kernel: bool = False,
     cu_seqlens: jax.Array | None = None,
-    implementation: str | Sequence[str] | None = "xla",
+    implementation: str | Sequence[str] | None = None,
 ) -> tuple[jax.Array, jax.Array | None]:
     """The gated delta rule token by token: one or a few tokens from a state, for decoding.
 
@@ -391,9 +391,7 @@ def recurrent_gated_delta_rule(
         implementation: "cuda" (a Hopper kernel; K and V 64 or 128, bfloat16 or float16, without cu_seqlens), "xla" (the
             recurrence in plain JAX on any platform, for any size, written out for few tokens), "reference" (the same as
             a loop), or a sequence of these, of which the first is taken that can compute the operands on the platform
-            that the program is lowered for; None is ("cuda", "xla"). A single name is never replaced by another. The
-            kernel compiles and agrees with its specification's tests, but has not run on a card yet: that is why the
-            default is "xla".
+            that the program is lowered for; None is ("cuda", "xla"). A single name is never replaced by another.
 
     Returns:
         o: as in `chunk_gated_delta_rule`.

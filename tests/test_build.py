@@ -182,7 +182,7 @@ def test_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_command_line_refuses_unknown_names(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         build.main(["nothing", "--output", str(tmp_path)])
-    assert "no kernel named nothing; there are prepare, gradients, summaries" in capsys.readouterr().err
+    assert "no kernel named nothing; there are layout, prepare, gradients" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         build.main(["prepare", "--only", "key_dim=65", "--output", str(tmp_path)])
     assert "no kernel of prepare has key_dim=65" in capsys.readouterr().err
@@ -244,9 +244,10 @@ def test_kernels_fit_the_calls_of_the_implementation(
     calls = re.findall(r'functions = "([^"]*)"', lowered)
     of_states = ["summaries", "compose"] if pieces else []
     of_gradients = ["summaries", "adjoint_summaries", "compose", "compose"] if pieces else []
+    tables = ["layout"] if packed else []
     assert [re.sub("_kernel", "", call).split(",") for call in calls] == [
-        ["prepare", *of_states, "forward"],
-        *[[*of_gradients, "states", "state_gradients", "gradients"]] * 2,
+        [*tables, "prepare", *of_states, "forward"],
+        *[[*tables, *of_gradients, "states", "state_gradients", "gradients"]] * 2,
     ]
 
 

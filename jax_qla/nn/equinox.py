@@ -167,7 +167,9 @@ class GatedDeltaNet(eqx.Module):
         Raises:
             ValueError: the cache is of another layer or batch.
         """
-        y, cache = mixer.mix_step(self._project(x), self._weights(), self.config, cache)
+        y, cache = mixer.mix_step(
+            self._project(x), self._weights(), self.config, cache, implementation=self.implementation
+        )
         return self._apply(self.out_proj, y), cache
 
     def init_cache(self, batch_size: int) -> GatedDeltaNetCache:

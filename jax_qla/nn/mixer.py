@@ -116,7 +116,12 @@ def mix_prefill(
 
 
 def mix_step(
-    projected: Projected, weights: MixerWeights, config: GatedDeltaNetConfig, cache: GatedDeltaNetCache
+    projected: Projected,
+    weights: MixerWeights,
+    config: GatedDeltaNetConfig,
+    cache: GatedDeltaNetCache,
+    *,
+    implementation: str | Sequence[str] | None = None,
 ) -> tuple[jax.Array, GatedDeltaNetCache]:
     """As `mix_prefill`, token by token: for one or a few tokens.
 
@@ -130,6 +135,7 @@ def mix_step(
         initial_state=cache.state,
         output_final_state=True,
         use_qk_l2norm_in_kernel=True,
+        implementation=implementation,
     )
     assert state is not None
     conv = tail_after(projected.qkv, config.conv_kernel_size, cache.conv)
