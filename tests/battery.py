@@ -36,6 +36,9 @@ from jax_qla.reference import recurrence
 
 Function = Callable[..., tuple[jax.Array, jax.Array]]
 
+VANISHED = 1e-9
+"""A head counts as this part of all heads at the least: what has decayed to nothing may be left out."""
+
 UNDERFLOW = 1e-33
 """Root mean square below which a reference counts as this large: float32 flushes products below 1.2e-38 to zero, so
 smaller numbers cannot be right to 1e-5. (exp(-70) = 4e-31 is still a real test.)"""
@@ -288,7 +291,7 @@ def _error(name: str, measured: np.ndarray, expected: np.ndarray, least: np.ndar
     _, positions, elements = expected.shape
     floor = UNDERFLOW * np.sqrt(positions * elements)
     whole = norm(difference) / np.maximum(norm(expected), floor)
-    head_norm = np.maximum(norm(expected, (1, 2)), floor)
+    head_norm = np.maximum(norm(expected, (1, 2)), np.maximum(floor, VANISHED * norm(expected)))
     head = np.max(norm(difference, (1, 2)) / head_norm)
     row = np.maximum(norm(expected, 2), head_norm[:, None] / np.sqrt(positions))
     position = np.max(norm(difference, 2) / row)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,15 +12,25 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import stand_in
 
 import jax_qla
-from jax_qla import implementations, vjp
+from jax_qla import implementations, policy, vjp
 
 pytestmark = pytest.mark.gpu
 
 LIMITS = battery.Limits(o=4e-3, final_state=4e-3, gradients=6e-3, head=2.5, position=20.0, of_terms=True)
 # The inverse of a matrix of ones has alternating signs, and bf16 operands cancel there (so they do in every library).
 IDENTICAL = battery.Limits(o=9e-3, final_state=9e-3, gradients=1.5e-2, head=2.5, position=20.0, of_terms=True)
+
+
+@pytest.fixture(params=["0", "128"], ids=["whole", "in pieces"], autouse=True)
+def _pieces(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Everything with whole sequences, and with sequences cut into pieces of 128 tokens."""
+    monkeypatch.setenv(policy.OVERRIDE, request.param)
+    stand_in.forget_traces()
+    yield
+    stand_in.forget_traces()
 
 
 def cuda(q: Any, k: Any, v: Any, g: Any, beta: Any, initial_state: Any, segments: Any, scale: float) -> Any:
@@ -43,7 +54,7 @@ def _cases() -> Iterator[battery.Case]:
             yield dataclasses.replace(case, name=f"{case.name}, K and V 128", key_dim=128, value_dim=128)
 
 
-# Enough heads that a block takes all value columns of one (cuda.value_tile).
+# Enough heads that a block takes all value columns of one (policy.value_tile).
 MANY_HEADS = battery.Case(
     "many heads", "bfloat16", tokens=500, key_heads=18, value_heads=72, key_dim=128, value_dim=128
 )
@@ -83,7 +94,7 @@ def _parameter(case: battery.Case) -> Any:
 @pytest.mark.parametrize("case", [_parameter(case) for case in CASES])
 def test_battery(case: battery.Case, measured: dict[str, dict[str, battery.Error]]) -> None:
     limits = IDENTICAL if case.keys.startswith("identical") else LIMITS
-    measured[str(case)] = battery.check(case, cuda, limits)
+    measured[f"{case}, rows of a piece: {os.environ[policy.OVERRIDE]}"] = battery.check(case, cuda, limits)
 
 
 def _run(case: battery.Case) -> dict[str, np.ndarray]:
