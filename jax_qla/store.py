@@ -110,6 +110,15 @@ def why_not_buildable() -> str | None:
     return None
 
 
+def packaged_nvcc() -> str | None:
+    """Version of the newest nvcc that compiled a packaged kernel; None without any, or if the manifest is damaged."""
+    try:
+        versions = {entry["versions"]["nvcc"] for entry in packaged_manifest().values()}
+        return max(versions, key=lambda version: [int(part) for part in version.split(".")], default=None)
+    except (ManifestError, LookupError, TypeError, ValueError):
+        return None  # `lookup` says what is wrong with it.
+
+
 def directories() -> list[str]:
     """Folders in which the extension looks for cubins."""
     return [str(PACKAGED_DIRECTORY), str(cache_directory())]
@@ -196,10 +205,21 @@ def _find(name: str, config: Any) -> Kernel | None:
 
 
 def _find_packaged(name: str, config: Any) -> Kernel | None:
-    entry = _packaged_manifest().get(key(name, config))
-    if entry is None or not _cubin(PACKAGED_DIRECTORY, entry["sha256"]).is_file():
+    entry = packaged_manifest().get(key(name, config))
+    if entry is None:
         return None
-    return Kernel(entry["sha256"], entry["plan"], "packaged")
+    try:
+        kernel = _kernel(entry, name, config, "packaged")
+    except (ValueError, LookupError, TypeError) as error:
+        raise ManifestError(_damaged(PACKAGED_DIRECTORY / "manifest.json", error)) from error
+    return kernel if _cubin(PACKAGED_DIRECTORY, kernel.sha256).is_file() else None
+
+
+def _kernel(entry: Any, name: str, config: Any, source: str) -> Kernel:
+    """What an entry says. Raises ValueError, LookupError or TypeError if it is damaged or another kernel's."""
+    if (entry["kernel"], entry["config"], entry["source"]) != (name, config_fields(config), source_hash(name)):
+        raise ValueError(f"the entry of {name} is that of {entry['kernel']} {entry['config']}")
+    return Kernel(entry["sha256"], entry["plan"], source)
 
 
 def _find_cached(name: str, config: Any) -> Kernel | None:
@@ -207,10 +227,10 @@ def _find_cached(name: str, config: Any) -> Kernel | None:
     cache = cache_directory()
     if not cache.exists():
         return None
-    _check_trust(cache)
+    check_trust(cache)
     try:
         entry = json.loads((cache / f"{key(name, config)}.json").read_bytes())
-        kernel = Kernel(entry["sha256"], entry["plan"], "cache")
+        kernel = _kernel(entry, name, config, "cache")
         cubin = _cubin(cache, kernel.sha256).read_bytes()
         tilelang = entry["versions"]["tilelang"]
     except (FileNotFoundError, ValueError, LookupError, TypeError):
@@ -244,7 +264,12 @@ def _build(name: str, config: Any) -> Kernel:
     return kernel
 
 
-def _packaged_manifest() -> Mapping[str, Any]:
+def packaged_manifest() -> Mapping[str, Any]:
+    """Entries of the package's kernels by key; empty if it has none.
+
+    Raises:
+        ManifestError: it is damaged or not the wheel's.
+    """
     return _read_manifest(PACKAGED_DIRECTORY, vouched_manifest())
 
 
@@ -272,11 +297,15 @@ def _parse_manifest(path: Path, vouched: str, time: int, size: int) -> Mapping[s
         )
     try:
         kernels: Mapping[str, Any] = json.loads(content)["kernels"]
+        if not isinstance(kernels, dict):
+            raise TypeError(f"its kernels are a {type(kernels).__name__}")
     except (ValueError, LookupError, TypeError) as error:
-        raise ManifestError(
-            f"{path} is damaged ({error!r}); remove it and run python -m jax_qla.kernels.build"
-        ) from error
+        raise ManifestError(_damaged(path, error)) from error
     return kernels
+
+
+def _damaged(path: Path, error: Exception) -> str:
+    return f"{path} is damaged ({error!r}); remove it and run python -m jax_qla.kernels.build"
 
 
 def _cubin(directory: Path, sha256: str) -> Path:
@@ -289,10 +318,11 @@ def _make_cache(cache: Path) -> None:
     except OSError as error:
         message = f"the kernel cache cannot be made ({error}); set JAX_QLA_CACHE to another folder"
         raise KernelNotFoundError(message) from error
-    _check_trust(cache)
+    check_trust(cache)
 
 
-def _check_trust(cache: Path) -> None:
+def check_trust(cache: Path) -> None:
+    """Raises PermissionError unless the cache is a folder of the user and closed to others."""
     status = cache.stat()
     if status.st_uid != os.getuid() or stat.S_IMODE(status.st_mode) & 0o077 or not stat.S_ISDIR(status.st_mode):
         raise PermissionError(
