@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import fcntl
 import functools
 import hashlib
 import importlib.metadata
@@ -24,7 +25,7 @@ import stat
 import sys
 import tempfile
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -126,7 +127,12 @@ def directories() -> list[str]:
 
 def cache_directory() -> Path:
     """The user's cache; it may not exist."""
-    return Path(os.environ.get("JAX_QLA_CACHE") or Path.home() / ".cache" / "jax_qla")
+    if chosen := os.environ.get("JAX_QLA_CACHE"):
+        return Path(chosen)
+    try:
+        return Path.home() / ".cache" / "jax_qla"
+    except RuntimeError:  # A user without a home, as some containers have.
+        return Path(tempfile.gettempdir()) / f"jax_qla-{os.getuid()}"
 
 
 @functools.cache
@@ -225,15 +231,18 @@ def _kernel(entry: Any, name: str, config: Any, source: str) -> Kernel:
 def _find_cached(name: str, config: Any) -> Kernel | None:
     """A kernel of the cache, unless its files are damaged or the compilers have changed: then it is built anew."""
     cache = cache_directory()
-    if not cache.exists():
-        return None
+    try:
+        if not cache.exists():
+            return None
+    except OSError as error:
+        raise PermissionError(_unusable(cache, "read", error)) from error
     check_trust(cache)
     try:
         entry = json.loads((cache / f"{key(name, config)}.json").read_bytes())
         kernel = _kernel(entry, name, config, "cache")
         cubin = _cubin(cache, kernel.sha256).read_bytes()
         tilelang = entry["versions"]["tilelang"]
-    except (FileNotFoundError, ValueError, LookupError, TypeError):
+    except (OSError, ValueError, LookupError, TypeError):
         return None
     if hashlib.sha256(cubin).hexdigest() != kernel.sha256:
         return None
@@ -251,17 +260,45 @@ def _build(name: str, config: Any) -> Kernel:
     if reason := why_not_buildable():
         raise KernelNotFoundError(f"{missing}: {reason}")
     _make_cache(cache)
+    try:
+        with _locked(cache / f".{key(name, config)}.lock"):
+            # Another process may have built it while this one waited.
+            return _find(name, config) or _build_into(cache, name, config, settings)
+    except ImportError as error:
+        raise KernelNotFoundError(f"{missing}: {error}") from error
+
+
+def _build_into(cache: Path, name: str, config: Any, settings: str) -> Kernel:
     from jax_qla.kernels.build import build  # the compilers are imported only where they are used
 
     print(f"jax_qla: building the kernel {name}({settings}) into {cache}", file=sys.stderr, flush=True)
+    cubin, entry, _ = build(name, config)
     try:
-        cubin, entry, _ = build(name, config)
-    except ImportError as error:
-        raise KernelNotFoundError(f"{missing}: {error}") from error
-    write_cubin(cache, cubin, mode=_CACHE_MODE)
-    _write_atomically(cache / f"{key(name, config)}.json", json.dumps(entry).encode(), _CACHE_MODE)
+        write_cubin(cache, cubin, mode=_CACHE_MODE)
+        _write_atomically(cache / f"{key(name, config)}.json", json.dumps(entry).encode(), _CACHE_MODE)
+    except OSError as error:
+        raise KernelNotFoundError(_unusable(cache, "written", error)) from error
     kernel = _found[name, config] = Kernel(entry["sha256"], entry["plan"], "built")
     return kernel
+
+
+@contextlib.contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """Keeps other processes of this machine out; they wait. The lock ends with its process, however that ends."""
+    try:
+        file = os.open(path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, _CACHE_MODE)
+    except OSError as error:
+        raise KernelNotFoundError(_unusable(path.parent, "written", error)) from error
+    try:
+        with contextlib.suppress(OSError):  # Without locks (some network file systems) each process builds its own.
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(file)
+
+
+def _unusable(cache: Path, how: str, error: OSError) -> str:
+    return f"the kernel cache {cache} cannot be {how} ({error}); set JAX_QLA_CACHE to another folder"
 
 
 def packaged_manifest() -> Mapping[str, Any]:
