@@ -59,7 +59,9 @@ def stand_in(during: Callable[[], None] = lambda: None) -> None:
     module.build = build
     sys.modules[module.__name__] = module
     versions = importlib.metadata.version
-    importlib.metadata.version = lambda name: "1" if name == "tilelang" else versions(name)
+    importlib.metadata.version = lambda distribution_name: (
+        "1" if distribution_name == "tilelang" else versions(distribution_name)
+    )
     store.why_not_buildable = lambda: None  # type: ignore[assignment]
     store.PACKAGED_DIRECTORY = Path("/nowhere")
     store.vouched_manifest = lambda: ""
