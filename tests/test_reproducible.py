@@ -87,8 +87,8 @@ def test_a_changed_source_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyP
     kernels.mkdir()
     for file in store._KERNELS.glob("*.py"):
         (kernels / file.name).write_bytes(file.read_bytes())
-    with open(kernels / "forward.py", "a") as file:
-        file.write("# changed\n")
+    with open(kernels / "forward.py", "a") as changed_file:
+        changed_file.write("# changed\n")
     hashes = store.source_hash.cache_clear, store.key.cache_clear
     monkeypatch.setattr(store, "_KERNELS", kernels)
     try:
