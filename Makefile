@@ -69,9 +69,10 @@ wheel: $(VENV)/release.stamp
 	  PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python -m auditwheel repair --wheel-dir dist $$wheel || exit 1; done
 	$(BIN)/python tests/wheel/contents.py dist/*.whl
 
-wheel-check: $(VENV)/release.stamp
+wheel-check: $(VENV)/release.stamp sdist
 	$(BIN)/python tests/wheel/contents.py dist/*.whl
 	$(BIN)/python tests/wheel/environments.py --pythons $(WHEEL_PYTHONS) --jax $(WHEEL_JAX) -- dist/*.whl
+	$(BIN)/python tests/wheel/sdist.py --python $(firstword $(WHEEL_PYTHONS)) dist/*.tar.gz
 
 sdist: $(VENV)/release.stamp
 	$(BIN)/python -m build --sdist --outdir dist

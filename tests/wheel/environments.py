@@ -63,16 +63,17 @@ assert worst < 1e-4
 class Environment:
     """A new virtual environment and its log."""
 
-    def __init__(self, python: str, jax: str, wheel: Path) -> None:
-        self.name = f"{Path(python).name}-jax-{jax}"
-        self.folder = LOGS / self.name
+    def __init__(self, name: str, python: str) -> None:
+        self.name = name
+        self.folder = LOGS / name
         shutil.rmtree(self.folder, ignore_errors=True)
-        self.log = LOGS / f"{self.name}.log"
+        self.log = LOGS / f"{name}.log"
         self.log.write_text("")
         self.run([python, "-m", "venv", str(self.folder)], alone=False)
-        versions = ["jax", "jaxlib"] if jax == "newest" else [f"jax=={jax}", f"jaxlib=={jax}"]
-        self.run([self.python, "-m", "pip", "install", "--no-cache-dir", "--quiet", str(wheel), *versions], alone=False)
-        self.run([self.python, "-m", "pip", "freeze"], alone=False)
+
+    def pip(self, *arguments: str, alone: bool = False, expected: int = 0) -> None:
+        """Runs pip; `alone` as in `run`."""
+        self.run([self.python, "-m", "pip", "--no-cache-dir", *arguments], alone=alone, expected=expected)
 
     @property
     def python(self) -> str:
@@ -146,8 +147,7 @@ def check_kernels(environment: Environment) -> None:
 
 def train(environment: Environment, wheel: Path, steps: int = 3) -> None:
     """The example, with its own dependencies, still without a compiler."""
-    install = [environment.python, "-m", "pip", "install", "--no-cache-dir", "--quiet", f"{wheel}[examples]"]
-    environment.run(install, alone=False)
+    environment.pip("install", "--quiet", f"{wheel}[examples]")
     examples = environment.folder / "examples"
     shutil.copytree(TREE / "examples", examples)
     output = str(environment.folder / "run")
@@ -176,7 +176,10 @@ def main() -> int:
         start = time.monotonic()
         try:
             wheel = wheel_for(python, options.wheels)
-            environment = Environment(python, jax, wheel)
+            environment = Environment(f"{Path(python).name}-jax-{jax}", python)
+            versions = ["jax", "jaxlib"] if jax == "newest" else [f"jax=={jax}", f"jaxlib=={jax}"]
+            environment.pip("install", "--quiet", str(wheel), *versions)
+            environment.pip("freeze")
             environment.run([environment.python, "-c", ALONE])
             print(environment.run([environment.python, "-c", MAIN]).strip(), flush=True)
             check_kernels(environment)
