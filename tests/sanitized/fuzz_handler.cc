@@ -99,12 +99,48 @@ class Random {
 
   // A number at which something may break.
   int64_t Evil() {
-    static const std::vector<int64_t> kEdges = {
-        std::numeric_limits<int64_t>::min(), std::numeric_limits<int64_t>::max(),
-        std::numeric_limits<int32_t>::min(), std::numeric_limits<int32_t>::max(),
-        -1, 0, 1, 2, 3, 4, 5, 6, 8, 12, 13, 15, 16, 17, 24, 25, 31, 32, 63, 64, 65, 127, 128, 255, 256, 257,
-        1024, 1025, 65535, 65536, 232448, 232449, int64_t{1} << 31, int64_t{1} << 32, (int64_t{1} << 32) + 1,
-        (int64_t{1} << 40) - 16, int64_t{1} << 40, int64_t{1} << 62};
+    static const std::vector<int64_t> kEdges = {std::numeric_limits<int64_t>::min(),
+                                                std::numeric_limits<int64_t>::max(),
+                                                std::numeric_limits<int32_t>::min(),
+                                                std::numeric_limits<int32_t>::max(),
+                                                -1,
+                                                0,
+                                                1,
+                                                2,
+                                                3,
+                                                4,
+                                                5,
+                                                6,
+                                                8,
+                                                12,
+                                                13,
+                                                15,
+                                                16,
+                                                17,
+                                                24,
+                                                25,
+                                                31,
+                                                32,
+                                                63,
+                                                64,
+                                                65,
+                                                127,
+                                                128,
+                                                255,
+                                                256,
+                                                257,
+                                                1024,
+                                                1025,
+                                                65535,
+                                                65536,
+                                                232448,
+                                                232449,
+                                                int64_t{1} << 31,
+                                                int64_t{1} << 32,
+                                                (int64_t{1} << 32) + 1,
+                                                (int64_t{1} << 40) - 16,
+                                                int64_t{1} << 40,
+                                                int64_t{1} << 62};
     return OneIn(4) ? static_cast<int64_t>(engine_()) : Pick(kEdges);
   }
 
@@ -312,8 +348,8 @@ class Attributes {
     for (XLA_FFI_ByteSpan& name : names_) {
       pointers_.push_back(&name);
     }
-    return {XLA_FFI_Attrs_STRUCT_SIZE, nullptr,          static_cast<int64_t>(names_.size()),
-            types_.data(),             pointers_.data(), values_.data()};
+    return {XLA_FFI_Attrs_STRUCT_SIZE, nullptr,       static_cast<int64_t>(names_.size()), types_.data(),
+            pointers_.data(),          values_.data()};
   }
 
  private:
