@@ -15,6 +15,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 
 def import_and_fork() -> None:
     """Prints what an import brings with it; then forks, and prints what child and parent compute."""
@@ -44,7 +46,10 @@ def _forward(jax_qla: Any) -> list[float]:
 
 
 def exit_during_a_call() -> None:
-    """Exits while a thread is in the middle of a call, whose driver needs a second."""
+    """The main thread ends while another is in the middle of a call, whose driver needs a second.
+
+    Not a daemon thread: Python takes those away from under C++, and plain JAX aborts at that ("exception not rethrown").
+    """
     import jax
     import jax.numpy as jnp
     import numpy as np
@@ -67,17 +72,42 @@ def exit_during_a_call() -> None:
     x = jnp.zeros(4)
     jax.block_until_ready(run(x))
     driver.set_launch_milliseconds(1000)
-    threading.Thread(target=run, args=(x,), daemon=True).start()
+
+    def call() -> None:
+        jax.block_until_ready(run(x))
+        print("done", flush=True)
+
+    threading.Thread(target=call).start()
     time.sleep(0.25)
     print("leaving", flush=True)
 
 
-SCENARIOS = {function.__name__: function for function in (import_and_fork, exit_during_a_call)}
+def exit_with_calls_on_the_device() -> None:
+    """Exits while the GPU has seconds of kernels before it."""
+    import jax
+    import jax.numpy as jnp
+
+    import jax_qla
+
+    q = jnp.ones((1, 65536, 16, 128), jnp.bfloat16) / 128**0.5
+    g = jnp.zeros((1, 65536, 16))
+    run = jax.jit(lambda v: jax_qla.chunk_gated_delta_rule(q, q, v, g, g, implementation="cuda")[0])
+    v = jax.block_until_ready(run(q))
+    for _ in range(500):
+        v = run(v)
+    print("leaving", flush=True)
+
+
+SCENARIOS = {
+    function.__name__: function for function in (import_and_fork, exit_during_a_call, exit_with_calls_on_the_device)
+}
 
 
 def in_new_process(scenario: str) -> list[str]:
     """Runs a scenario and returns the lines it printed; it must end with 0 and print no error."""
-    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONWARNINGS": "ignore"}
+    environment = {**os.environ, "PYTHONWARNINGS": "ignore"}
+    if scenario != "exit_with_calls_on_the_device":
+        environment["JAX_PLATFORMS"] = "cpu"
     environment.pop("JAX_QLA_LIBCUDA", None)
     command = [sys.executable, __file__, scenario]
     done = subprocess.run(command, env=environment, text=True, capture_output=True, timeout=120)
@@ -95,7 +125,12 @@ def test_import_opens_no_driver_and_survives_a_fork() -> None:
 
 
 def test_exit_while_a_call_runs() -> None:
-    assert in_new_process("exit_during_a_call") == ["leaving"]
+    assert in_new_process("exit_during_a_call") == ["leaving", "done"]
+
+
+@pytest.mark.gpu
+def test_exit_while_kernels_run() -> None:
+    assert in_new_process("exit_with_calls_on_the_device") == ["leaving"]
 
 
 if __name__ == "__main__":
