@@ -48,7 +48,7 @@ def _forward(jax_qla: Any) -> list[float]:
 def exit_during_a_call() -> None:
     """The main thread ends while another is in the middle of a call, whose driver needs a second.
 
-    Not a daemon thread: Python takes those away from under C++, and plain JAX aborts at that ("exception not rethrown").
+    Not a daemon thread: Python takes those away from under C++, and plain JAX aborts then ("exception not rethrown").
     """
     import jax
     import jax.numpy as jnp
