@@ -110,7 +110,7 @@ def in_new_process(scenario: str) -> list[str]:
         environment["JAX_PLATFORMS"] = "cpu"
     environment.pop("JAX_QLA_LIBCUDA", None)
     command = [sys.executable, __file__, scenario]
-    done = subprocess.run(command, env=environment, text=True, capture_output=True, timeout=120)
+    done = subprocess.run(command, env=environment, text=True, capture_output=True, timeout=600)
     assert (done.returncode, done.stderr) == (0, "")
     return done.stdout.splitlines()
 

@@ -172,7 +172,7 @@ SCENARIOS = {function.__name__: function for function in (another_user, full_dis
 
 def in_new_process(scenario: str, folder: Path) -> list[str]:
     command = [sys.executable, __file__, scenario, str(folder)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
     return done.stdout.splitlines()
 
