@@ -91,6 +91,8 @@ def _kernel_faults(files: dict[str, bytes]) -> Iterator[str]:
     if set(entries) != wanted:
         missing, old = len(wanted - set(entries)), len(set(entries) - wanted)
         yield f"{missing} of {len(wanted)} kernels are missing and {old} are of older sources: run `make kernels` first"
+    if len(compilers := {json.dumps(entry["versions"], sort_keys=True) for entry in entries.values()}) > 1:
+        yield f"its kernels were compiled by different compilers: {sorted(compilers)}"
     digests = {entry["sha256"] for entry in entries.values()}
     cubins = {match[1]: files[match[0]] for name in files if (match := CUBIN.fullmatch(name))}
     if set(cubins) != digests:
