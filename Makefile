@@ -4,8 +4,9 @@
 #   make test      sets up .venv and passes the checks and the tests; what .ci/run calls
 #
 # Beside them: make lint, make docs (into build/docs), make gpu-test (needs a Hopper GPU), make kernels (compiles the
-# TileLang programs into jax_qla/cubins; needs no GPU), make versions, make clean. Everything is installed from PyPI into
-# .venv.
+# TileLang programs into jax_qla/cubins; needs no GPU), make wheel (of those, into dist), make wheel-check (the wheels in
+# empty environments), make sdist, make thorough (the random tests, longer), make versions, make clean. Everything is
+# installed from PyPI into .venv.
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -15,6 +16,10 @@ ARGS ?=
 TEST_JOBS ?= 2
 
 BIN := $(VENV)/bin
+# A wheel is built by each; 3.12 stands for all that come after it (stable ABI).
+WHEEL_PYTHONS ?= python3.11 python3.12
+# What the wheels are tried with: the oldest JAX that is supported, and the newest that PyPI has.
+WHEEL_JAX ?= 0.10.0 newest
 # The extra for the newest CUDA that the driver of an NVIDIA card supports; empty without one.
 CUDA ?= $(shell nvidia-smi 2>/dev/null | sed -n 's/.*CUDA.* Version: *\(1[23]\)\..*/cuda\1/p')
 HOPPER := $(shell nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>/dev/null | grep -m 1 -x '9\.0')
@@ -27,7 +32,7 @@ comma := ,
 install = $(BIN)/python -m pip install $(2) --editable '.[$(1)$(if $(CUDA),$(comma)$(CUDA))]'
 EXTENSION := pyproject.toml $(wildcard ffi/*)
 
-.PHONY: demo test pytest gpu-test lint docs kernels versions clean
+.PHONY: demo test pytest gpu-test thorough lint docs kernels wheel wheel-check sdist versions clean
 
 demo: $(VENV)/demo.stamp $(if $(HOPPER),kernels)
 	$(BIN)/python examples/train_lm.py $(if $(HOPPER),--size large) --output runs/demo-$$(date +%Y%m%d-%H%M%S) $(ARGS)
@@ -41,6 +46,10 @@ pytest: $(VENV)/test.stamp
 gpu-test: $(VENV)/test.stamp kernels
 	$(BIN)/python -m pytest -m gpu $(ARGS)
 
+# Minutes instead of seconds of what is random in the tests.
+thorough: $(VENV)/test.stamp
+	JAX_QLA_FUZZ_CALLS=2000000 JAX_QLA_EXAMPLES=400 $(BIN)/python -m pytest tests/test_ffi_fuzz.py tests/test_properties.py
+
 lint: $(VENV)/test.stamp
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
@@ -51,6 +60,22 @@ docs: $(VENV)/test.stamp
 
 kernels: $(VENV)/kernels.stamp
 	$(BIN)/python -m jax_qla.kernels.build
+
+# Of the kernels that `make kernels` has built; contents.py refuses what is missing or stale.
+wheel: $(VENV)/release.stamp
+	rm -rf build/wheels dist
+	for python in $(WHEEL_PYTHONS); do $$python -m pip wheel --no-deps --wheel-dir build/wheels . || exit 1; done
+	for wheel in build/wheels/*.whl; do \
+	  PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python -m auditwheel repair --wheel-dir dist $$wheel || exit 1; done
+	$(BIN)/python tests/wheel/contents.py dist/*.whl
+
+wheel-check: $(VENV)/release.stamp sdist
+	$(BIN)/python tests/wheel/contents.py dist/*.whl
+	$(BIN)/python tests/wheel/environments.py --pythons $(WHEEL_PYTHONS) --jax $(WHEEL_JAX) -- dist/*.whl
+	$(BIN)/python tests/wheel/sdist.py --python $(firstword $(WHEEL_PYTHONS)) dist/*.tar.gz
+
+sdist: $(VENV)/release.stamp
+	$(BIN)/python -m build --sdist --outdir dist
 
 versions: $(VENV)/test.stamp
 	@$(BIN)/python --version
@@ -68,6 +93,10 @@ $(VENV)/kernels.stamp: $(VENV)/venv.stamp $(EXTENSION)
 $(VENV)/test.stamp: $(VENV)/venv.stamp $(EXTENSION)
 	$(call install,examples$(comma)kernels$(comma)docs$(comma)test,$(TORCH))
 	touch $@ $(VENV)/demo.stamp $(VENV)/kernels.stamp
+
+$(VENV)/release.stamp: $(VENV)/venv.stamp $(EXTENSION)
+	$(call install,release)
+	touch $@
 
 # Without ensurepip (Debian without python3-venv), the environment is made empty and pip put into it from outside.
 $(VENV)/venv.stamp:

@@ -98,7 +98,8 @@ KernelCache::Module& KernelCache::LoadModule(Context& entry, const KernelLaunch&
   const std::string image = ReadCubin(kernel.cubin);
   Module module;
   if (CUresult error = driver_.ModuleLoadData(&module.handle, image.c_str()); error != kCudaSuccess) {
-    throw driver_.Failed(error, Concat("The CUDA driver cannot load ", kernel.cubin, ".cubin"));
+    throw driver_.Failed(error, Concat("The CUDA driver cannot load ", kernel.cubin,
+                                       ".cubin (`python -m jax_qla` says which driver the kernels need)"));
   }
   return entry.modules.emplace(kernel.cubin, std::move(module)).first->second;
 }

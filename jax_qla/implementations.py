@@ -17,6 +17,8 @@ from typing import Any, NamedTuple
 
 import jax
 
+from jax_qla import driver, store
+
 NAMES = ("cuda", "xla", "reference")
 """All implementations."""
 
@@ -149,16 +151,22 @@ def _objection(
     # A card that cannot run the kernels, and kernels that would have to be built where nothing runs them, count only
     # where another implementation may step in. Kernels asked for by name alone are built and lowered on any host, and
     # the extension refuses the card when it loads them.
-    devices = _cuda_devices()
-    return _unsuitable(devices) or why_not(q, k, v, build=bool(devices))
+    devices = cuda_devices()
+    return _unsuitable(devices) or why_not(q, k, v, build=bool(devices)) or _too_old_a_driver(devices)
 
 
-def _cuda_devices() -> Sequence[Any]:
+def cuda_devices() -> Sequence[Any]:
     """CUDA devices of this process; without any, a program may still be lowered for them (jax.export)."""
     try:
         return jax.local_devices(backend="cuda")
     except RuntimeError:
         return ()
+
+
+def _too_old_a_driver(devices: Sequence[Any]) -> str | None:
+    """Why the driver of these CUDA devices cannot load the packaged kernels, or None."""
+    nvcc = store.packaged_nvcc() if devices else None
+    return driver.why_too_old(nvcc) if nvcc else None
 
 
 def _unsuitable(devices: Sequence[Any]) -> str | None:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import fcntl
 import functools
 import hashlib
 import importlib.metadata
@@ -24,7 +25,7 @@ import stat
 import sys
 import tempfile
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -110,6 +111,15 @@ def why_not_buildable() -> str | None:
     return None
 
 
+def packaged_nvcc() -> str | None:
+    """Version of the newest nvcc that compiled a packaged kernel; None without any, or if the manifest is damaged."""
+    try:
+        versions = {entry["versions"]["nvcc"] for entry in packaged_manifest().values()}
+        return max(versions, key=lambda version: [int(part) for part in version.split(".")], default=None)
+    except (ManifestError, LookupError, TypeError, ValueError):
+        return None  # `lookup` says what is wrong with it.
+
+
 def directories() -> list[str]:
     """Folders in which the extension looks for cubins."""
     return [str(PACKAGED_DIRECTORY), str(cache_directory())]
@@ -117,7 +127,12 @@ def directories() -> list[str]:
 
 def cache_directory() -> Path:
     """The user's cache; it may not exist."""
-    return Path(os.environ.get("JAX_QLA_CACHE") or Path.home() / ".cache" / "jax_qla")
+    if chosen := os.environ.get("JAX_QLA_CACHE"):
+        return Path(chosen)
+    try:
+        return Path.home() / ".cache" / "jax_qla"
+    except RuntimeError:  # A user without a home, as some containers have.
+        return Path(tempfile.gettempdir()) / f"jax_qla-{os.getuid()}"
 
 
 @functools.cache
@@ -196,24 +211,38 @@ def _find(name: str, config: Any) -> Kernel | None:
 
 
 def _find_packaged(name: str, config: Any) -> Kernel | None:
-    entry = _packaged_manifest().get(key(name, config))
-    if entry is None or not _cubin(PACKAGED_DIRECTORY, entry["sha256"]).is_file():
+    entry = packaged_manifest().get(key(name, config))
+    if entry is None:
         return None
-    return Kernel(entry["sha256"], entry["plan"], "packaged")
+    try:
+        kernel = _kernel(entry, name, config, "packaged")
+    except (ValueError, LookupError, TypeError) as error:
+        raise ManifestError(_damaged(PACKAGED_DIRECTORY / "manifest.json", error)) from error
+    return kernel if _cubin(PACKAGED_DIRECTORY, kernel.sha256).is_file() else None
+
+
+def _kernel(entry: Any, name: str, config: Any, source: str) -> Kernel:
+    """What an entry says. Raises ValueError, LookupError or TypeError if it is damaged or another kernel's."""
+    if (entry["kernel"], entry["config"], entry["source"]) != (name, config_fields(config), source_hash(name)):
+        raise ValueError(f"the entry of {name} is that of {entry['kernel']} {entry['config']}")
+    return Kernel(entry["sha256"], entry["plan"], source)
 
 
 def _find_cached(name: str, config: Any) -> Kernel | None:
     """A kernel of the cache, unless its files are damaged or the compilers have changed: then it is built anew."""
     cache = cache_directory()
-    if not cache.exists():
-        return None
-    _check_trust(cache)
+    try:
+        if not cache.exists():
+            return None
+    except OSError as error:
+        raise PermissionError(_unusable(cache, "read", error)) from error
+    check_trust(cache)
     try:
         entry = json.loads((cache / f"{key(name, config)}.json").read_bytes())
-        kernel = Kernel(entry["sha256"], entry["plan"], "cache")
+        kernel = _kernel(entry, name, config, "cache")
         cubin = _cubin(cache, kernel.sha256).read_bytes()
         tilelang = entry["versions"]["tilelang"]
-    except (FileNotFoundError, ValueError, LookupError, TypeError):
+    except (OSError, ValueError, LookupError, TypeError):
         return None
     if hashlib.sha256(cubin).hexdigest() != kernel.sha256:
         return None
@@ -231,20 +260,53 @@ def _build(name: str, config: Any) -> Kernel:
     if reason := why_not_buildable():
         raise KernelNotFoundError(f"{missing}: {reason}")
     _make_cache(cache)
+    try:
+        with _locked(cache / f".{key(name, config)}.lock"):
+            # Another process may have built it while this one waited.
+            return _find(name, config) or _build_into(cache, name, config, settings)
+    except ImportError as error:
+        raise KernelNotFoundError(f"{missing}: {error}") from error
+
+
+def _build_into(cache: Path, name: str, config: Any, settings: str) -> Kernel:
     from jax_qla.kernels.build import build  # the compilers are imported only where they are used
 
     print(f"jax_qla: building the kernel {name}({settings}) into {cache}", file=sys.stderr, flush=True)
+    cubin, entry, _ = build(name, config)
     try:
-        cubin, entry, _ = build(name, config)
-    except ImportError as error:
-        raise KernelNotFoundError(f"{missing}: {error}") from error
-    write_cubin(cache, cubin, mode=_CACHE_MODE)
-    _write_atomically(cache / f"{key(name, config)}.json", json.dumps(entry).encode(), _CACHE_MODE)
+        write_cubin(cache, cubin, mode=_CACHE_MODE)
+        _write_atomically(cache / f"{key(name, config)}.json", json.dumps(entry).encode(), _CACHE_MODE)
+    except OSError as error:
+        raise KernelNotFoundError(_unusable(cache, "written", error)) from error
     kernel = _found[name, config] = Kernel(entry["sha256"], entry["plan"], "built")
     return kernel
 
 
-def _packaged_manifest() -> Mapping[str, Any]:
+@contextlib.contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """Keeps other processes of this machine out; they wait. The lock ends with its process, however that ends."""
+    try:
+        file = os.open(path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, _CACHE_MODE)
+    except OSError as error:
+        raise KernelNotFoundError(_unusable(path.parent, "written", error)) from error
+    try:
+        with contextlib.suppress(OSError):  # Without locks (some network file systems) each process builds its own.
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(file)
+
+
+def _unusable(cache: Path, how: str, error: OSError) -> str:
+    return f"the kernel cache {cache} cannot be {how} ({error}); set JAX_QLA_CACHE to another folder"
+
+
+def packaged_manifest() -> Mapping[str, Any]:
+    """Entries of the package's kernels by key; empty if it has none.
+
+    Raises:
+        ManifestError: it is damaged or not the wheel's.
+    """
     return _read_manifest(PACKAGED_DIRECTORY, vouched_manifest())
 
 
@@ -272,11 +334,15 @@ def _parse_manifest(path: Path, vouched: str, time: int, size: int) -> Mapping[s
         )
     try:
         kernels: Mapping[str, Any] = json.loads(content)["kernels"]
+        if not isinstance(kernels, dict):
+            raise TypeError(f"its kernels are a {type(kernels).__name__}")
     except (ValueError, LookupError, TypeError) as error:
-        raise ManifestError(
-            f"{path} is damaged ({error!r}); remove it and run python -m jax_qla.kernels.build"
-        ) from error
+        raise ManifestError(_damaged(path, error)) from error
     return kernels
+
+
+def _damaged(path: Path, error: Exception) -> str:
+    return f"{path} is damaged ({error!r}); remove it and run python -m jax_qla.kernels.build"
 
 
 def _cubin(directory: Path, sha256: str) -> Path:
@@ -289,10 +355,11 @@ def _make_cache(cache: Path) -> None:
     except OSError as error:
         message = f"the kernel cache cannot be made ({error}); set JAX_QLA_CACHE to another folder"
         raise KernelNotFoundError(message) from error
-    _check_trust(cache)
+    check_trust(cache)
 
 
-def _check_trust(cache: Path) -> None:
+def check_trust(cache: Path) -> None:
+    """Raises PermissionError unless the cache is a folder of the user and closed to others."""
     status = cache.stat()
     if status.st_uid != os.getuid() or stat.S_IMODE(status.st_mode) & 0o077 or not stat.S_ISDIR(status.st_mode):
         raise PermissionError(

@@ -417,7 +417,7 @@ def choose(implementation: Any = None) -> implementations.Choice:
 
 def hopper() -> Any:
     device = types.SimpleNamespace(platform="gpu", device_kind="NVIDIA Test", compute_capability="9.0")
-    return mock.patch.object(implementations, "_cuda_devices", return_value=[device])
+    return mock.patch.object(implementations, "cuda_devices", return_value=[device])
 
 
 NOT_BUILT = "'cuda' was passed over: its kernels are not built: run python -m jax_qla.kernels.build"
@@ -450,7 +450,8 @@ def test_kernels_that_are_at_hand_are_taken(builds: Builds, packaged: Path) -> N
     for name, config in needed:
         cubin = f"{name} {config}".encode()
         store.write_cubin(packaged, cubin)
-        entries[store.key(name, config)] = entry_of(cubin, config)
+        source = store.source_hash(name)
+        entries[store.key(name, config)] = {**entry_of(cubin, config), "kernel": name, "source": source}
     first = dict(list(entries.items())[1:])
     store.write_manifest(packaged, first)
     assert choose().on_cuda == "xla"

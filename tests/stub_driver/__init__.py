@@ -38,6 +38,9 @@ class StubDriver:
     def set_compute_capability(self, major: int, minor: int) -> None:
         self._stub.stub_set_compute_capability(major, minor)
 
+    def set_launch_milliseconds(self, milliseconds: int) -> None:
+        self._stub.stub_set_launch_milliseconds(milliseconds)
+
     def fail(self, function: str, error: int = 1) -> None:
         """Makes a driver function return `error` from now on."""
         self._stub.stub_fail(function.encode(), error)

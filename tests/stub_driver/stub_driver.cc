@@ -6,7 +6,9 @@
 //
 // The declarations come from ffi/driver.h; check_driver_types.cc holds those against cuda.h.
 
+#include <atomic>
 #include <chrono>
+#include <cstdlib>
 #include <cstring>
 #include <map>
 #include <memory>
@@ -50,6 +52,7 @@ struct Stub {
   std::vector<std::string> tensor_maps;  // JSON objects, by CUtensorMap::opaque[0]
   int major = 9;
   int minor = 0;
+  std::atomic<int> launch_milliseconds = 0;
   CUctx_st contexts[kDevices];
   std::vector<std::unique_ptr<CUmod_st>> modules;
 
@@ -101,6 +104,21 @@ std::vector<std::string> Split(const std::string& text, char separator) {
 CUcontext StreamContext(CUstream stream) {
   const auto number = reinterpret_cast<intptr_t>(stream);
   return number >= 1 && number <= kDevices ? &Get().contexts[number - 1] : nullptr;
+}
+
+// Reads the first and the last byte that a tensor map reaches, which must be the buffer's (memory of the host here).
+void Touch(const char* address, int data_type, uint32_t rank, const uint64_t* dims, const uint64_t* strides) {
+  constexpr uint64_t kElementBytes[] = {1, 2, 4, 4, 8, 8, 2, 4, 8, 2, 4, 4, 4};
+  uint64_t last = dims[0] * kElementBytes[data_type] - 1;
+  for (uint32_t i = 1; i < rank; ++i) {
+    uint64_t offset = 0;
+    if (__builtin_mul_overflow(dims[i] - 1, strides[i - 1], &offset) || __builtin_add_overflow(last, offset, &last)) {
+      std::abort();
+    }
+  }
+  const volatile char* const bytes = address;
+  static_cast<void>(bytes[0]);
+  static_cast<void>(bytes[last]);
 }
 
 // The parameter's value as JSON: a number, or the geometry of the tensor map that it holds.
@@ -233,6 +251,7 @@ STUB_EXPORT CUresult cuTensorMapEncodeTiled(CUtensorMap* map, int data_type, uin
   if (reinterpret_cast<uintptr_t>(map) % 64 != 0) {
     return kCudaErrorInvalidValue;
   }
+  Touch(static_cast<const char*>(address), data_type, rank, dims, strides);
   map->opaque[0] = stub.tensor_maps.size();
   stub.tensor_maps.push_back(Concat(
       "{\"address\": ", reinterpret_cast<uintptr_t>(address), ", \"data_type\": ", data_type,
@@ -245,6 +264,7 @@ STUB_EXPORT CUresult cuTensorMapEncodeTiled(CUtensorMap* map, int data_type, uin
 STUB_EXPORT CUresult cuLaunchKernelEx(const CUlaunchConfig* config, CUfunction function, void** parameters,
                                       void** extra) {
   Stub& stub = Get();
+  std::this_thread::sleep_for(std::chrono::milliseconds(stub.launch_milliseconds.load()));
   const std::lock_guard<std::mutex> lock(stub.mutex);
   if (CUresult error = stub.Result("cuLaunchKernelEx"); error != kCudaSuccess) {
     return error;
@@ -294,6 +314,9 @@ STUB_EXPORT void stub_set_compute_capability(int major, int minor) {
   stub.major = major;
   stub.minor = minor;
 }
+
+// From now on a launch takes this long, until the process ends.
+STUB_EXPORT void stub_set_launch_milliseconds(int milliseconds) { Get().launch_milliseconds = milliseconds; }
 
 // From now on `function` returns `error`, until stub_reset.
 STUB_EXPORT void stub_fail(const char* function, CUresult error) {

@@ -1,0 +1,426 @@
+"""Runs two implementations on random calls for as long as you like, and compares everything they return.
+
+    python benchmarks/soak.py --seconds 3600                        # on a Hopper GPU: "cuda" against "xla"
+    python benchmarks/soak.py --seconds 60 --pair xla reference     # anywhere
+    python benchmarks/soak.py --again 123456                        # the round with this seed, printed with a fault
+
+Random are sizes, dtypes, packings, gates, states and options. Every call runs in memory that held NaN, twice, and must
+give the same bits; results and gradients must agree with the second implementation's. Two threads call at the same
+time, each on a device of its own where there are several, and where JAX can, a second call of one program runs on
+another stream. The time is divided between command buffers (CUDA graphs) on and off, each in a process of its own.
+After every round nothing may be left on the devices; at the end a compiled call is repeated, during which host memory
+must not grow. Prints counts, the largest errors and where they were; exits with 1 on any fault.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import gc
+import json
+import math
+import os
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import jax_qla
+
+THREADS = 2
+CALLS = 4
+"""Of each compiled shape, with other numbers."""
+RESULTS = ("o", "final_state", "dq", "dk", "dv", "dg", "dbeta", "d_initial_state")
+LIMITS = {"bfloat16": 2e-2, "float16": 4e-3, "float32": 1e-4}
+"""Largest relative error, in the Euclidean norm, of a result; of dg and dbeta relative to `_least` at the least."""
+STEADY_GROWTH = 32 * 2**20
+"""Bytes that host memory may grow by while one compiled call is repeated."""
+DEVICE_GROWTH = 2**20
+
+
+@dataclasses.dataclass(frozen=True)
+class Shape:
+    """What a call is compiled for."""
+
+    form: str
+    """"dense", "cu_seqlens" or "segment_ids"."""
+    dtype: str
+    batch: int
+    tokens: int
+    key_heads: int
+    value_heads: int
+    key_dim: int
+    value_dim: int
+    sequences: int
+    """Of a packed batch; slots of a row with segment_ids."""
+    state: bool
+    l2norm: bool
+    two_streams: bool
+
+    @property
+    def state_shape(self) -> tuple[int, ...]:
+        lead = {"dense": (self.batch,), "cu_seqlens": (self.sequences,), "segment_ids": (self.batch, self.sequences)}
+        return *lead[self.form], self.value_heads, self.key_dim, self.value_dim
+
+
+class Fault(Exception):
+    """What must not be, as a sentence."""
+
+
+def draw_shape(random: np.random.Generator, pair: Sequence[str], largest: int, streams: bool) -> Shape:
+    """Any shape that both implementations take, with at most `largest` tokens times value heads."""
+    kernels = "cuda" in pair
+    dims = (64, 128) if kernels else (8, 24, 64)
+    key_heads = int(random.choice([1, 2, 3, 4, 8, 16] if kernels else [1, 2]))
+    value_heads = key_heads * int(random.choice([1, 2, 3, 4]))
+    form = str(random.choice(["dense", "cu_seqlens", "segment_ids"]))
+    batch = 1 if form == "cu_seqlens" else int(random.integers(1, 5))
+    most = max(1, largest // (value_heads * batch))
+    tokens = int(math.exp(random.uniform(0, math.log(most)))) + int(random.integers(0, 2))
+    return Shape(
+        form=form,
+        dtype=str(random.choice(["bfloat16", "float16"] if kernels else ["float32"])),
+        batch=batch,
+        tokens=max(1, tokens),
+        key_heads=key_heads,
+        value_heads=value_heads,
+        key_dim=int(random.choice(dims)),
+        value_dim=int(random.choice(dims)),
+        sequences=int(random.integers(1, 9)),
+        state=bool(random.random() < 0.7),
+        l2norm=bool(random.random() < 0.5),
+        two_streams=streams and bool(random.random() < 0.3),
+    )
+
+
+def draw_operands(random: np.random.Generator, shape: Shape) -> dict[str, np.ndarray]:
+    """Operands by the names of the API, and the cotangents do and d_final_state."""
+    rows, low = (shape.batch, shape.tokens), jnp.dtype(shape.dtype)
+
+    def unit(*sizes: int) -> np.ndarray:
+        x = random.standard_normal(sizes)
+        return np.asarray(x / np.linalg.norm(x, axis=-1, keepdims=True))
+
+    operands = {
+        "q": unit(*rows, shape.key_heads, shape.key_dim).astype(low),
+        "k": unit(*rows, shape.key_heads, shape.key_dim).astype(low),
+        "v": random.standard_normal((*rows, shape.value_heads, shape.value_dim)).astype(low),
+        "g": _gates(random, (*rows, shape.value_heads)).astype(np.float32),
+        "beta": random.random((*rows, shape.value_heads)).astype(np.float32),
+        "do": random.standard_normal((*rows, shape.value_heads, shape.value_dim)).astype(low),
+        "d_final_state": random.standard_normal(shape.state_shape).astype(np.float32),
+    }
+    if shape.state:
+        operands["initial_state"] = random.standard_normal(shape.state_shape).astype(np.float32)
+    if shape.form == "cu_seqlens":
+        ends = np.sort(random.integers(0, shape.tokens + 1, shape.sequences))
+        ends[-1] = shape.tokens if random.random() < 0.8 else ends[-1]  # else a tail that belongs to nobody
+        operands["cu_seqlens"] = np.array([0, *ends], np.int32)
+    if shape.form == "segment_ids":
+        runs = np.sort(random.integers(0, shape.sequences + 1, rows), axis=1)
+        operands["segment_ids"] = runs.astype(np.int32)
+    return operands
+
+
+def _gates(random: np.random.Generator, sizes: tuple[int, ...]) -> np.ndarray:
+    g = -np.exp(1.5 * random.standard_normal(sizes) - 2)
+    kind = random.integers(5)
+    if kind == 1:
+        g[..., :: int(random.integers(1, 4))] = 0
+    elif kind == 2:
+        g = np.where(random.random(sizes) < 0.1, -80 * random.random(sizes), g)
+    elif kind == 3:
+        g[random.random(sizes) < 0.02] = -np.inf
+    elif kind == 4:
+        g *= 1e-3
+    return g
+
+
+def compiled(shape: Shape, implementation: str) -> Any:
+    """Jitted: results and gradients by name, twice if on two streams (they must be equal)."""
+
+    def once(operands: dict[str, jax.Array]) -> dict[str, jax.Array]:
+        given = {name: operands[name] for name in ("q", "k", "v", "g", "beta")}
+        if shape.state:
+            given["initial_state"] = operands["initial_state"]
+        options: dict[str, Any] = {name: operands[name] for name in ("cu_seqlens", "segment_ids") if name in operands}
+        if shape.form == "segment_ids":
+            options["max_segments"] = shape.sequences
+
+        def rule(given: dict[str, Any]) -> Any:
+            return jax_qla.chunk_gated_delta_rule(
+                **given,
+                **options,
+                output_final_state=True,
+                use_qk_l2norm_in_kernel=shape.l2norm,
+                implementation=implementation,
+            )
+
+        (o, final_state), vjp = jax.vjp(rule, given)
+        (gradients,) = vjp((operands["do"], operands["d_final_state"]))
+        named = {f"d{name}" if name != "initial_state" else "d_initial_state": x for name, x in gradients.items()}
+        return {"o": o, "final_state": final_state, **named}
+
+    if not shape.two_streams:
+        return jax.jit(lambda operands: (once(operands),))
+
+    def twice(operands: dict[str, jax.Array]) -> tuple[dict[str, jax.Array], ...]:
+        return once(operands), on_other_stream(once)(operands)
+
+    return jax.jit(twice)
+
+
+def on_other_stream(function: Any) -> Any:
+    """`function`, called on another stream of the device."""
+    from jax.experimental.compute_on import compute_on
+
+    return compute_on("gpu_stream:1")(jax.jit(function))
+
+
+def why_no_other_stream() -> str | None:
+    """Why this JAX cannot put a part of a program on another stream, or None."""
+    try:
+        jax.block_until_ready(jax.jit(lambda x: on_other_stream(lambda y: y + 1)(x))(jnp.ones(8)))
+    except Exception as error:  # Experimental in JAX: whatever it says is the reason.
+        return f"{type(error).__name__}: {str(error).splitlines()[0][:200]}"
+    return None
+
+
+def poison(device: Any, size: int) -> None:
+    """Leaves free memory of the device filled with NaN."""
+    with jax.default_device(device):
+        blocks = [jnp.full((size // 32,), jnp.nan, jnp.float32) for _ in range(8)]
+        jax.block_until_ready(blocks)
+
+
+def errors(shape: Shape, operands: dict[str, np.ndarray], found: Any, right: Any) -> dict[str, float]:
+    """Relative error of each result."""
+    wide = {name: np.asarray(x, np.float64) for name, x in right.items()}
+    least = _least(operands, wide)
+    measured = {}
+    for name, expected in wide.items():
+        size = max(float(np.linalg.norm(expected)), least.get(name, 0.0), 1e-30)
+        measured[name] = float(np.linalg.norm(np.asarray(found[name], np.float64) - expected)) / size
+    return measured
+
+
+def _least(operands: dict[str, np.ndarray], right: dict[str, np.ndarray]) -> dict[str, float]:
+    """Sizes of the products that dg and dbeta are sums of: by chance a sum can be far smaller than its terms."""
+
+    def rows(*names: str) -> np.ndarray:
+        """Per token and head of `names`, the product of the lengths of an operand and of its gradient."""
+        lengths = [np.linalg.norm(np.asarray(operands[name], np.float64), axis=-1) for name in names]
+        return np.concatenate(
+            [
+                (length * np.linalg.norm(right[f"d{name}"], axis=-1)).ravel()
+                for name, length in zip(names, lengths, strict=True)
+            ]
+        )
+
+    return {"dg": float(np.linalg.norm(rows("q", "k"))), "dbeta": float(np.linalg.norm(rows("v")))}
+
+
+@dataclasses.dataclass
+class Tally:
+    """What was done, and the worst of what was found."""
+
+    counts: Counter[str] = dataclasses.field(default_factory=Counter)
+    worst: dict[str, tuple[float, str]] = dataclasses.field(default_factory=dict)
+    """Error over its limit, and the shape it was found with, by result and dtype."""
+    faults: list[str] = dataclasses.field(default_factory=list)
+
+    def add(self, other: Tally) -> None:
+        self.counts += other.counts
+        self.faults += other.faults
+        for key, value in other.worst.items():
+            self.worst[key] = max(self.worst.get(key, (0.0, "")), value)
+
+
+def one_round(seed: int, device: Any, options: argparse.Namespace, streams: bool) -> Tally:
+    """One shape, compiled once and called with several sets of numbers, by both implementations."""
+    tally = Tally()
+    random = np.random.default_rng(seed)
+    shape = draw_shape(random, options.pair, options.largest, streams)
+    ours, theirs = (compiled(shape, name) for name in options.pair)
+    tally.counts.update(["shapes", shape.form, shape.dtype, f"K {shape.key_dim}, V {shape.value_dim}"])
+    for _ in range(CALLS):
+        operands = draw_operands(random, shape)
+        with jax.default_device(device):
+            on_device = {name: jax.device_put(x, device) for name, x in operands.items()}
+            try:
+                right = jax.device_get(theirs(on_device)[0])
+                runs = []
+                for _ in range(2):
+                    poison(device, options.poison)
+                    runs += [jax.device_get(x) for x in ours(on_device)]
+                _compare(tally, shape, operands, runs, right)
+            except Fault as fault:
+                tally.faults.append(f"--again {seed}: {shape}: {fault}")
+            except Exception as error:  # A failing call is a finding; the others go on.
+                tally.faults.append(f"--again {seed}: {shape}: {type(error).__name__}: {str(error)[:500]}")
+    return tally
+
+
+def _compare(tally: Tally, shape: Shape, operands: dict[str, np.ndarray], runs: Sequence[Any], right: Any) -> None:
+    for name, x in runs[0].items():
+        for other in runs[1:]:
+            tally.counts["results compared bit by bit"] += 1
+            if np.asarray(x).tobytes() != np.asarray(other[name]).tobytes():
+                raise Fault(f"{name} differs from one call to the next")
+        if not np.all(np.isfinite(np.asarray(x, np.float32))):
+            raise Fault(f"{name} is not finite")
+    tally.counts["calls"] += len(runs)
+    if shape.two_streams:
+        tally.counts["calls on two streams"] += len(runs)
+    limit = LIMITS[shape.dtype]
+    for name, error in errors(shape, operands, runs[0], right).items():
+        tally.counts["results compared"] += 1
+        key = f"{name} {shape.dtype}"
+        tally.worst[key] = max(tally.worst.get(key, (0.0, "")), (error, str(shape)))
+        if not error <= limit:
+            raise Fault(f"{name} is off by {error:.2e} of its norm, limit {limit:.0e}")
+
+
+def device_bytes() -> int:
+    """In use on all devices; 0 where JAX does not say (CPU)."""
+    return sum((device.memory_stats() or {}).get("bytes_in_use", 0) for device in jax.local_devices())
+
+
+def host_bytes() -> int:
+    """Resident in this process."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def steady(options: argparse.Namespace, seconds: float, device: Any) -> Tally:
+    """One compiled call, repeated: neither host nor device memory may grow."""
+    tally = Tally()
+    random = np.random.default_rng(options.seed)
+    shape = dataclasses.replace(draw_shape(random, options.pair, options.largest, False), form="dense")
+    run = compiled(shape, options.pair[0])
+    operands = {name: jax.device_put(x, device) for name, x in draw_operands(random, shape).items()}
+    end = time.monotonic() + seconds
+    before = None
+    while before is None or time.monotonic() < end:
+        for _ in range(100):
+            jax.block_until_ready(run(operands))
+        tally.counts["repeated calls"] += 100
+        if before is None:  # The first hundred calls have brought in all that stays.
+            gc.collect()
+            before = host_bytes(), device_bytes()
+    gc.collect()
+    for name, grown, allowed in (
+        ("host", host_bytes() - before[0], STEADY_GROWTH),
+        ("device", device_bytes() - before[1], DEVICE_GROWTH),
+    ):
+        print(f"repeated {tally.counts['repeated calls']} times: {name} memory grew by {grown / 2**20:.1f} MiB")
+        if grown > allowed:
+            tally.faults.append(f"{name} memory grew by {grown} bytes in {tally.counts['repeated calls']} equal calls")
+    return tally
+
+
+def soak(options: argparse.Namespace) -> Tally:
+    """All that this process does."""
+    total = Tally()
+    devices = jax.local_devices()
+    reason = None if options.streams else "not wanted"
+    reason = reason or why_no_other_stream()
+    print(f"{jax.__version__}, {len(devices)} x {devices[0].device_kind}, {options.pair}, XLA_FLAGS={options.flags!r}")
+    print("a second stream: " + (f"no, {reason}" if reason else "yes"), flush=True)
+    start, rounds, base = time.monotonic(), 0, None
+    seeds = np.random.default_rng(options.seed)
+    with ThreadPoolExecutor(THREADS) as pool:
+        while time.monotonic() < start + 0.9 * options.seconds and len(total.faults) < 10:
+            drawn = [int(x) for x in seeds.integers(0, 2**31, THREADS)]
+            jobs = [
+                pool.submit(one_round, seed, devices[i % len(devices)], options, not reason)
+                for i, seed in enumerate(drawn)
+            ]
+            for job in jobs:
+                total.add(job.result())
+            del jobs, job
+            jax.clear_caches()
+            gc.collect()
+            rounds += 1
+            in_use = device_bytes()
+            base = in_use if base is None else base
+            if in_use > base + DEVICE_GROWTH:
+                total.faults.append(f"round {rounds} left {in_use - base} bytes on the devices, seeds {drawn}")
+                base = in_use
+            if rounds % 20 == 1:
+                done, host = total.counts["calls"], host_bytes() / 2**20
+                print(
+                    f"{time.monotonic() - start:6.0f} s, round {rounds}, {done} calls, {len(total.faults)} faults, "
+                    f"devices {in_use / 2**20:.1f} MiB, host {host:.0f} MiB",
+                    flush=True,
+                )
+    total.counts["rounds"] = rounds
+    total.add(steady(options, 0.1 * options.seconds, devices[0]))
+    return total
+
+
+def both_kinds(options: argparse.Namespace, arguments: Sequence[str]) -> int:
+    """With command buffers and without, in a new process each."""
+    code = 0
+    for name, flag in (("on", ""), ("off", "--xla_gpu_enable_command_buffer=")):
+        flags = " ".join(filter(None, (os.environ.get("XLA_FLAGS", ""), flag)))
+        print(f"--- command buffers {name}", flush=True)
+        command = [sys.executable, __file__, *arguments]
+        command += ["--seconds", str(options.seconds / 2), "--command-buffers", "as set"]
+        code |= subprocess.run(command, env={**os.environ, "XLA_FLAGS": flags}).returncode
+    return code
+
+
+def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    assert __doc__ is not None
+    summary, _, details = __doc__.partition("\n")
+    parser = argparse.ArgumentParser(
+        description=summary, epilog=details, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--seconds", type=float, default=60)
+    parser.add_argument("--pair", nargs=2, metavar="NAME", help='default: "cuda xla" on a GPU, else "xla reference"')
+    parser.add_argument("--seed", type=int, default=int(time.time()))
+    parser.add_argument("--again", type=int, metavar="SEED", help="only the round with this seed")
+    parser.add_argument("--no-streams", dest="streams", action="store_false", help="leave the second stream alone")
+    parser.add_argument("--largest", type=int, help="tokens times value heads of a call")
+    parser.add_argument("--poison", type=int, help="bytes of NaN before each call")
+    kinds = ("both", "as set")
+    parser.add_argument("--command-buffers", choices=kinds, help='default: "both" on a GPU')
+    options = parser.parse_args(arguments)
+    options.flags = os.environ.get("XLA_FLAGS", "")
+    return options
+
+
+def main() -> int:
+    options = parse_arguments()
+    # Asked in another process where this one only starts two more, which need the card.
+    ask = "import jax; print(jax.default_backend())"
+    gpu = subprocess.run([sys.executable, "-c", ask], text=True, capture_output=True).stdout.strip() == "gpu"
+    options.pair = options.pair or (["cuda", "xla"] if gpu else ["xla", "reference"])
+    options.largest = options.largest or (2**18 if gpu else 300)
+    options.poison = options.poison or (2**30 if gpu else 2**22)
+    if options.again is not None:
+        total = one_round(
+            options.again, jax.local_devices()[0], options, options.streams and why_no_other_stream() is None
+        )
+    elif (options.command_buffers or ("both" if gpu else "as set")) == "both":
+        return both_kinds(options, sys.argv[1:])
+    else:
+        print(f"seed {options.seed}", flush=True)
+        total = soak(options)
+    worst = {key: {"error": error, "with": where} for key, (error, where) in sorted(total.worst.items())}
+    print(json.dumps({"counts": dict(sorted(total.counts.items())), "worst": worst, "faults": total.faults}, indent=1))
+    return 1 if total.faults else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
