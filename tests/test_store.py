@@ -22,7 +22,7 @@ import jax.numpy as jnp
 import pytest
 
 import jax_qla
-from jax_qla import _ffi, cuda, implementations, store
+from jax_qla import _ffi, cuda, implementations, policy, store
 from jax_qla.kernels import PACKAGED
 
 NAME = "prepare"
@@ -479,22 +479,32 @@ def test_a_broken_cache_is_a_reason(builds: Builds, cache: Path) -> None:
     assert builds.done == []
 
 
-def test_every_kernel_that_a_call_can_ask_for_is_packaged() -> None:
-    """For all sizes, dtypes and tiles, by the step that `jax_qla.cuda` makes."""
-    asked = set()
-    for recurrences in (1, 66, 67, 1000):
-        for key_dim in cuda.HEAD_DIMS:
-            for value_dim in cuda.HEAD_DIMS:
-                for dtype in cuda.DTYPES:
-                    k = jax.ShapeDtypeStruct((1, 5, recurrences, key_dim), dtype)
-                    v = jax.ShapeDtypeStruct((1, 5, recurrences, value_dim), dtype)
-                    made: Any = cuda._Call(k, k, v, None)  # type: ignore[arg-type]
-                    kernels = ("prepare", "forward", "states", "state_gradients", "gradients")
-                    steps = [made.step(getattr(cuda, f"{name}_kernel")) for name in kernels]
-                    kinds = {(step.kernel, step.config) for step in steps}
-                    assert kinds <= set(cuda._needed(cuda._CHUNKED, key_dim, value_dim, dtype, None))
-                    asked |= kinds
-    assert asked == {(name, config) for name, config in PACKAGED if name != "recurrent"}
+@pytest.mark.parametrize("piece_rows", ["0", "64"], ids=["whole", "in pieces"])
+def test_every_kernel_that_a_call_can_ask_for_is_packaged(piece_rows: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For all sizes, dtypes and tiles, by the steps that `jax_qla.cuda` makes."""
+    asked: set[tuple[str, Any]] = set()
+
+    def launch(steps: Any, inputs: Any, outputs: Any, aliases: Any = None) -> Any:
+        asked.update((step.kernel, step.config) for step in steps)
+        return {name: jnp.zeros(x.shape, x.dtype) for name, x in outputs.items()}
+
+    monkeypatch.setattr(cuda, "launch", launch)
+    monkeypatch.setenv(policy.OVERRIDE, piece_rows)
+    shape: Any = jax.ShapeDtypeStruct
+    for key_dim, value_dim, dtype in itertools.product(cuda.HEAD_DIMS, cuda.HEAD_DIMS, cuda.DTYPES):
+        for heads, packed in itertools.product((1, 66, 67, 1000), (False, True)):
+            k, v = (shape((1, 200, heads, dim), dtype) for dim in (key_dim, value_dim))
+            g, segments = shape((1, 200, heads), "float32"), shape((3, 2), "int32") if packed else None
+
+            def both(k: Any, v: Any, g: Any, segments: Any) -> Any:
+                options: dict[str, Any] = {"output_final_state": True, "with_residuals": True}
+                o, final_state, residuals = cuda.forward(k, k, v, g, g, None, segments, scale=1.0, **options)
+                assert residuals is not None
+                return cuda.backward(k, k, v, g, g, None, segments, residuals, o, final_state, scale=1.0)
+
+            jax.eval_shape(both, k, v, g, segments)
+    of_pieces = {"summaries", "adjoint_summaries", "compose"} if piece_rows == "0" else set()
+    assert asked == {(name, config) for name, config in PACKAGED if name not in {"recurrent"} | of_pieces}
 
 
 def test_every_decoding_kernel_that_a_call_can_ask_for_is_packaged(monkeypatch: pytest.MonkeyPatch) -> None:
