@@ -65,6 +65,9 @@ class Step:
     """Values of its scalar parameters."""
     rename: Mapping[str, str] = dataclasses.field(default_factory=dict)
     """Names of its operands in the call, where they differ from the parameters'."""
+    overlap: bool = True
+    """Whether it may start before the end of the kernel before it, if it is made for that: some kernels wait only at
+    their own end, relying on what usually precedes them."""
 
 
 def launch(
@@ -202,7 +205,11 @@ def _numbers(
         return buffers[step.rename.get(operand, operand)]
 
     numbers = [*values(plan["grid"]), *values(plan["block"]), *values(plan["cluster"])]
-    numbers += [evaluate(plan["shared"], sizes), int(plan["pdl"] and not first), len(plan["arguments"])]
+    numbers += [
+        evaluate(plan["shared"], sizes),
+        int(plan["pdl"] and step.overlap and not first),
+        len(plan["arguments"]),
+    ]
     for argument in plan["arguments"]:
         kind = argument["kind"]
         if kind == "pointer":

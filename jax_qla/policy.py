@@ -3,7 +3,7 @@
 Everything here follows from static shapes. A block of the recurrent kernels owns a multiprocessor for as many steps as
 its sequence has chunks, so few heads times sequences leave a card idle. Two ways out, one after the other: blocks of 64
 value columns, and cutting sequences into pieces (jax_qla/kernels/summaries.py), which costs a summary of every piece
-but the last. `cut` weighs them by a model of four measured numbers.
+but the last. `cut` weighs them by a model of a few measured numbers.
 """
 
 from __future__ import annotations
@@ -18,12 +18,19 @@ MULTIPROCESSORS = 132
 # Measured on an H200, microseconds (docs/performance.md).
 _STEP = {64: 2.05, 128: 2.95}
 """A chunk step of the forward kernel by value columns of its block; one block runs on a multiprocessor."""
-_SUMMARY_STEP = 1.6
-"""A chunk step of kernels/summaries.py, of which two blocks share a multiprocessor."""
-_COMPOSE_STEP = 1.5
+_SUMMARY_STEP, _SHARED_STEP = 1.3, 0.9
+"""A chunk step of kernels/summaries.py on an empty card, and what is added on a full one: two blocks share a
+multiprocessor."""
+_COMPOSE_STEP = 1.6
 """One piece in kernels/compose.py."""
-_OVERHEAD = 20.0
+_BLOCK = 4.0
+"""Reading and writing the states of a block."""
+_STATES = 0.09
+"""Moving what is kept of a piece and head: response, transition, the states that enter and leave it."""
+_OVERHEAD = 8.0
 """Two more kernels."""
+_SHORT = 8
+"""Chunks that are summarised of a head that decays."""
 
 _LENGTHS = tuple(n << shift for shift in range(10) for n in (8, 12))
 """Chunks of a piece that are considered."""
@@ -100,10 +107,16 @@ def _whole(chunks: int, recurrences: int, value_dim: int) -> float:
 def _cut(length: int, chunks: int, sequences: int, heads: int, key_dim: int, value_dim: int) -> float:
     """Microseconds of summaries, compose and forward for pieces of `length` chunks."""
     pieces = -(-chunks // length)
-    # Of half of the heads nothing is summarised but a few chunks, since they decay: between the extremes.
-    blocks = (pieces - 1) * sequences * heads * (key_dim + value_dim) // 64 / 2
-    summaries = _rounds(blocks, 2) * length * _SUMMARY_STEP
-    return _whole(length, pieces * sequences * heads, value_dim) + summaries + pieces * _COMPOSE_STEP + _OVERHEAD
+    recurrences = pieces * sequences * heads
+    cuts = (pieces - 1) * sequences * heads
+    # Three of four heads decay, so that nothing is summarised of them but N over a few chunks: between the extremes.
+    exact, short = cuts / 4 * (key_dim + value_dim) / 64, cuts * 3 / 4 * value_dim / 64
+    slots = 2 * MULTIPROCESSORS
+    step = _SUMMARY_STEP + _SHARED_STEP * min(1.0, (exact + short) / slots)
+    summaries = step * max(length, (exact * length + short * min(length, _SHORT)) / slots)
+    rounds = _rounds(recurrences * (value_dim // value_tile(recurrences, value_dim)), 1) + _rounds(exact + short, 2)
+    serial = _whole(length, recurrences, value_dim) + summaries + pieces * _COMPOSE_STEP
+    return serial + rounds * _BLOCK + recurrences * _STATES + _OVERHEAD
 
 
 def _rounds(blocks: float, together: int) -> float:

@@ -84,6 +84,9 @@ MISSED = {
 }
 """Cases whose limits the kernels do not keep, with what was measured (docs/performance.md)."""
 
+MISSED_IN_PIECES = {"length 1000, K and V 128": "dg 6.8e-3 of its terms, 4.0e-3 with whole sequences"}
+"""Further ones with sequences in pieces."""
+
 
 def _parameter(case: battery.Case) -> Any:
     missed = MISSED.get(case.name) if case.dtype == "bfloat16" else None
@@ -92,7 +95,12 @@ def _parameter(case: battery.Case) -> Any:
 
 
 @pytest.mark.parametrize("case", [_parameter(case) for case in CASES])
-def test_battery(case: battery.Case, measured: dict[str, dict[str, battery.Error]]) -> None:
+def test_battery(
+    case: battery.Case, measured: dict[str, dict[str, battery.Error]], request: pytest.FixtureRequest
+) -> None:
+    missed = MISSED_IN_PIECES.get(case.name)
+    if missed is not None and os.environ[policy.OVERRIDE] != "0":
+        request.applymarker(pytest.mark.xfail(reason=f"limits not reached: {missed}", strict=True))
     limits = IDENTICAL if case.keys.startswith("identical") else LIMITS
     measured[f"{case}, rows of a piece: {os.environ[policy.OVERRIDE]}"] = battery.check(case, cuda, limits)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -178,8 +179,12 @@ def test_integers_that_do_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
         jax.eval_shape(lambda x: run(x, [step(scalars={"ratio": 2**31, "scale": 1.0})]), tokens())
 
 
-def test_renamed_operands_and_several_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The second kernel reads what the first wrote, under another name; an input that none uses is left out."""
+@pytest.mark.parametrize("overlap", [True, False])
+def test_renamed_operands_and_several_kernels(overlap: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second kernel reads what the first wrote, under another name; an input that none uses is left out.
+
+    Both are made to start early. The first never does, for what precedes it is not ours; the second where it may.
+    """
     second = PLAN | {
         "name": "second_kernel",
         "operands": [
@@ -192,10 +197,11 @@ def test_renamed_operands_and_several_kernels(monkeypatch: pytest.MonkeyPatch) -
         "block": [32, 1, 1],
         "cluster": [1, 1, 1],
         "shared": 0,
-        "pdl": False,
+        "pdl": True,
     }
     use(monkeypatch, {"scale": PLAN, "second": second})
-    steps = [step(rename={"x": "k"}), step(kernel="second", scalars={}, rename={"source": "y", "target": "z"})]
+    last = step(kernel="second", scalars={}, rename={"source": "y", "target": "z"})
+    steps = [step(rename={"x": "k"}), dataclasses.replace(last, overlap=overlap)]
     shape = jax.ShapeDtypeStruct((6, 130), jnp.float32)
 
     def function(k: jax.Array) -> dict[str, jax.Array]:
@@ -208,7 +214,8 @@ def test_renamed_operands_and_several_kernels(monkeypatch: pytest.MonkeyPatch) -
     # The buffers are k, z and y in this order.
     numbers = list(PLAN_NUMBERS)
     numbers[PLAN_NUMBERS.index(0xBFC00000) - 3] = 2
-    assert made["plan"].tolist() == [1, 2, *numbers, *(6, 1, 1), *(32, 1, 1), *(1, 1, 1), 0, 0, 2, *(0, 1), *(0, 2)]
+    of_second = [*(6, 1, 1), *(32, 1, 1), *(1, 1, 1), 0, int(overlap), 2, *(0, 1), *(0, 2)]
+    assert made["plan"].tolist() == [1, 2, *numbers, *of_second]
     assert set(jax.eval_shape(function, tokens())) == {"y", "z"}
 
 

@@ -1,0 +1,158 @@
+"""`jax_qla.cuda` on a CPU: what it passes from kernel to kernel, with every kernel replaced by its specification."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import inspect
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jax_qla import cuda, policy, xla
+from jax_qla.launch import Step
+
+RESULTS = {
+    "layout": ("segments", "pieces", "spans", "chunks"),
+    "prepare": ("a", "gamma"),
+    "summaries": ("response", "transition", "forgotten"),
+    "adjoint_summaries": ("adjoint_response",),
+    "compose": ("entering",),
+    "forward": ("o", "final_state"),
+    "states": ("h", "vd"),
+    "state_gradients": ("dh", "dx", "d_initial_state"),
+    "gradients": ("dq", "dk", "dv", "dg", "dbeta"),
+    "recurrent": ("o", "final_state"),
+}
+"""What each specification returns, by the kernel's names for it."""
+
+TOLERANCE = 5e-5
+"""Transitions are kept as the sum of two bf16 numbers."""
+
+
+def launch_specifications(
+    steps: Sequence[Step],
+    inputs: Mapping[str, jax.Array],
+    outputs: Mapping[str, jax.ShapeDtypeStruct],
+    aliases: Mapping[str, str] | None = None,
+) -> dict[str, jax.Array]:
+    """`launch.launch` without a card. What is not written is not a number."""
+    have = dict(inputs) | {
+        name: jnp.full(x.shape, jnp.nan if jnp.issubdtype(x.dtype, jnp.inexact) else -1, x.dtype)
+        for name, x in outputs.items()
+    }
+    for step in steps:
+        specification = importlib.import_module(f"jax_qla.kernels.{step.kernel}").specification
+        operands, options = [], {}
+        for name, parameter in inspect.signature(specification).parameters.items():
+            if parameter.kind == inspect.Parameter.KEYWORD_ONLY:
+                options[name] = step.scalars[name] if name in step.scalars else getattr(step.config, name)
+                continue
+            x = have[step.rename.get(name, name)]
+            if name in ("initial_state", "d_final_state") and x.shape[0] == 0 and step.kernel in ALWAYS_A_STATE:
+                x = jnp.zeros((have["segments"].shape[0], *x.shape[1:]), x.dtype)
+            operands.append(x)
+        found = specification(*operands, **options)
+        names = RESULTS[step.kernel]
+        for name, x in zip(names, found if len(names) > 1 else (found,), strict=True):
+            target = step.rename.get(name, name)
+            if target in outputs and outputs[target].shape[:1] != (0,):  # an empty one is not wanted
+                assert x.shape == outputs[target].shape, f"{step.kernel}: {target}"
+                have[target] = x.astype(outputs[target].dtype)
+    return {name: have[name] for name in outputs}
+
+
+ALWAYS_A_STATE = ("forward", "states", "state_gradients")
+"""Specifications that want zeros where the kernel takes an empty array."""
+
+PACKED = ((0, 5), (5, 5), (9, 300), (300, 364), (370, 390))
+TOKENS = 400
+
+
+@pytest.fixture(params=["0", "64"], ids=["whole", "in pieces"])
+def _chain(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda, "launch", launch_specifications)
+    monkeypatch.setenv(policy.OVERRIDE, request.param)
+
+
+def _operands(batch: int, tokens: int, sequences: int) -> dict[str, jax.Array]:
+    """float32; the second value head does not decay, the others forget 64 tokens."""
+    random = np.random.default_rng(tokens)
+    key_heads, value_heads, key_dim, value_dim = 2, 4, 16, 8
+
+    def normal(*shape: int) -> np.ndarray:
+        return random.normal(size=shape).astype(np.float32)
+
+    k = normal(batch, tokens, key_heads, key_dim)
+    g = -np.abs(normal(batch, tokens, value_heads))
+    g[..., 1] = 0.0
+    arrays = {
+        "q": normal(*k.shape),
+        "k": k / np.linalg.norm(k, axis=-1, keepdims=True),
+        "v": normal(batch, tokens, value_heads, value_dim),
+        "g": g,
+        "beta": 1 / (1 + np.exp(-normal(*g.shape))),
+        "initial_state": normal(sequences, value_heads, key_dim, value_dim),
+        "do": normal(batch, tokens, value_heads, value_dim),
+        "d_final_state": normal(sequences, value_heads, key_dim, value_dim),
+    }
+    return {name: jnp.asarray(x) for name, x in arrays.items()}
+
+
+def _close(found: Any, right: Any, what: str) -> None:
+    assert (found is None) == (right is None), what
+    if found is not None:
+        error = float(jnp.linalg.norm(found - right) / jnp.linalg.norm(right))
+        assert error <= TOLERANCE, f"{what}: {error:.1e}"
+
+
+def _case(packed: bool) -> tuple[dict[str, jax.Array], jax.Array | None]:
+    if packed:
+        return _operands(1, TOKENS, len(PACKED)), jnp.asarray(PACKED, jnp.int32)
+    return _operands(2, 200, 2), None
+
+
+@pytest.mark.usefixtures("_chain")
+@pytest.mark.parametrize("states", [True, False], ids=["states", "no states"])
+@pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
+def test_forward_and_backward(packed: bool, states: bool) -> None:
+    x, segments = _case(packed)
+    rows = [x[name] for name in ("q", "k", "v", "g", "beta")]
+    state, d_final = (x["initial_state"], x["d_final_state"]) if states else (None, None)
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def both(of_kernels: bool, segments: Any) -> Any:
+        module: Any = cuda if of_kernels else xla
+        options = {"output_final_state": states, "with_residuals": True, "scale": 0.25}
+        o, final, residuals = module.forward(*rows, state, segments, **options)
+        gradients = module.backward(*rows, state, segments, residuals, x["do"], d_final, scale=0.25)
+        return o, final, *gradients
+
+    names = ("o", "final_state", "dq", "dk", "dv", "dg", "dbeta", "d_initial_state")
+    for name, found, right in zip(names, both(True, segments), both(False, segments), strict=True):
+        _close(found, right, name)
+
+
+@pytest.mark.usefixtures("_chain")
+@pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
+def test_of_a_shard(packed: bool) -> None:
+    """What is computed of a shard of a sequence before its first state is known."""
+    x, segments = _case(packed)
+    rows = [x[name] for name in ("q", "k", "v", "g", "beta")]
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def all_three(of_kernels: bool, segments: Any) -> Any:
+        module: Any = cuda if of_kernels else xla
+        *affine, residuals = module.affine_forward(*rows, segments, scale=0.25, with_residuals=True)
+        summary = module.summary(*rows, x["initial_state"], segments)
+        options = {"scale": 0.25}
+        gradient = module.state_gradient(*rows, None, segments, residuals, x["do"], x["d_final_state"], **options)
+        return *affine, *summary, gradient
+
+    names = ("o", "response", "o_of_state", "transition", "transition of summary", "response of summary", "gradient")
+    for name, found, right in zip(names, all_three(True, segments), all_three(False, segments), strict=True):
+        _close(found, right, name)
