@@ -1,10 +1,14 @@
-"""What a comparison found: as data (JSON), as a table (Markdown) and as a plot."""
+"""What a comparison found: as data (JSON), as a table (Markdown) and as a plot.
+
+python benchmarks/report.py runs/comparison/comparison.json docs/comparison.png      # the plot of an earlier one
+"""
 
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 
 import numpy as np
@@ -23,6 +27,18 @@ class Report:
     """Versions by name."""
     rows: dict[Row, dict[str, Measurement]] = field(default_factory=dict)
     failures: dict[Row, dict[str, str]] = field(default_factory=dict)
+
+    @classmethod
+    def read(cls, path: Path) -> Report:
+        """From comparison.json, which has times and memory, but not the samples that `differences` compares."""
+        data = json.loads(path.read_text())
+        report = cls(data["environment"], data["libraries"])
+        for found in data["rows"]:
+            row = Row(*(found[field.name] for field in fields(Row)))
+            report.rows[row] = {name: Measurement(**x) for name, x in found["milliseconds"].items()}
+            if found["failures"]:
+                report.failures[row] = found["failures"]
+        return report
 
     def write(self, directory: Path) -> None:
         """Writes comparison.json and comparison.md."""
@@ -72,7 +88,9 @@ class Report:
         axes.margins(y=0.15)
         axes.set_xticks(range(len(rows)), [row.name.replace("/", "\n") for row in rows], fontsize=7)
         axes.set_ylabel("device time / limit (labels: ms)")
-        axes.set_title(f"Gated delta rule on {self.environment.get('device', 'this device')}: less is better")
+        about = [f"{name} {self.environment[name]}" for name in ("jax", "date") if name in self.environment]
+        device = self.environment.get("device", "this device")
+        axes.set_title(f"Gated delta rule on {device}: less is better ({', '.join(about)})")
         axes.legend()
         figure.savefig(path, dpi=150)
         pyplot.close(figure)
@@ -133,3 +151,13 @@ def _memory(memory: Mapping[str, int]) -> str:
 def joined(names: Sequence[str]) -> str:
     """Names for a message."""
     return ", ".join(names) or "none"
+
+
+def main() -> None:
+    if len(sys.argv) != 3:
+        raise SystemExit(__doc__)
+    Report.read(Path(sys.argv[1])).plot(Path(sys.argv[2]))
+
+
+if __name__ == "__main__":
+    main()
