@@ -156,33 +156,11 @@ def program(config: Config):
                         if step >= stages:
                             T.barrier_wait(free[step % stages], (step // stages + 1) % 2)
                         if tx < 160:
-                            T.tma_copy(
-                                k[start + (count - 1 - step) * C : start + (count - 1 - step) * C + C, key_head, 0:K],
-                                k_s[step % stages, :, :],
-                                barrier=loaded[step % stages],
-                                leader_scope_threads=32,
-                            )
-                            T.tma_copy(
-                                q[start + (count - 1 - step) * C : start + (count - 1 - step) * C + C, key_head, 0:K],
-                                q_s[step % stages, :, :],
-                                barrier=loaded[step % stages],
-                                leader_scope_threads=32,
-                            )
-                            T.tma_copy(
-                                a[start + (count - 1 - step) * C : start + (count - 1 - step) * C + C, head, 0:C],
-                                a_s[step % stages, :, :],
-                                barrier=loaded[step % stages],
-                                leader_scope_threads=32,
-                            )
-                            T.tma_copy(
-                                do[
-                                    start + (count - 1 - step) * C : start + (count - 1 - step) * C + C,
-                                    head,
-                                    tile * 64 : tile * 64 + 64,
-                                ],
-                                do_s[step % stages, :, :],
-                                barrier=loaded[step % stages],
-                                leader_scope_threads=32,
+                            m.load_rows(k, start + (count - 1 - step) * C, key_head, 0, K, k_s, step % stages, loaded)
+                            m.load_rows(q, start + (count - 1 - step) * C, key_head, 0, K, q_s, step % stages, loaded)
+                            m.load_rows(a, start + (count - 1 - step) * C, head, 0, C, a_s, step % stages, loaded)
+                            m.load_rows(
+                                do, start + (count - 1 - step) * C, head, tile * 64, 64, do_s, step % stages, loaded
                             )
                             T.barrier_arrive(loaded[step % stages])
                     for x in T.unroll(3):

@@ -131,6 +131,17 @@ def macros():
                 beta_s[stage, thread] = 0.0
 
     @T.macro
+    def load_rows(source, row, head, first, width, tiles, stage, loaded):
+        """One warp has TMA load rows row..row + 64, columns first..first + `width` of `source` into tile `stage` of `tiles`; the barrier
+        loaded[stage] counts the bytes."""
+        T.tma_copy(
+            source[row : row + C, head, first : first + width],
+            tiles[stage, :, :],
+            barrier=loaded[stage],
+            leader_scope_threads=32,
+        )
+
+    @T.macro
     def zero_tail(tiles, stage, rows, width, thread, threads):
         """Rows `rows`.. of tile `stage` of tiles [stages, 64, width] in shared memory become zero."""
         for x in T.serial(T.ceildiv((C - rows) * width, threads)):
@@ -149,4 +160,10 @@ def macros():
                     stage, x * 2 + thread // 64, part + thread % 64
                 ]
 
-    return SimpleNamespace(fetch_gates=fetch_gates, store_gates=store_gates, zero_tail=zero_tail, store_rows=store_rows)
+    return SimpleNamespace(
+        fetch_gates=fetch_gates,
+        store_gates=store_gates,
+        load_rows=load_rows,
+        zero_tail=zero_tail,
+        store_rows=store_rows,
+    )

@@ -107,24 +107,9 @@ def program(config: Config):
                         if step >= stages:
                             T.barrier_wait(free[step % stages], (step // stages + 1) % 2)
                         if tx < S + 32:
-                            T.tma_copy(
-                                k[start + step * C : start + step * C + C, key_head, 0:K],
-                                k_s[step % stages, :, :],
-                                barrier=loaded[step % stages],
-                                leader_scope_threads=32,
-                            )
-                            T.tma_copy(
-                                a[start + step * C : start + step * C + C, head, 0:C],
-                                a_s[step % stages, :, :],
-                                barrier=loaded[step % stages],
-                                leader_scope_threads=32,
-                            )
-                            T.tma_copy(
-                                v[start + step * C : start + step * C + C, head, first : first + W],
-                                v_s[step % stages, :, :],
-                                barrier=loaded[step % stages],
-                                leader_scope_threads=32,
-                            )
+                            m.load_rows(k, start + step * C, key_head, 0, K, k_s, step % stages, loaded)
+                            m.load_rows(a, start + step * C, head, 0, C, a_s, step % stages, loaded)
+                            m.load_rows(v, start + step * C, head, first, W, v_s, step % stages, loaded)
                             T.barrier_arrive(loaded[step % stages])
                     if step > 0:
                         # prepare the chunk before, which has arrived
