@@ -2,11 +2,14 @@
 
 Forward is two kernels in one FFI call (prepare, forward), backward three (states, state_gradients, gradients), decoding
 one (recurrent, on a dense batch as it is). The others work on flat token arrays, dense batches included: a dense batch
-is a packed one whose tables are constants.
-Intermediate results (h, dh, Vd) are results of the call that are dropped here.
+is a packed one whose tables are constants. Before all of them stands layout in a packed batch. Where sequences are cut
+into pieces (policy.py), the states that enter these come first: summaries and compose, for the backward pass also
+adjoint_summaries and compose in reverse; what follows takes pieces for sequences.
+Intermediate results (h, dh, Vd, states between pieces) are results of the call that are dropped here.
 
 Memory of the backward besides its operands and results, in elements of v's dtype: h and dh, ceil(T / 64) * Hv * K * V
-each, and Vd, as v. dX lives in dv until the gradients kernel scales it there.
+each, and Vd, as v. dX lives in dv until the gradients kernel scales it there. In pieces: five times K V in float32 per
+piece and value head.
 """
 
 from __future__ import annotations
