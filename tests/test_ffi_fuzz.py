@@ -14,15 +14,17 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import hypothesis
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import strategies
 from stub_driver import COMPILER, FFI_SOURCES, stub_driver, write_cubin
 
 from jax_qla import _ffi
+
+pytest.importorskip("hypothesis")
+import hypothesis
+from hypothesis import strategies
 
 TESTS = Path(__file__).parent
 KERNELS = {"none": [], "pointers": [8, 8], "numbers": [4, 8, 4], "maps": [128, 128], "all": [128, 8, 4, 128, 8, 4]}

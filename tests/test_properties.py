@@ -9,14 +9,17 @@ import functools
 import os
 from typing import Any
 
-import hypothesis
 import jax
 import jax.numpy as jnp
 import numpy as np
-from hypothesis import strategies
+import pytest
 
 import jax_qla
 from jax_qla.reference import recurrence
+
+pytest.importorskip("hypothesis")
+import hypothesis
+from hypothesis import strategies
 
 EXAMPLES = int(os.environ.get("JAX_QLA_EXAMPLES", "25"))
 """Of each property; `make thorough` asks for more."""
