@@ -25,14 +25,19 @@
 #include "cubin_files.h"
 #include "handler.h"
 
-// XLA's side of the interface.
+// XLA's side of the interface, of which version 0.4 (JAX 0.11) renamed two things.
+#define JAX_QLA_BEFORE_0_4 (XLA_FFI_API_MAJOR == 0 && XLA_FFI_API_MINOR < 4)
 
 struct XLA_FFI_Error {
   XLA_FFI_Error_Code code;
   std::string message;
 };
 
+#if JAX_QLA_BEFORE_0_4
 struct XLA_FFI_ExecutionContext {
+#else
+struct XLA_FFI_InvokeContext {
+#endif
   int32_t ordinal = 0;
   void* state = nullptr;
   int64_t state_type = 0;
@@ -43,7 +48,14 @@ namespace {
 constexpr int64_t kStateType = 7;
 
 XLA_FFI_Error* CreateError(XLA_FFI_Error_Create_Args* args) { return new XLA_FFI_Error{args->errc, args->message}; }
+#if JAX_QLA_BEFORE_0_4
 void GetMessage(XLA_FFI_Error_GetMessage_Args* args) { args->message = args->error->message.c_str(); }
+#else
+void GetDetails(XLA_FFI_Error_GetDetails_Args* args) {
+  args->message = args->error->message.c_str();
+  args->errc = args->error->code;
+}
+#endif
 void DestroyError(XLA_FFI_Error_Destroy_Args* args) { delete args->error; }
 
 XLA_FFI_Error* SetState(XLA_FFI_State_Set_Args* args) {
@@ -70,7 +82,11 @@ XLA_FFI_Api MakeApi() {
   api.struct_size = XLA_FFI_Api_STRUCT_SIZE;
   api.api_version = {XLA_FFI_Api_Version_STRUCT_SIZE, nullptr, XLA_FFI_API_MAJOR, XLA_FFI_API_MINOR};
   api.XLA_FFI_Error_Create = CreateError;
+#if JAX_QLA_BEFORE_0_4
   api.XLA_FFI_Error_GetMessage = GetMessage;
+#else
+  api.XLA_FFI_Error_GetDetails = GetDetails;
+#endif
   api.XLA_FFI_Error_Destroy = DestroyError;
   api.XLA_FFI_State_Set = SetState;
   api.XLA_FFI_State_Get = GetState;
