@@ -8,8 +8,8 @@ adjoint_summaries and compose in reverse; what follows takes pieces for sequence
 Intermediate results (h, dh, Vd, states between pieces) are results of the call that are dropped here.
 
 Memory of the backward besides its operands and results, in elements of v's dtype: h and dh, ceil(T / 64) * Hv * K * V
-each, and Vd, as v. dX lives in dv until the gradients kernel scales it there. In pieces: five times K V in float32 per
-piece and value head.
+each, and Vd, as v. dX lives in dv until the gradients kernel scales it there. In pieces: six times K V in float32 per
+piece and value head, four times in the forward pass.
 """
 
 from __future__ import annotations
@@ -118,30 +118,24 @@ def forward(
     call = _Call(q, k, v, segments)
     inputs = call.flat(q=q, k=k, v=v, g=g, beta=beta) | call.tables | {"initial_state": call.states(initial_state)}
     tokens, value_heads, value_dim = call.tokens, call.value_heads, v.shape[3]
-    # In pieces, the states that pieces end with take the memory of their responses.
-    final = "response" if call.cut and output_final_state else "final_state"
     outputs = {
         "o": jax.ShapeDtypeStruct((tokens, value_heads, value_dim), v.dtype),
-        final: call.state_shape(output_final_state),
+        "final_state": call.state_shape(output_final_state),
         "a": jax.ShapeDtypeStruct((tokens, value_heads, CHUNK), v.dtype),
         "gamma": jax.ShapeDtypeStruct((tokens, value_heads), jnp.float32),
     }
-    steps, between = call.between_pieces(states=True, gradients=False)
+    steps, between = call.entering_states()
     results = launch(
         [
             *call.table_steps,
             call.step(prepare_kernel),
             *steps,
-            call.step(
-                forward_kernel,
-                rename={"final_state": final} | ({"initial_state": "entering"} if call.cut else {}),
-                scale=scale,
-            ),
+            call.step(forward_kernel, rename={"initial_state": "entering"} if call.cut else {}, scale=scale),
         ],
         inputs,
         outputs | between | call.table_shapes,
     )
-    final_state = call.of_last_pieces(results[final], results) if output_final_state else None
+    final_state = call.of_last_pieces(results["final_state"], results) if output_final_state else None
     residuals = (call.unflat(results["a"]), call.unflat(results["gamma"])) if with_residuals else None
     return call.unflat(results["o"]), final_state, residuals
 
@@ -172,15 +166,14 @@ def backward(
     chunk_states = jax.ShapeDtypeStruct((call.slots, value_heads, value_dim, k.shape[3]), v.dtype)
     gates = jax.ShapeDtypeStruct((tokens, value_heads), jnp.float32)
     flat_shape = {name: jax.ShapeDtypeStruct(inputs[name].shape, inputs[name].dtype) for name in ("q", "k", "v")}
-    steps, between = call.between_pieces(states=True, gradients=True, scale=scale)
-    entering, leaving = ({"initial_state": "entering"}, {"d_final_state": "leaving"}) if call.cut else ({}, {})
-    d_initial = "adjoint_response" if call.cut and initial_state is not None else "d_initial_state"
+    steps, between = call.entering_states(adjoint=True, scale=scale)
+    initial, final = ({"initial_state": "entering"}, {"d_final_state": "leaving"}) if call.cut else ({}, {})
     results = launch(
         [
             *call.table_steps,
             *steps,
-            call.step(states_kernel, rename=entering),
-            call.step(state_gradients_kernel, rename={"dx": "dv", "d_initial_state": d_initial} | leaving, scale=scale),
+            call.step(states_kernel, rename=initial),
+            call.step(state_gradients_kernel, rename={"dx": "dv"} | final, scale=scale),
             call.step(gradients_kernel, rename={"dx": "dv"}, scale=scale),
         ],
         inputs,
@@ -190,7 +183,7 @@ def backward(
             "dv": flat_shape["v"],
             "dg": gates,
             "dbeta": gates,
-            d_initial: call.state_shape(initial_state is not None),
+            "d_initial_state": call.state_shape(initial_state is not None),
             "vd": flat_shape["v"],
             "h": chunk_states,
             "dh": chunk_states,
@@ -199,7 +192,7 @@ def backward(
         | call.table_shapes,
     )
     dq, dk, dv, dg, dbeta = (call.unflat(results[name]) for name in ("dq", "dk", "dv", "dg", "dbeta"))
-    d_initial_state = None if initial_state is None else call.of_first_pieces(results[d_initial], results)
+    d_initial_state = None if initial_state is None else call.of_first_pieces(results["d_initial_state"], results)
     return dq, dk, dv, dg, dbeta, d_initial_state
 
 
@@ -350,51 +343,46 @@ def state_gradient(
     precision: Any = None,
 ) -> jax.Array:
     """The gradient of the initial states; the contract is `dispatch.state_gradient`'s. `precision` is not used."""
-    call = _Call(q, k, v, segments)
+    del initial_state
+    call = _Call(q, k, v, segments, whole=True)
     a, gamma = residuals
-    inputs = call.flat(q=q, k=k, v=v, beta=beta, do=jnp.zeros_like(v) if do is None else do, a=a, gamma=gamma)
-    inputs |= call.tables | {"initial_state": call.states(initial_state), "d_final_state": call.states(d_final_state)}
+    inputs = call.flat(q=q, k=k, beta=beta, do=jnp.zeros_like(v) if do is None else do, a=a, gamma=gamma) | call.tables
     chunk_states = jax.ShapeDtypeStruct((call.slots, call.value_heads, call.value_dim, call.key_dim), v.dtype)
-    steps, between = call.between_pieces(states=False, gradients=True, scale=scale)
+    inputs |= {"d_final_state": call.states(d_final_state)}
     results = launch(
-        [
-            *call.table_steps,
-            *steps,
-            call.step(
-                state_gradients_kernel,
-                rename={"d_final_state": "leaving"} if call.cut else {},
-                overlap=False,  # without `states` before it
-                scale=scale,
-            ),
-        ],
+        # No overlap: without `states` before it, this kernel would not wait for the tables.
+        [*call.table_steps, call.step(state_gradients_kernel, overlap=False, scale=scale)],
         inputs,
         {
             "dh": chunk_states,
             "dx": jax.ShapeDtypeStruct((call.tokens, call.value_heads, call.value_dim), v.dtype),
             "d_initial_state": call.state_shape(True),
         }
-        | between
         | call.table_shapes,
     )
-    return call.of_first_pieces(results["d_initial_state"], results)
+    return results["d_initial_state"]
 
 
 class _Call:
     """Sizes, tables and kernel configurations of one call, whose sequences are perhaps `cut` into pieces.
 
-    The kernels take the pieces for sequences, from states that `between_pieces` computes.
+    The kernels take the pieces for sequences, from states that `entering_states` computes.
     """
 
-    def __init__(self, q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array | None) -> None:
+    def __init__(
+        self, q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array | None, *, whole: bool = False
+    ) -> None:
         self.batch, self.length, self.key_heads, self.key_dim = k.shape
         self.value_heads, self.value_dim = v.shape[2:]
         self.tokens = self.batch * self.length
         self.dtype = q.dtype.name
         packed = segments is not None
         self.sequences = segments.shape[0] if segments is not None else self.batch
-        rows = policy.piece_rows(
-            self.tokens, self.sequences, self.value_heads, self.key_dim, self.value_dim, packed=packed
-        )
+        rows = None
+        if not whole:
+            rows = policy.piece_rows(
+                self.tokens, self.sequences, self.value_heads, self.key_dim, self.value_dim, packed=packed
+            )
         self.cut = rows is not None
         self.parts = self.sequences if rows is None else tables.piece_count(self.tokens, self.sequences, rows)
         self.slots = tables.slot_count(self.tokens, self.parts)
@@ -428,34 +416,30 @@ class _Call:
             constants = (pieces[:, :2], pieces, spans, tables.chunk_table(pieces[:, :2], self.tokens))
             self.tables = {name: jnp.asarray(x, jnp.int32) for name, x in zip(shapes, constants, strict=True)}
 
-    def between_pieces(
-        self, *, states: bool, gradients: bool, scale: float = 1.0
+    def entering_states(
+        self, *, adjoint: bool = False, scale: float = 1.0
     ) -> tuple[list[Step], dict[str, jax.ShapeDtypeStruct]]:
-        """Kernels that compute the `states` "entering" all pieces, or the `gradients` of those "leaving" them, or both.
+        """Kernels that compute the states `entering` all pieces and, if `adjoint`, gradients of those `leaving` them.
 
         Returns:
             The kernels, none where sequences are whole, and the shapes of what they write.
         """
         if not self.cut:
             return [], {}
-        of_pieces = self.state_shape(True)
+        states = self.state_shape(True)
         maps = (self.parts, self.value_heads, 2, self.key_dim, self.key_dim)
         outputs = {
-            "response": of_pieces,
+            "response": states,
             "transition": jax.ShapeDtypeStruct(maps, jnp.bfloat16),
             "forgotten": jax.ShapeDtypeStruct((self.parts, self.value_heads), jnp.int32),
+            "entering": states,
         }
-        steps = [self.step(summaries_kernel)]
-        if gradients:
-            outputs |= {"adjoint_response": of_pieces, "leaving": of_pieces}
-            steps.append(self.step(adjoint_summaries_kernel, scale=scale))
-        if states:
-            outputs["entering"] = of_pieces
-            steps.append(self.step(compose_kernel, reverse=False))
-        if gradients:
+        steps = [self.step(summaries_kernel), self.step(compose_kernel, reverse=False)]
+        if adjoint:
+            outputs |= {"adjoint_response": states, "leaving": states}
+            steps.insert(1, self.step(adjoint_summaries_kernel, scale=scale))
             rename = {"response": "adjoint_response", "initial_state": "d_final_state", "entering": "leaving"}
-            # It waits at its end only, which is enough behind the other one.
-            steps.append(self.step(compose_kernel, rename=rename, overlap=states, reverse=True))
+            steps.append(self.step(compose_kernel, rename=rename, reverse=True))
         return steps, outputs
 
     def of_first_pieces(self, states: jax.Array, results: Mapping[str, jax.Array]) -> jax.Array:
