@@ -20,7 +20,7 @@ import jax.numpy as jnp
 
 from jax_qla import decode, dispatch, reference, sharding, vjp
 from jax_qla.checks import Checked, check, check_gradient
-from jax_qla.implementations import Choice, RecurrentCall, choose
+from jax_qla.implementations import Choice, RecurrentCall, Residuals, choose
 from jax_qla.kernels.common import CHUNK
 from jax_qla.segments import gates_with_resets, segments_from_cu_seqlens
 from jax_qla.sharding import Layout, MeshAxes
@@ -232,7 +232,7 @@ def chunk_gated_delta_rule_fwd(
     cu_seqlens: jax.Array | None = None,
     implementation: str | Sequence[str] | None = None,
     precision: jax.lax.PrecisionLike = None,
-) -> tuple[jax.Array, jax.Array | None, dispatch.Residuals | None]:
+) -> tuple[jax.Array, jax.Array | None, Residuals | None]:
     """The forward half of `chunk_gated_delta_rule`, with what the backward half reads; for writing one's own VJP.
 
     Not differentiable itself. Preparations are the caller's: q and k are taken as they are, g and beta are float32.
@@ -284,7 +284,7 @@ def chunk_gated_delta_rule_bwd(
     v: jax.Array,
     g: jax.Array,
     beta: jax.Array,
-    residuals: dispatch.Residuals | None,
+    residuals: Residuals | None,
     do: jax.Array | None,
     d_final_state: jax.Array | None = None,
     *,

@@ -30,7 +30,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_qla import dispatch
-from jax_qla.implementations import Choice
+from jax_qla.implementations import Choice, Residuals
 
 Axes = tuple[str, ...]
 """Names of mesh axes, the first the slowest."""
@@ -208,7 +208,7 @@ def forward(
     output_final_state: bool,
     with_residuals: bool,
     precision: Any = None,
-) -> tuple[jax.Array, jax.Array | None, dispatch.Residuals | None, Carry | None]:
+) -> tuple[jax.Array, jax.Array | None, Residuals | None, Carry | None]:
     """o, final_state, residuals and, with `axes`, what `backward` needs of the exchange.
 
     Args:
@@ -248,7 +248,7 @@ def _dense_forward(
     axes: Axes,
     output_final_state: bool,
     options: Mapping[str, Any],
-) -> tuple[jax.Array, jax.Array | None, dispatch.Residuals | None, Carry]:
+) -> tuple[jax.Array, jax.Array | None, Residuals | None, Carry]:
     """`forward` of a dense batch whose sequences are cut over `axes`."""
     o, response, o_of_state, transition, residuals = dispatch.affine_forward(q, k, v, g, beta, None, **options)
     first = None if initial_state is None else _mask(_is_first(axes), initial_state)
@@ -282,7 +282,7 @@ def backward(
     beta: jax.Array,
     initial_state: jax.Array | None,
     segments: jax.Array | None,
-    residuals: dispatch.Residuals | None,
+    residuals: Residuals | None,
     carry: Carry | None,
     do: jax.Array | None,
     d_final_state: jax.Array | None,

@@ -25,8 +25,7 @@ import numpy as np
 
 from jax_qla import policy, store
 from jax_qla import segments as tables
-from jax_qla.implementations import RecurrentCall
-from jax_qla.kernels import PACKAGED
+from jax_qla.implementations import RecurrentCall, Residuals
 from jax_qla.kernels import adjoint_summaries as adjoint_summaries_kernel
 from jax_qla.kernels import compose as compose_kernel
 from jax_qla.kernels import forward as forward_kernel
@@ -38,13 +37,11 @@ from jax_qla.kernels import state_gradients as state_gradients_kernel
 from jax_qla.kernels import states as states_kernel
 from jax_qla.kernels import summaries as summaries_kernel
 from jax_qla.kernels.common import CHUNK
+from jax_qla.kernels.packaged import PACKAGED
 from jax_qla.launch import Step, launch, unavailable
 
 HEAD_DIMS = (64, 128)
 """Sizes of K and V that kernels exist for."""
-
-Residuals = tuple[jax.Array, jax.Array]
-"""a and gamma: see `dispatch.Residuals`."""
 
 DTYPES = ("bfloat16", "float16")
 """Dtypes of q, k and v that kernels exist for."""

@@ -14,15 +14,11 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 
-from jax_qla.implementations import Choice, load
+from jax_qla.implementations import Choice, Residuals, load
 from jax_qla.kernels.common import CHUNK
 from jax_qla.refusal import refuse
 
 _Tree = TypeVar("_Tree")
-
-Residuals = tuple[jax.Array, jax.Array]
-"""a [B, T, Hv, 64] in v's dtype: rows of the gated inverse of the row's chunk; gamma [B, T, Hv] float32: the cumulative
-sum of g within the chunk."""
 
 SECOND_ORDER = (
     "chunk_gated_delta_rule has first derivatives by reverse mode only (jax.grad, jax.vjp); "

@@ -25,7 +25,7 @@ import numpy as np
 
 import jax_qla
 from jax_qla import driver, implementations, launch, store
-from jax_qla.kernels import PACKAGED
+from jax_qla.kernels.packaged import PACKAGED
 
 Section = dict[str, Any]
 """A part of the report: JSON."""

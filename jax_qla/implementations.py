@@ -25,6 +25,10 @@ NAMES = ("cuda", "xla", "reference")
 _AUTOMATIC = ("cuda", "xla")
 """What `implementation=None` stands for."""
 
+Residuals = tuple[jax.Array, jax.Array]
+"""What forward keeps for backward: a [B, T, Hv, 64] in v's dtype, rows of the gated inverse of the row's chunk; gamma
+[B, T, Hv] float32, the cumulative sum of g within the chunk."""
+
 _ONLY_CUDA = "the kernels of 'cuda' run on NVIDIA Hopper GPUs only"
 
 

@@ -205,8 +205,3 @@ def chunk_table(segments: jax.Array | np.ndarray, tokens: int) -> Any:
     first_row = xp.where(chunk <= last_chunk, start + chunk * CHUNK, fill_start)
     sequence = xp.maximum(entry - 1, 0)
     return xp.stack([sequence, first_row, rows, fill_rows], axis=1).astype(np.int32)
-
-
-def dense_chunk_table(batch: int, tokens: int) -> np.ndarray:
-    """`chunk_table` of a dense batch flattened to one row of B * T tokens, as a NumPy constant."""
-    return np.asarray(chunk_table(dense_segments(batch, tokens), batch * tokens))

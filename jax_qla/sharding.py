@@ -34,7 +34,7 @@ from jax.sharding import PartitionSpec as P
 
 from jax_qla import context_parallel, dispatch
 from jax_qla.context_parallel import Axes, Carry
-from jax_qla.implementations import Choice
+from jax_qla.implementations import Choice, Residuals
 from jax_qla.refusal import refuse_sharded_export
 from jax_qla.segments import segments_from_segment_ids
 
@@ -466,7 +466,7 @@ def forward(
     output_final_state: bool,
     with_residuals: bool,
     precision: Any = None,
-) -> tuple[jax.Array, jax.Array | None, dispatch.Residuals | None, Carry | None]:
+) -> tuple[jax.Array, jax.Array | None, Residuals | None, Carry | None]:
     """o, final_state, residuals and what the backward needs of the exchange between the shards of the sequence.
 
     Shapes are those of `context_parallel`, of the whole batch as the caller sees it. Where `layout` says that the
@@ -525,7 +525,7 @@ def backward(
     beta: jax.Array,
     initial_state: jax.Array | None,
     segments: jax.Array | None,
-    residuals: dispatch.Residuals | None,
+    residuals: Residuals | None,
     carry: Carry | None,
     do: jax.Array | None,
     d_final_state: jax.Array | None,

@@ -29,6 +29,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from jax_qla.implementations import Residuals
 from jax_qla.kernels.common import CHUNK, MIN_LOG_DECAY
 from jax_qla.segments import chunk_table, first_slot
 
@@ -41,7 +42,6 @@ _HEADS_AT_ONCE = 512
 _DTYPES = ("bfloat16", "float16", "float32")
 
 Precision = jax.lax.PrecisionLike
-Residuals = tuple[jax.Array, jax.Array]
 
 
 def why_not(q: jax.Array, k: jax.Array, v: jax.Array) -> str | None:

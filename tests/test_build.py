@@ -21,7 +21,8 @@ import programs
 import pytest
 
 from jax_qla import cuda, launch, policy, store
-from jax_qla.kernels import PACKAGED, build, prepare, toolchain
+from jax_qla.kernels import build, prepare, toolchain
+from jax_qla.kernels.packaged import PACKAGED
 
 LACKING = store.why_not_buildable()
 pytestmark = pytest.mark.skipif(LACKING is not None, reason=str(LACKING))

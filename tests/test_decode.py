@@ -16,7 +16,7 @@ from test_api import assert_close, on_hopper, states, tokens
 
 import jax_qla
 from jax_qla import implementations
-from jax_qla.kernels import PACKAGED
+from jax_qla.kernels.packaged import PACKAGED
 from jax_qla.reference import recurrence
 
 SCALE = 16**-0.5

@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 
 from jax_qla import doctor, driver, implementations, launch, store
-from jax_qla.kernels import PACKAGED
+from jax_qla.kernels.packaged import PACKAGED
 
 NVCC = "13.0.88"
 

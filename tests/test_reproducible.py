@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 
 from jax_qla import store
-from jax_qla.kernels import PACKAGED
+from jax_qla.kernels.packaged import PACKAGED
 
 LACKING = store.why_not_buildable()
 needs_compilers = pytest.mark.skipif(LACKING is not None, reason=str(LACKING))
@@ -28,7 +28,8 @@ HEXADECIMAL = re.compile("[0-9a-f]{64}")
 
 BUILD = """
 import hashlib, json, sys
-from jax_qla.kernels import PACKAGED, build
+from jax_qla.kernels import build
+from jax_qla.kernels.packaged import PACKAGED
 cubin, entry, source = build.build(*PACKAGED[int(sys.argv[1])])
 print(json.dumps([hashlib.sha256(cubin).hexdigest(), hashlib.sha256(source.encode()).hexdigest(), entry]))
 """

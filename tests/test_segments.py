@@ -116,7 +116,7 @@ def test_first_slot_finds_each_sequence() -> None:
 
 def test_dense_tables() -> None:
     np.testing.assert_array_equal(sg.dense_segments(3, 100), [[0, 100], [100, 200], [200, 300]])
-    table = sg.dense_chunk_table(3, 100)
+    table = sg.chunk_table(sg.dense_segments(3, 100), 300)
     assert isinstance(table, np.ndarray)
     assert [tuple(row) for row in table.tolist() if row[2]] == [
         (0, 0, 64, 0), (0, 64, 36, 0), (1, 100, 64, 0), (1, 164, 36, 0), (2, 200, 64, 0), (2, 264, 36, 0),

@@ -23,7 +23,7 @@ import pytest
 
 import jax_qla
 from jax_qla import _ffi, cuda, implementations, policy, store
-from jax_qla.kernels import PACKAGED
+from jax_qla.kernels.packaged import PACKAGED
 
 NAME = "prepare"
 

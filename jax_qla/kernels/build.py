@@ -19,7 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from jax_qla import store
-from jax_qla.kernels import PACKAGED, toolchain
+from jax_qla.kernels import toolchain
+from jax_qla.kernels.packaged import PACKAGED
 
 
 @dataclasses.dataclass(frozen=True)

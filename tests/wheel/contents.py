@@ -20,7 +20,7 @@ from email.parser import HeaderParser
 from pathlib import Path
 
 from jax_qla import store
-from jax_qla.kernels import PACKAGED
+from jax_qla.kernels.packaged import PACKAGED
 
 LARGEST = 25 * 2**20
 NEEDED = {"jax", "jaxlib", "numpy"}

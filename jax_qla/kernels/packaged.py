@@ -1,0 +1,50 @@
+"""The complete list of the kernels that the API can reach on CUDA, hence of what a wheel carries.
+
+Apart from the package's other modules, because it imports every kernel's, which other modules than `jax_qla.cuda` can do
+without.
+"""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+from jax_qla.kernels import (
+    adjoint_summaries,
+    compose,
+    forward,
+    gradients,
+    layout,
+    prepare,
+    recurrent,
+    state_gradients,
+    states,
+    summaries,
+)
+
+_HEAD_DIMS = (64, 128)
+_DTYPES = ("bfloat16", "float16")
+_STATE_DTYPES = ("float32", "bfloat16")  # for decoding, where the state is what there is to read
+
+
+def _packaged() -> tuple[tuple[str, Any], ...]:
+    kernels: list[tuple[str, Any]] = [("layout", layout.Config())]
+    for key_dim, dtype in itertools.product(_HEAD_DIMS, _DTYPES):
+        kernels.append(("prepare", prepare.Config(key_dim, dtype)))
+    for key_dim, value_dim, dtype in itertools.product(_HEAD_DIMS, _HEAD_DIMS, _DTYPES):
+        kernels.append(("gradients", gradients.Config(key_dim, value_dim, dtype)))
+        kernels.append(("summaries", summaries.Config(key_dim, value_dim, dtype)))
+        kernels.append(("adjoint_summaries", adjoint_summaries.Config(key_dim, value_dim, dtype)))
+        for value_tile in sorted({64, value_dim}):
+            kernels.append(("forward", forward.Config(key_dim, value_dim, dtype, value_tile)))
+            kernels.append(("states", states.Config(key_dim, value_dim, dtype, value_tile)))
+            kernels.append(("state_gradients", state_gradients.Config(key_dim, value_dim, dtype, value_tile)))
+        for state_dtype in _STATE_DTYPES:
+            kernels.append(("recurrent", recurrent.Config(key_dim, value_dim, dtype, state_dtype)))
+    for key_dim, value_dim, reverse in itertools.product(_HEAD_DIMS, _HEAD_DIMS, (False, True)):
+        kernels.append(("compose", compose.Config(key_dim, value_dim, reverse)))
+    return tuple(kernels)
+
+
+PACKAGED = _packaged()
+"""(module name, Config) of every kernel of the wheel."""
