@@ -42,6 +42,30 @@ __device__ __forceinline__ void jax_qla_load_transposed(void* registers, const v
                  : "r"(jax_qla_matrix_row(tile, n)) : "memory");
   }
 }
+// Two numbers rounded to bf16 or fp16, x in the lower half.
+template <bool bf16>
+__device__ __forceinline__ unsigned jax_qla_pack(float x, float y) {
+  unsigned r;
+  if (bf16) {
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(y), "f"(x));
+  } else {
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(y), "f"(x));
+  }
+  return r;
+}
+// The transpose of a wgmma accumulator [64 columns][64 tokens], rounded, into such a tile. Every warp writes its own 16 columns.
+template <bool bf16>
+__device__ __forceinline__ void jax_qla_store_transposed(const void* registers, void* tile) {
+  const float* x = static_cast<const float*>(registers);
+#pragma unroll
+  for (int n = 0; n < 4; ++n) {
+    unsigned r[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) r[i] = jax_qla_pack<bf16>(x[8 * n + 2 * i], x[8 * n + 2 * i + 1]);
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(jax_qla_matrix_row(tile, n)),
+                 "r"(r[0]), "r"(r[1]), "r"(r[2]), "r"(r[3]) : "memory");
+  }
+}
 """
 
 
@@ -109,10 +133,10 @@ def macros():
 
     @T.macro
     def fetch_gates(gamma, beta, row, rows, head, thread, fetched):
-        """Threads 0..63 read gamma of their row and of the last, and beta, into `fetched` [3] (registers)."""
+        """Threads 0..63 read gamma of their row and of the last, and beta, into `fetched` [3] (registers), and do not wait for them."""
         if thread < rows:
-            fetched[0] = gamma[row + thread, head] * T.float32(LOG2_E)
-            fetched[1] = gamma[row + rows - 1, head] * T.float32(LOG2_E)
+            fetched[0] = gamma[row + thread, head]
+            fetched[1] = gamma[row + rows - 1, head]
             fetched[2] = beta[row + thread, head]
 
     @T.macro
@@ -120,9 +144,9 @@ def macros():
         """Threads 0..63 write gamma (in units of log2), exp(gamma), exp(gamma_C - gamma) and beta of one chunk; 0 beyond `rows`."""
         if thread < C:
             if thread < rows:
-                gamma_s[stage, thread] = fetched[0]
-                rise_s[stage, thread] = T.exp2(fetched[0])
-                fall_s[stage, thread] = T.exp2(fetched[1] - fetched[0])
+                gamma_s[stage, thread] = fetched[0] * T.float32(LOG2_E)
+                rise_s[stage, thread] = T.exp2(fetched[0] * T.float32(LOG2_E))
+                fall_s[stage, thread] = T.exp2((fetched[1] - fetched[0]) * T.float32(LOG2_E))
                 beta_s[stage, thread] = fetched[2]
             else:
                 gamma_s[stage, thread] = 0.0

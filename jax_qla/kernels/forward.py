@@ -14,14 +14,17 @@ the A operands of the next wgmma, and neither the state nor an intermediate goes
 Plan, one block per (sequence, value head, tile of `value_tile` value columns), three stages of chunk tiles:
 
     warpgroup       registers  work
-    0 (and 1)       208        64 value columns each: S^T in float32, the five products above that contain S or Vd
-    last            88         warp 0 loads Q, K, V, a with TMA; all: gates, P = scale Q K^T o G into shared memory, up to
-                               two chunks ahead of the state
+    0 (and 1)       200        64 value columns each: S^T in float32, the five products above that contain S or Vd
+    last but one    88         gates, P = scale Q K^T o G into shared memory, up to two chunks ahead of the state
+    last            24         one warp of it loads Q, K, V, a with TMA
 
-    barrier         arrives    waits              says
-    loaded[stage]   TMA        last, then state   the tiles are there
-    ready[stage]    last       state              gates and P are there, rows beyond the sequence are zero in K
-    free[stage]     state      last               the stage may be overwritten; O has left from V's tile
+    barrier         arrives    waits                    says
+    loaded[stage]   TMA        last but one, then state the tiles are there
+    ready[stage]    last but one  state                 gates and P are there, rows beyond the sequence are zero in K
+    free[stage]     state      last                     the stage may be overwritten; O has left from V's tile
+
+The loads have a warp to themselves: as long as the warpgroup of P issued them, in between, it and so the state waited for a third
+of the time.
 
 Operations a chunk and head at K = V = 128: 10.5 MFLOP, 1.75 us of an SM's share of 790 TFLOP/s.
 """
@@ -31,10 +34,44 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 
-from jax_qla.kernels.common import CHUNK, PASS_CONFIGS, PRELUDE, accumulator_layout, macros
+from jax_qla.kernels.common import CHUNK, LOG2_E, PASS_CONFIGS, PRELUDE, accumulator_layout, macros
 from jax_qla.kernels.specification import decay, gather_chunks, last_row, scan_slots, scatter_chunks
 
 __all__ = ["PASS_CONFIGS", "Config", "program", "specification"]
+
+
+P_PRELUDE = r"""
+// P = scale product o G of one chunk, for i >= j, else 0. `product`: this thread's part of Q K^T, a wgmma accumulator [64, 64];
+// gamma in units of log2; `tile` [64][64] in shared memory, 128-byte swizzled, in the layout that wgmma reads.
+template <bool bf16>
+__device__ __forceinline__ void jax_qla_decayed(const void* product, const float* gamma, float scale, void* tile) {
+  const float* p = static_cast<const float*>(product);
+  const int lane = threadIdx.x & 31, warp = (threadIdx.x >> 5) & 3, top = warp * 16 + lane / 4;
+  const float near = gamma[top], far = gamma[top + 8];
+  const int to = warp * 16 + (lane >> 3 & 1) * 8 + (lane & 7);  // the row that this lane points stmatrix at
+  const unsigned row = static_cast<unsigned>(__cvta_generic_to_shared(tile)) + to * 128;
+#pragma unroll
+  for (int n = 0; n < 8; n += 2) {
+    unsigned r[4] = {0, 0, 0, 0};
+    if (n <= warp * 2) {  // tiles above the diagonal are zero
+#pragma unroll
+      for (int m = 0; m < 2; ++m) {
+        const int column = (n + m) * 8 + lane % 4 * 2;
+        const float2 from = *reinterpret_cast<const float2*>(gamma + column);
+        const float* x = p + (n + m) * 4;
+        const float a = top >= column ? x[0] * scale * exp2f(near - from.x) : 0.f;
+        const float b = top > column ? x[1] * scale * exp2f(near - from.y) : 0.f;
+        const float c = top + 8 >= column ? x[2] * scale * exp2f(far - from.x) : 0.f;
+        const float d = top + 8 > column ? x[3] * scale * exp2f(far - from.y) : 0.f;
+        r[m * 2] = jax_qla_pack<bf16>(a, b);
+        r[m * 2 + 1] = jax_qla_pack<bf16>(c, d);
+      }
+    }
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(row + (((n + (lane >> 4)) ^ (to & 7)) << 4)),
+                 "r"(r[0]), "r"(r[1]), "r"(r[2]), "r"(r[3]) : "memory");
+  }
+}
+"""
 
 
 @dataclass(frozen=True)
@@ -57,6 +94,7 @@ def program(config: Config):
     stages = 3
     S = 2 * W  # threads that hold the state: one warpgroup for every 64 value columns
     m = macros()
+    bf16 = "true" if dtype == "bfloat16" else "false"
     tokens, key_heads, value_heads, sequences = T.dynamic("tokens, key_heads, value_heads, sequences")
     initial_states, final_states = T.dynamic("initial_states, final_states")  # sequences, or 0: not given, not wanted
 
@@ -75,7 +113,7 @@ def program(config: Config):
         ratio: T.int32,
         scale: T.float32,
     ):
-        with T.Kernel(sequences * tiles, value_heads, threads=S + 128, prelude=PRELUDE) as (block, head):
+        with T.Kernel(sequences * tiles, value_heads, threads=S + 256, prelude=PRELUDE + P_PRELUDE) as (block, head):
             T.annotate_min_blocks_per_sm(1)
             T.pdl_sync()  # `prepare` has ended
             n = T.alloc_var("int32")
@@ -100,53 +138,62 @@ def program(config: Config):
             rise_s = T.alloc_shared((stages, C), "float32")
             fall_s = T.alloc_shared((stages, C), "float32")
             beta_s = T.alloc_shared((stages, C), "float32")
+            whole_s = T.alloc_shared((stages,), "float32")  # exp(gamma_C)
             loaded = T.alloc_barrier([32] * stages)
             ready = T.alloc_barrier([128] * stages)
             free = T.alloc_barrier([S] * stages)
 
-            if tx >= S:
-                T.set_max_nreg(88, 0)
-                fetched = T.alloc_local((3,), "float32")  # gates of the chunk after
-                gates = T.alloc_local((3,), "float32")
+            if tx >= S + 128:
+                T.set_max_nreg(24, 0)
+                if tx < S + 160:
+                    for c in T.serial(count):
+                        at = c % stages
+                        if c >= stages:
+                            T.barrier_wait(free[at], (c // stages + 1) % 2)
+                        m.load_rows(k, start + c * C, key_head, 0, K, k_s, at, loaded)
+                        m.load_rows(q, start + c * C, key_head, 0, K, q_s, at, loaded)
+                        m.load_rows(a, start + c * C, head, 0, C, a_s, at, loaded)
+                        m.load_rows(v, start + c * C, head, first, W, v_s, at, loaded)
+                        T.barrier_arrive(loaded[at])
+            elif tx >= S:
+                T.set_max_nreg(72, 0)
+                fetched = T.alloc_local((3,), "float32")  # gates of the chunk to come
                 p = T.alloc_fragment((C, C), "float32")
-                T.clear(gates)
-                for step in T.serial(count + 1):
-                    if step < count:
-                        # load a chunk as soon as the state has left the stage
-                        m.fetch_gates(
-                            gamma, beta, start + step * C, T.min(end - (start + step * C), C), head, tx - S, fetched
-                        )
-                        if step >= stages:
-                            T.barrier_wait(free[step % stages], (step // stages + 1) % 2)
-                        if tx < S + 32:
-                            m.load_rows(k, start + step * C, key_head, 0, K, k_s, step % stages, loaded)
-                            m.load_rows(q, start + step * C, key_head, 0, K, q_s, step % stages, loaded)
-                            m.load_rows(a, start + step * C, head, 0, C, a_s, step % stages, loaded)
-                            m.load_rows(v, start + step * C, head, first, W, v_s, step % stages, loaded)
-                            T.barrier_arrive(loaded[step % stages])
-                    if step > 0:
-                        # prepare the chunk before, which has arrived
-                        stage = (step + stages - 1) % stages
-                        rows = T.min(end - (start + (step - 1) * C), C)
-                        m.store_gates(gates, rows, tx - S, stage, gamma_s, rise_s, fall_s, beta_s)
-                        T.barrier_wait(loaded[stage], (step - 1) // stages % 2)
-                        if rows < C:
-                            m.zero_tail(k_s, stage, rows, K, tx - S, 128)
-                            m.zero_tail(v_s, stage, rows, W, tx - S, 128)
-                            m.zero_tail(a_s, stage, rows, C, tx - S, 128)
-                            T.fence_proxy_async()
-                        T.sync_threads(3, 128)
-                        T.gemm(q_s[stage, :, :], k_s[stage, :, :], p, transpose_B=True, clear_accum=True)
-                        for i, j in T.Parallel(C, C):
-                            p[i, j] = (
-                                p[i, j] * scale * T.exp2(T.min(gamma_s[stage, i] - gamma_s[stage, j], T.float32(0)))
-                            )
-                        for i, j in T.Parallel(C, C):
-                            p_s[stage, i, j] = T.Select(i >= j, T.cast(p[i, j], dtype), T.cast(0, dtype))
+                T.annotate_layout({p: accumulator_layout(C, S)})
+                m.fetch_gates(gamma, beta, start, T.min(end - start, C), head, tx - S, fetched)
+                for c in T.serial(count):
+                    at = c % stages
+                    rows = T.min(end - (start + c * C), C)
+                    T.barrier_wait(loaded[at], (c // stages) % 2)
+                    m.store_gates(fetched, rows, tx - S, at, gamma_s, rise_s, fall_s, beta_s)
+                    if tx == S:
+                        whole_s[at] = T.exp2(fetched[1] * T.float32(LOG2_E))
+                    m.fetch_gates(
+                        gamma,
+                        beta,
+                        start + (c + 1) * C,
+                        T.min(end - (start + (c + 1) * C), C),
+                        head,
+                        tx - S,
+                        fetched,
+                    )
+                    if rows < C:
+                        m.zero_tail(k_s, at, rows, K, tx - S, 128)
+                        m.zero_tail(v_s, at, rows, W, tx - S, 128)
+                        m.zero_tail(a_s, at, rows, C, tx - S, 128)
                         T.fence_proxy_async()
-                        T.barrier_arrive(ready[stage])
-                    for x in T.unroll(3):
-                        gates[x] = fetched[x]
+                    T.sync_threads(3, 128)
+                    T.gemm(q_s[at, :, :], k_s[at, :, :], p, transpose_B=True, clear_accum=True)
+                    T.call_extern(
+                        "handle",
+                        f"jax_qla_decayed<{bf16}>",
+                        T.address_of(p[0, 0]),
+                        T.address_of(gamma_s[at, 0]),
+                        scale,
+                        T.address_of(p_s[at, 0, 0]),
+                    )
+                    T.fence_proxy_async()
+                    T.barrier_arrive(ready[at])
             else:
                 for wg in tuple(range(W // 64)):
                     part = wg * 64  # first of this warpgroup's columns
@@ -160,10 +207,8 @@ def program(config: Config):
                         vk_b = T.alloc_fragment((64, C), dtype)
                         acc = T.alloc_fragment((64, C), "float32")
                         v_t = T.alloc_fragment((64, C), dtype)
-                        T.annotate_layout({v_t: accumulator_layout(C)})
+                        T.annotate_layout({v_t: accumulator_layout(C), acc: accumulator_layout(C, wg * 128)})
                         whole = T.alloc_var("float32")
-                        line = T.alloc_var("int32")
-                        lines = T.alloc_var("int32")
                         if initial_states > 0:
                             for i, j in T.Parallel(64, K):
                                 state[i, j] = initial_state[n, head, j, first + part + i]
@@ -171,8 +216,6 @@ def program(config: Config):
                             T.clear(state)
                         for c in T.serial(count):
                             at = c % stages
-                            line = start + c * C
-                            lines = T.min(end - line, C)
                             T.copy(state, state_b)
                             T.barrier_wait(ready[at], (c // stages) % 2)
                             T.barrier_wait(loaded[at], (c // stages) % 2)
@@ -195,7 +238,7 @@ def program(config: Config):
                                 x_b[i, j] = beta_s[at, j] * (T.cast(v_t[i, j], "float32") - rise_s[at, j] * u[i, j])
                             # Vd = X A^T
                             T.wgmma_gemm(x_b, a_s[at, :, :], u, transpose_B=True, clear_accum=True)
-                            whole = rise_s[at, lines - 1]
+                            whole = whole_s[at]
                             for i, j in T.Parallel(64, K):
                                 state[i, j] = state[i, j] * whole
                             T.wait_wgmma(1)
@@ -210,18 +253,24 @@ def program(config: Config):
                             T.wgmma_gemm(vd_b, p_s[at, :, :], acc, transpose_B=True)
                             T.wait_wgmma(0)
                             T.sync_warp()  # V was read by other lanes
-                            for i, j in T.Parallel(64, C):
-                                v_s[at, j, part + i] = T.cast(acc[i, j], dtype)
+                            T.call_extern(
+                                "handle",
+                                f"jax_qla_store_transposed<{bf16}>",
+                                T.address_of(acc[0, 0]),
+                                T.address_of(v_s[at, 0, part]),
+                            )
                             T.fence_proxy_async()
                             T.sync_threads(4 + wg, 128)
-                            if lines == C:
+                            if end - start >= (c + 1) * C:
                                 T.tma_copy(
                                     v_s[at, :, part : part + 64],
-                                    o[line : line + C, head, first + part : first + part + 64],
+                                    o[start + c * C : start + c * C + C, head, first + part : first + part + 64],
                                     leader_scope_threads=128,
                                 )
                             else:
-                                m.store_rows(v_s, at, o, line, lines, head, first, part, tx - wg * 128)
+                                m.store_rows(
+                                    v_s, at, o, start + c * C, end - start - c * C, head, first, part, tx - wg * 128
+                                )
                         T.tma_store_wait(0)
                         if final_states > 0:
                             for i, j in T.Parallel(64, K):
