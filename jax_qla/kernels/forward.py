@@ -138,6 +138,7 @@ def program(config: Config):
             rise_s = T.alloc_shared((stages, C), "float32")
             fall_s = T.alloc_shared((stages, C), "float32")
             beta_s = T.alloc_shared((stages, C), "float32")
+            scaled_s = T.alloc_shared((stages, C), "float32")  # scale exp(gamma)
             whole_s = T.alloc_shared((stages,), "float32")  # exp(gamma_C)
             loaded = T.alloc_barrier([32] * stages)
             ready = T.alloc_barrier([128] * stages)
@@ -166,6 +167,8 @@ def program(config: Config):
                     rows = T.min(end - (start + c * C), C)
                     T.barrier_wait(loaded[at], (c // stages) % 2)
                     m.store_gates(fetched, rows, tx - S, at, gamma_s, rise_s, fall_s, beta_s)
+                    if tx < S + C:
+                        scaled_s[at, tx - S] = scale * rise_s[at, tx - S]
                     if tx == S:
                         whole_s[at] = T.exp2(fetched[1] * T.float32(LOG2_E))
                     m.fetch_gates(
@@ -214,25 +217,23 @@ def program(config: Config):
                                 state[i, j] = initial_state[n, head, j, first + part + i]
                         else:
                             T.clear(state)
+                        T.copy(state, state_b)
+                        if count > 0:
+                            T.barrier_wait(ready[0], 0)
+                            T.barrier_wait(loaded[0], 0)
+                        T.wgmma_gemm(state_b, k_s[0, :, :], u, transpose_B=True, clear_accum=True)
+                        T.call_extern(
+                            "handle",
+                            "jax_qla_load_transposed",
+                            T.address_of(v_t[0, 0]),
+                            T.address_of(v_s[0, 0, part]),
+                        )
+                        T.wait_wgmma(0)
                         for c in T.serial(count):
                             at = c % stages
-                            T.copy(state, state_b)
-                            T.barrier_wait(ready[at], (c // stages) % 2)
-                            T.barrier_wait(loaded[at], (c // stages) % 2)
-                            # U = S^T K^T and S^T Q^T
-                            T.wgmma_gemm(state_b, k_s[at, :, :], u, transpose_B=True, clear_accum=True)
+                            after = (c + 1) % stages
+                            # U = S^T K^T is under way. S^T Q^T
                             T.wgmma_gemm(state_b, q_s[at, :, :], acc, transpose_B=True, clear_accum=True)
-                            T.call_extern(
-                                "handle",
-                                "jax_qla_load_transposed",
-                                T.address_of(v_t[0, 0]),
-                                T.address_of(v_s[at, 0, part]),
-                            )
-                            # by now the previous chunk's outputs have left, and its stage may be overwritten
-                            T.tma_store_wait(0)
-                            if c > 0:
-                                T.barrier_arrive(free[(c - 1) % stages])
-                            T.wait_wgmma(1)
                             # X = beta (V^T - exp(gamma) U)
                             for i, j in T.Parallel(64, C):
                                 x_b[i, j] = beta_s[at, j] * (T.cast(v_t[i, j], "float32") - rise_s[at, j] * u[i, j])
@@ -241,9 +242,13 @@ def program(config: Config):
                             whole = whole_s[at]
                             for i, j in T.Parallel(64, K):
                                 state[i, j] = state[i, j] * whole
+                            # by now the previous chunk's outputs have left, and its stage may be overwritten
+                            T.tma_store_wait(0)
+                            if c > 0:
+                                T.barrier_arrive(free[(c - 1) % stages])
                             T.wait_wgmma(1)
                             for i, j in T.Parallel(64, C):
-                                acc[i, j] = acc[i, j] * (rise_s[at, j] * scale)
+                                acc[i, j] = acc[i, j] * scaled_s[at, j]
                             T.wait_wgmma(0)
                             for i, j in T.Parallel(64, C):
                                 vk_b[i, j] = u[i, j] * fall_s[at, j]
@@ -251,7 +256,14 @@ def program(config: Config):
                             # S = exp(gamma_C) S + (exp(gamma_C - gamma) Vd) K and O = scale exp(gamma) S^T Q^T + Vd P^T
                             T.wgmma_gemm(vk_b, k_s[at, :, :], state)
                             T.wgmma_gemm(vd_b, p_s[at, :, :], acc, transpose_B=True)
-                            T.wait_wgmma(0)
+                            # The next chunk's U begins before O leaves; after the last chunk it is of whatever lies there, and unused.
+                            if c + 1 < count:
+                                T.barrier_wait(ready[after], ((c + 1) // stages) % 2)
+                                T.barrier_wait(loaded[after], ((c + 1) // stages) % 2)
+                            T.wait_wgmma(1)
+                            T.copy(state, state_b)
+                            T.wgmma_gemm(state_b, k_s[after, :, :], u, transpose_B=True, clear_accum=True)
+                            T.wait_wgmma(1)
                             T.sync_warp()  # V was read by other lanes
                             T.call_extern(
                                 "handle",
@@ -271,6 +283,13 @@ def program(config: Config):
                                 m.store_rows(
                                     v_s, at, o, start + c * C, end - start - c * C, head, first, part, tx - wg * 128
                                 )
+                            T.call_extern(
+                                "handle",
+                                "jax_qla_load_transposed",
+                                T.address_of(v_t[0, 0]),
+                                T.address_of(v_s[after, 0, part]),
+                            )
+                            T.wait_wgmma(0)
                         T.tma_store_wait(0)
                         if final_states > 0:
                             for i, j in T.Parallel(64, K):
