@@ -122,6 +122,8 @@ def compare(rows: Sequence[Row], found: Sequence[Library], report: Report, outpu
             operands, made_for = inputs.make(row), row.both
         report.rows[row] = {}
         for library in found:
+            if row.direction not in library.directions:
+                continue
             try:
                 report.rows[row][library.name] = library.measure(row, operands)
             except Exception as error:  # One library's failure is a finding, and must not cost the other rows.

@@ -36,6 +36,8 @@ class Library(Protocol):
     """A library that the comparison can run."""
 
     name: str
+    directions: tuple[str, ...]
+    """The passes that it has, of "forward" and "backward"."""
 
     def version(self) -> str:
         """Its version. Raises ImportError if it is not installed."""

@@ -32,6 +32,8 @@ class JaxQla:
     layers, and as FlashQLA, which remembers what it derived, does in the graph that is timed.
     """
 
+    directions: tuple[str, ...] = ("forward", "backward")
+
     def __init__(self, name: str, implementation: str, calls: int = CALLS, shared_segments: bool = False) -> None:
         self.name = name
         self._forward = partial(forward, implementation=implementation)

@@ -56,8 +56,6 @@ class Peer:
                     print(f"{self.name} {row.name}: {failure}", flush=True)
 
     def measure(self, row: Row, operands: Mapping[str, Any]) -> Measurement:
-        if row.direction not in self.directions:
-            raise NotImplementedError(f"{self.name} has no {row.direction} pass")
         torch = _torch()
         try:
             return _measure(self.function(row, {name: torch.from_dlpack(x) for name, x in operands.items()}))
@@ -111,7 +109,57 @@ class FlashQla(Peer):
         return backward_results
 
 
-PEERS: tuple[type[Peer], ...] = (FlashQla,)
+class FlashInfer(Peer):
+    """https://github.com/flashinfer-ai/flashinfer, forward pass only, whose CuTe kernels compile at the first call.
+
+    Its gates are factors and its states are transposed: both are converted before the clock starts.
+    """
+
+    name = "flashinfer"
+    package = "flashinfer-python"
+    directions = ("forward",)
+    context_parallel: bool | str = "auto"
+
+    def function(self, row: Row, operands: Mapping[str, Any]) -> Callable[[], Mapping[str, Any]]:
+        prefill = importlib.import_module("flashinfer.gdn_prefill")
+        q, k, v, beta = (operands[name][0] for name in ("q", "k", "v", "beta"))
+        factors = operands["g"][0].exp()
+        initial_state = operands["initial_state"].transpose(-1, -2).contiguous()
+        cu_seqlens = operands["cu_seqlens"].long()
+
+        def results() -> Mapping[str, Any]:
+            o, final_state = prefill.chunk_gated_delta_rule(
+                q,
+                k,
+                v,
+                factors,
+                beta,
+                scale=SCALE,
+                initial_state=initial_state,
+                output_final_state=True,
+                cu_seqlens=cu_seqlens,
+                use_cp=self.context_parallel,
+            )
+            return {"o": o[None], "final_state": final_state.transpose(-1, -2)}
+
+        return results
+
+
+class FlashInferWhole(FlashInfer):
+    """FlashInfer without context parallelism."""
+
+    name = "flashinfer_whole"
+    context_parallel = False
+
+
+class FlashInferCut(FlashInfer):
+    """FlashInfer with context parallelism, whether or not its own rule would choose that."""
+
+    name = "flashinfer_cut"
+    context_parallel = True
+
+
+PEERS: tuple[type[Peer], ...] = (FlashQla, FlashInfer, FlashInferWhole, FlashInferCut)
 
 
 def _torch() -> Any:
