@@ -33,7 +33,7 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 
-from jax_qla.kernels.common import CHUNK, LOG2_E, MIN_LOG_DECAY, PASS_CONFIGS, STRETCHES, accumulator_layout
+from jax_qla.kernels.common import CHUNK, LOG2_E, MIN_LOG_DECAY, PASS_CONFIGS, STRETCHES
 from jax_qla.kernels.specification import decay, gather_chunks, mark, scatter_chunks
 
 __all__ = ["PASS_CONFIGS", "Config", "program", "specification"]
@@ -50,185 +50,317 @@ class Config:
 PRELUDE = (
     f"constexpr int kStretches = {STRETCHES};"
     r"""
-constexpr int kStride = 68;  // floats from a column of a matrix in shared memory to the next: a bank apart for every row
+constexpr int kTile = 8192;    // bytes of 64 rows of 64 elements, 128-byte swizzled
+constexpr int kBlock = 1040;   // bytes from a block on the diagonal to the next in a head's scratch
+constexpr int kLow = 512;      // bytes from the high parts of an inverted block to its low parts
+constexpr float kLimit = 2.001f;
 
-__device__ __forceinline__ float jax_qla_scan(float x) {  // inclusive sum over the lanes up to this one
+// Instructions, one a function.
+
+__device__ __forceinline__ unsigned jax_qla_address(const void* p) { return static_cast<unsigned>(__cvta_generic_to_shared(p)); }
+// Four 8x8 matrices of 16-bit elements, the lanes' addresses being those of their rows.
+template <bool transposed>
+__device__ __forceinline__ void jax_qla_load_matrices(unsigned* r, unsigned address) {
+  if constexpr (transposed) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(address) : "memory");
+  } else {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(address) : "memory");
+  }
+}
+__device__ __forceinline__ void jax_qla_store_matrices(unsigned address, unsigned r0, unsigned r1, unsigned r2, unsigned r3) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};"
+               ::"r"(address), "r"(r0), "r"(r1), "r"(r2), "r"(r3) : "memory");
+}
+// c [16, 8] += a [16, 16] b [16, 8]
+template <bool bf16>
+__device__ __forceinline__ void jax_qla_mma(float* c, const unsigned* a, unsigned b0, unsigned b1) {
+  if constexpr (bf16) {
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+  } else {
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+  }
+}
+template <bool bf16>
+__device__ __forceinline__ unsigned jax_qla_round(float x, float y) {
+  unsigned pair;
+  if constexpr (bf16) {
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(y), "f"(x));
+  } else {
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(y), "f"(x));
+  }
+  return pair;
+}
+
+// What is made of them. A 16x16 block is held by a warp as an accumulator, two 16x8 tiles: element 4 n + 2 h + e of lane l is that
+// of row 8 h + l / 4, column 8 n + 2 (l % 4) + e.
+
+__device__ __forceinline__ float jax_qla_low_half(unsigned pair) { return __uint_as_float(pair << 16); }
+__device__ __forceinline__ float jax_qla_high_half(unsigned pair) { return __uint_as_float(pair & 0xffff0000u); }
+
+// A 16x16 block as high + low, both pairs of bf16; as a left operand `high` is a0, .., a3, as a right one b0, b1 of each 8 columns.
+struct Split {
+  unsigned high[4], low[4];
+};
+__device__ __forceinline__ void jax_qla_split(unsigned& high, unsigned& low, float x, float y) {
+  high = jax_qla_round<true>(x, y);
+  low = jax_qla_round<true>(x - jax_qla_low_half(high), y - jax_qla_high_half(high));
+}
+// An accumulator as a left operand.
+__device__ __forceinline__ void jax_qla_left(Split& s, const float* c) {
+#pragma unroll
+  for (int i = 0; i < 4; ++i) jax_qla_split(s.high[i], s.low[i], c[i * 2], c[i * 2 + 1]);
+}
+__device__ __forceinline__ void jax_qla_multiply(float* c, const Split& a, const Split& b) {
+#pragma unroll
+  for (int n = 0; n < 2; ++n) jax_qla_mma<true>(c + n * 4, a.low, b.high[n * 2], b.high[n * 2 + 1]);
+#pragma unroll
+  for (int n = 0; n < 2; ++n) jax_qla_mma<true>(c + n * 4, a.high, b.low[n * 2], b.low[n * 2 + 1]);
+#pragma unroll
+  for (int n = 0; n < 2; ++n) jax_qla_mma<true>(c + n * 4, a.high, b.high[n * 2], b.high[n * 2 + 1]);
+}
+// An inverted block from scratch memory; transposed: as a left operand, else as a right one.
+template <bool transposed>
+__device__ __forceinline__ void jax_qla_load_inverse(Split& s, unsigned address) {
+  jax_qla_load_matrices<transposed>(s.high, address);
+  jax_qla_load_matrices<transposed>(s.low, address + kLow);
+}
+
+// Number of block (i, k), i <= k, of the upper half, and of block (i, k), i < k, without the diagonal.
+__host__ __device__ constexpr int jax_qla_upper(int i, int k) { return i * (7 - i) / 2 + k; }
+__host__ __device__ constexpr int jax_qla_above(int i, int k) { return i * (5 - i) / 2 + k - 1; }
+
+// Inclusive sums over the 64 rows of a head, of which a lane holds two.
+__device__ __forceinline__ void jax_qla_scan(float* x) {
+  const int lane = threadIdx.x & 31;
 #pragma unroll
   for (int step = 1; step < 32; step *= 2) {
-    const float below = __shfl_up_sync(0xffffffffu, x, step);
-    if ((threadIdx.x & 31) >= step) x += below;
+    const float first = __shfl_up_sync(0xffffffffu, x[0], step), second = __shfl_up_sync(0xffffffffu, x[1], step);
+    if (lane >= step) {
+      x[0] += first;
+      x[1] += second;
+    }
   }
-  return x;
+  x[1] += __shfl_sync(0xffffffffu, x[0], 31);
 }
 
-// L of one head: `kk` is this thread's part of K K^T, a wgmma accumulator [64, 64]; gamma in units of log2.
-// Blocks above the diagonal are not written, nor read by jax_qla_invert. The first call stores the diagonal of K K^T.
-template <bool first>
-__device__ __forceinline__ void jax_qla_lower(const void* kk, float* lower, const float* gamma, const float* beta, float* diagonal,
-                                              int rows) {
-  const float* product = static_cast<const float*>(kk);
-  const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, top = warp * 16 + lane / 4;
+// Rows `rows`.. of the key tile of each warp of the block become zero.
+__device__ __forceinline__ void jax_qla_zero_rows(void* tile, int rows) {
+  for (int i = rows * 8 + (threadIdx.x & 31); i < 512; i += 32) static_cast<uint4*>(tile)[i] = uint4{0, 0, 0, 0};
+}
+
+// kk = the upper half of K K^T in 10 blocks, from K as tiles of 64 columns.
+template <bool bf16, int key_dim>
+__device__ __forceinline__ void jax_qla_products(void* kk, const void* tiles) {
+  float* c = static_cast<float*>(kk);
+  const int lane = threadIdx.x & 31;
+  const unsigned first = jax_qla_address(tiles) + (lane & 15) * 128 + (((lane >> 4) ^ (lane & 7)) << 4);
 #pragma unroll
-  for (int n = 0; n < 8; ++n) {
-    if (n > warp * 2 + 1) break;
-    const int column = n * 8 + lane % 4 * 2;
+  for (int i = 0; i < 80; ++i) c[i] = 0.f;
 #pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      const int row = top + h * 8;
+  for (int step = 0; step < key_dim / 16; ++step) {
+    unsigned rows[4][4];
 #pragma unroll
-      for (int e = 0; e < 2; ++e) {
-        const float decay = exp2f(gamma[row] - gamma[column + e]);
-        const float value = beta[row] * product[n * 4 + h * 2 + e] * decay;
-        if (row > column + e) lower[(column + e) * kStride + row] = row < rows ? value : 0.f;
-        if (first && row == column + e) diagonal[row] = product[n * 4 + h * 2 + e];
+    for (int i = 0; i < 4; ++i) {
+      jax_qla_load_matrices<false>(rows[i], (first ^ (step % 4 << 5)) + step / 4 * kTile + i * 2048);
+    }
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+#pragma unroll
+      for (int k = i; k < 4; ++k) {
+#pragma unroll
+        for (int n = 0; n < 2; ++n) jax_qla_mma<bf16>(c + jax_qla_upper(i, k) * 8 + n * 4, rows[i], rows[k][n], rows[k][n + 2]);
       }
     }
   }
 }
 
-// The last gamma of a chunk, marked. One warp; beta is 0 beyond the chunk's rows.
-__device__ __forceinline__ void jax_qla_mark(float* gamma, float last, const float* beta, const float* diagonal) {
-  const int lane = threadIdx.x & 31;
-  const bool stretches = beta[lane] * diagonal[lane] > 2.001f || beta[lane + 32] * diagonal[lane + 32] > 2.001f;
-  const int mark = __any_sync(0xffffffffu, stretches) ? kStretches : 0;
-  if (lane == 0) *gamma = __int_as_float((__float_as_int(last) & ~kStretches) | mark);
+// The blocks of L^T on the diagonal, to scratch memory as rows of 16 floats, the four quarters of which change places by row; what
+// lies below the diagonal is not L. gamma in units of log2. Returns whether some beta <k, k> exceeds kLimit.
+__device__ __forceinline__ bool jax_qla_diagonal_blocks(const float* kk, const float* gamma, const float* beta, float* scratch) {
+  const int lane = threadIdx.x & 31, row = lane / 4, column = lane % 4 * 2;
+  const int quarter = (column >> 2) ^ (row & 2);
+  float* near = scratch + row * 16 + quarter * 4 + (column & 3);
+  float* far = scratch + row * 16 + (quarter ^ 2) * 4 + (column & 3);
+  float longest = 0.f;
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const float* c = kk + jax_qla_upper(i, i) * 8;
+    const float2 gamma_near = *reinterpret_cast<const float2*>(gamma + i * 16 + column);
+    const float2 gamma_far = *reinterpret_cast<const float2*>(gamma + i * 16 + 8 + column);
+    const float2 beta_near = *reinterpret_cast<const float2*>(beta + i * 16 + column);
+    const float2 beta_far = *reinterpret_cast<const float2*>(beta + i * 16 + 8 + column);
+    const float top = gamma[i * 16 + row], bottom = gamma[i * 16 + 8 + row];
+    *reinterpret_cast<float2*>(near + i * (kBlock / 4)) =
+        float2{beta_near.x * c[0] * exp2f(gamma_near.x - top), beta_near.y * c[1] * exp2f(gamma_near.y - top)};
+    *reinterpret_cast<float2*>(far + i * (kBlock / 4)) =
+        float2{beta_far.x * c[4] * exp2f(gamma_far.x - top), beta_far.y * c[5] * exp2f(gamma_far.y - top)};
+    *reinterpret_cast<float2*>(far + i * (kBlock / 4) + 128) =
+        float2{beta_far.x * c[6] * exp2f(gamma_far.x - bottom), beta_far.y * c[7] * exp2f(gamma_far.y - bottom)};
+    longest = fmaxf(longest, row & 1 ? beta_near.y * c[1] : beta_near.x * c[0]);
+    longest = fmaxf(longest, row & 1 ? beta_far.y * c[7] : beta_far.x * c[6]);
+  }
+  return row / 2 == lane % 4 && longest > kLimit;  // the lanes with elements of the diagonal
 }
 
-struct Split {  // two float32 numbers as high + low, both pairs of bf16
-  unsigned high, low;
-};
-__device__ __forceinline__ Split jax_qla_split(float x, float y) {
-  Split s;
-  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(s.high) : "f"(y), "f"(x));
-  const float left_x = x - __uint_as_float(s.high << 16), left_y = y - __uint_as_float(s.high & 0xffff0000u);
-  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(s.low) : "f"(left_y), "f"(left_x));
-  return s;
-}
-__device__ __forceinline__ void jax_qla_mma(float* c, unsigned a0, unsigned a1, unsigned a2, unsigned a3, unsigned b0, unsigned b1) {
-  asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
-      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-      : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
-}
-
-// c [16, 8 tiles] += a [16, 16] (split) times the matrix [16, 8 tiles] whose first element is `b`
-template <int tiles>
-__device__ __forceinline__ void jax_qla_multiply(float (*c)[4], const Split* a, const float* b) {
-  const int lane = threadIdx.x & 31;
+// The blocks of -L^T above the diagonal, which are right operands -L. A decay is the product of one up to the end of the block
+// before the column's and one from there: neither exceeds 1.
+__device__ __forceinline__ void jax_qla_upper_blocks(Split* lower, const float* kk, const float* gamma, const float* beta) {
+  const int lane = threadIdx.x & 31, row = lane / 4, column = lane % 4 * 2;
 #pragma unroll
-  for (int n = 0; n < tiles; ++n) {
-    const float* column = b + (n * 8 + lane / 4) * kStride + lane % 4 * 2;
-    const float2 near = *reinterpret_cast<const float2*>(column), far = *reinterpret_cast<const float2*>(column + 8);
-    const Split b0 = jax_qla_split(near.x, near.y), b1 = jax_qla_split(far.x, far.y);
-    jax_qla_mma(c[n], a[0].low, a[1].low, a[2].low, a[3].low, b0.high, b1.high);
-    jax_qla_mma(c[n], a[0].high, a[1].high, a[2].high, a[3].high, b0.low, b1.low);
-    jax_qla_mma(c[n], a[0].high, a[1].high, a[2].high, a[3].high, b0.high, b1.high);
-  }
-}
-// The [16, 16] matrix at `m` as a left operand.
-__device__ __forceinline__ void jax_qla_left(Split* a, const float* m) {
-  const int lane = threadIdx.x & 31;
-#pragma unroll
-  for (int k = 0; k < 2; ++k) {
-    const float* first = m + (k * 8 + lane % 4 * 2) * kStride + lane / 4;
-#pragma unroll
-    for (int h = 0; h < 2; ++h) a[k * 2 + h] = jax_qla_split(first[h * 8], first[h * 8 + kStride]);
-  }
-}
-// Minus the accumulators of two adjoining tiles as a left operand.
-__device__ __forceinline__ void jax_qla_chain(Split* a, const float (*c)[4]) {
-#pragma unroll
-  for (int k = 0; k < 2; ++k) {
-#pragma unroll
-    for (int h = 0; h < 2; ++h) a[k * 2 + h] = jax_qla_split(-c[k][h * 2], -c[k][h * 2 + 1]);
-  }
-}
-
-template <typename T>
-struct alignas(4) Pair {
-  T x, y;
-};
-
-// `lower`: L as jax_qla_lower leaves it; `out`: the first element of a, whose rows are `pitch` elements apart. 64 threads, which
-// `barrier` synchronises.
-template <typename T>
-__device__ __forceinline__ void jax_qla_invert(float* lower, T* out, int pitch, int rows, int barrier) {
-  const int thread = threadIdx.x & 63, lane = threadIdx.x & 31, warp = thread >> 5;
-  {  // blocks on the diagonal
-    const int block = thread >> 4, c = thread & 15;
-    float* diagonal = lower + block * 16 * (kStride + 1);
-    float x[16];
-#pragma unroll
-    for (int i = 0; i < 16; ++i) x[i] = i == c ? 1.f : 0.f;
-#pragma unroll
-    for (int j = 0; j < 15; ++j) {
-#pragma unroll
-      for (int i = j + 1; i < 16; ++i) x[i] -= diagonal[j * kStride + i] * x[j];
-    }
-    __syncwarp();
-#pragma unroll
-    for (int i = 0; i < 16; ++i) diagonal[c * kStride + i] = x[i];
-#pragma unroll
-    for (int i = 0; i < 16; ++i) {
-      if (block * 16 + i < rows) out[(block * 16 + i) * pitch + thread] = static_cast<T>(x[i]);
-    }
-    // zeros above them
-    if (thread < rows) {
-      for (int i = block * 2 + 2; i < 8; ++i) reinterpret_cast<uint4*>(out + thread * pitch)[i] = uint4{0, 0, 0, 0};
-    }
-    __syncwarp();
-  }
-  const int top = lane / 4, left = lane % 4 * 2;
-  {  // 16 -> 32: each warp its half
-    float* half = lower + warp * 32 * (kStride + 1);
-    Split a[4];
-    float u[2][4] = {}, x[2][4] = {};
-    jax_qla_left(a, half + 16 * (kStride + 1));
-    jax_qla_multiply<2>(u, a, half + 16);
-    jax_qla_chain(a, u);
-    jax_qla_multiply<2>(x, a, half);
-    __syncwarp();
+  for (int k = 1; k < 4; ++k) {
+    const float end = gamma[k * 16 - 1];
+    float factor[4];
 #pragma unroll
     for (int n = 0; n < 2; ++n) {
+      const float2 gammas = *reinterpret_cast<const float2*>(gamma + k * 16 + n * 8 + column);
+      const float2 betas = *reinterpret_cast<const float2*>(beta + k * 16 + n * 8 + column);
+      factor[n * 2] = -betas.x * exp2f(gammas.x - end);
+      factor[n * 2 + 1] = -betas.y * exp2f(gammas.y - end);
+    }
+#pragma unroll
+    for (int i = 0; i < k; ++i) {
+      const float* c = kk + jax_qla_upper(i, k) * 8;
+      Split& block = lower[jax_qla_above(i, k)];
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
-        const int row = warp * 32 + 16 + top + h * 8, column = n * 8 + left;
-        float* to = half + column * kStride + 16 + top + h * 8;
-        to[0] = x[n][h * 2];
-        to[kStride] = x[n][h * 2 + 1];
-        if (row < rows) {
-          *reinterpret_cast<Pair<T>*>(out + row * pitch + warp * 32 + column) =
-              Pair<T>{static_cast<T>(x[n][h * 2]), static_cast<T>(x[n][h * 2 + 1])};
+        const float rest = exp2f(end - gamma[i * 16 + h * 8 + row]);
+#pragma unroll
+        for (int n = 0; n < 2; ++n) {
+          jax_qla_split(block.high[h * 2 + n], block.low[h * 2 + n], c[n * 4 + h * 2] * factor[n * 2] * rest,
+                        c[n * 4 + h * 2 + 1] * factor[n * 2 + 1] * rest);
         }
       }
     }
   }
-  asm volatile("bar.sync %0, 64;" ::"r"(barrier) : "memory");
-  {  // 32 -> 64: each warp 16 rows
-    const float* last = lower + 32 * (kStride + 1) + warp * 16;
-    Split a[4];
-    float u[4][4] = {}, x[4][4] = {};
-    jax_qla_left(a, last);
-    jax_qla_multiply<4>(u, a, lower + 32);
-    if (warp == 1) {
-      jax_qla_left(a, last + 16 * kStride);
-      jax_qla_multiply<4>(u, a, lower + 48);
-    }
-    jax_qla_chain(a, u);
-    jax_qla_multiply<2>(x, a, lower);
-    jax_qla_chain(a, u + 2);
-    jax_qla_multiply<2>(x, a, lower + 16);
-    jax_qla_multiply<2>(x + 2, a, lower + 16 * (kStride + 1));
+}
+
+// The inverses of the four blocks I + L on the diagonal, in place, split, column by column: a lane substitutes forward in columns c
+// and c + 8 of one block. Halves of columns change places so that ldmatrix meets no bank twice.
+__device__ __forceinline__ void jax_qla_substitute(float* scratch) {
+  const int lane = threadIdx.x & 31, column = lane & 7;
+  float* block = scratch + (lane >> 3) * (kBlock / 4);
+  float x[16], y[8];
 #pragma unroll
-    for (int n = 0; n < 4; ++n) {
+  for (int i = 0; i < 16; ++i) x[i] = i == column ? 1.f : 0.f;
 #pragma unroll
-      for (int h = 0; h < 2; ++h) {
-        const int row = 32 + warp * 16 + top + h * 8;
-        if (row < rows) {
-          *reinterpret_cast<Pair<T>*>(out + row * pitch + n * 8 + left) =
-              Pair<T>{static_cast<T>(x[n][h * 2]), static_cast<T>(x[n][h * 2 + 1])};
+  for (int i = 0; i < 8; ++i) y[i] = x[i];
+#pragma unroll
+  for (int j = 0; j < 15; ++j) {
+#pragma unroll
+    for (int q = (j + 1) / 4; q < 4; ++q) {
+      const float4 l = *reinterpret_cast<const float4*>(block + j * 16 + (q ^ (j & 2)) * 4);
+      const float values[4] = {l.x, l.y, l.z, l.w};
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        const int i = q * 4 + e;
+        if (i > j) {
+          x[i] -= values[e] * x[j];
+          if (j >= 8) y[i - 8] -= values[e] * y[j - 8];
         }
       }
     }
+  }
+  __syncwarp();
+  unsigned high[12], low[12];
+#pragma unroll
+  for (int i = 0; i < 8; ++i) jax_qla_split(high[i], low[i], x[i * 2], x[i * 2 + 1]);
+#pragma unroll
+  for (int i = 0; i < 4; ++i) jax_qla_split(high[8 + i], low[8 + i], y[i * 2], y[i * 2 + 1]);
+  uint4* to = reinterpret_cast<uint4*>(block) + column * 2;
+  const int near = column >> 2, far = near ^ 1;
+  to[near] = uint4{high[0], high[1], high[2], high[3]};
+  to[far] = uint4{high[4], high[5], high[6], high[7]};
+  to[16 + near] = uint4{0, 0, 0, 0};
+  to[16 + far] = uint4{high[8], high[9], high[10], high[11]};
+  to[32 + near] = uint4{low[0], low[1], low[2], low[3]};
+  to[32 + far] = uint4{low[4], low[5], low[6], low[7]};
+  to[48 + near] = uint4{0, 0, 0, 0};
+  to[48 + far] = uint4{low[8], low[9], low[10], low[11]};
+  __syncwarp();
+}
+
+// Block (i, j) of a, to its swizzled tile.
+template <bool bf16>
+__device__ __forceinline__ void jax_qla_put(unsigned to, int i, int j, const Split& s, const float* c) {
+  to = (to ^ (j << 5)) + i * 2048;
+  if constexpr (bf16) {
+    jax_qla_store_matrices(to, s.high[0], s.high[1], s.high[2], s.high[3]);
+  } else {
+    jax_qla_store_matrices(to, jax_qla_round<false>(c[0], c[1]), jax_qla_round<false>(c[2], c[3]), jax_qla_round<false>(c[4], c[5]),
+                           jax_qla_round<false>(c[6], c[7]));
+  }
+}
+
+// kk (jax_qla_products) -> a, in the swizzled `tile`; one warp. Returns the mark of the chunk's last gamma.
+template <bool bf16>
+__device__ __forceinline__ int jax_qla_invert(const void* products, const float* gamma, const float* beta, float* scratch, void* tile) {
+  const float* kk = static_cast<const float*>(products);
+  const int lane = threadIdx.x & 31;
+  const bool stretches = jax_qla_diagonal_blocks(kk, gamma, beta, scratch);
+  Split lower[6];
+  jax_qla_upper_blocks(lower, kk, gamma, beta);
+  __syncwarp();
+  jax_qla_substitute(scratch);
+  const unsigned from =
+      jax_qla_address(scratch) + ((lane >> 4) * 8 + (lane & 7)) * 32 + ((((lane >> 3) ^ (lane >> 2)) & 1) << 4);
+  const unsigned to = jax_qla_address(tile) + (lane & 15) * 128 + (((lane >> 4) ^ (lane & 7)) << 4);
+  Split x[6], s, d;  // x: blocks of a below the diagonal as left operands, numbered as those of L^T
+#pragma unroll
+  for (int distance = 1; distance < 4; ++distance) {
+#pragma unroll
+    for (int j = 0; j + distance < 4; ++j) {
+      const int i = j + distance;
+      float sum[8] = {}, block[8] = {};
+      jax_qla_load_inverse<true>(d, from + i * kBlock);
+      jax_qla_multiply(sum, d, lower[jax_qla_above(j, i)]);
+#pragma unroll
+      for (int k = j + 1; k < i; ++k) jax_qla_multiply(sum, x[jax_qla_above(k, i)], lower[jax_qla_above(j, k)]);
+      jax_qla_left(s, sum);
+      jax_qla_load_inverse<false>(d, from + j * kBlock);
+      jax_qla_multiply(block, s, d);
+      jax_qla_left(x[jax_qla_above(j, i)], block);
+      jax_qla_put<bf16>(to, i, j, x[jax_qla_above(j, i)], block);
+    }
+  }
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    jax_qla_load_inverse<true>(d, from + i * kBlock);
+    float block[8];
+#pragma unroll
+    for (int p = 0; p < 4; ++p) {
+      block[p * 2] = jax_qla_low_half(d.high[p]) + jax_qla_low_half(d.low[p]);
+      block[p * 2 + 1] = jax_qla_high_half(d.high[p]) + jax_qla_high_half(d.low[p]);
+    }
+    jax_qla_put<bf16>(to, i, i, d, block);
+#pragma unroll
+    for (int j = i + 1; j < 4; ++j) jax_qla_store_matrices((to ^ (j << 5)) + i * 2048, 0, 0, 0, 0);
+  }
+  return __any_sync(0xffffffffu, stretches) ? kStretches : 0;
+}
+
+// gamma of a head, of which a lane holds two rows, the last of `rows` with the mark; rows are `heads` elements apart.
+__device__ __forceinline__ void jax_qla_store_gamma(float* gamma, const float* sums, int heads, int rows, int mark) {
+#pragma unroll
+  for (int x = 0; x < 2; ++x) {
+    const int row = x * 32 + (threadIdx.x & 31);
+    const float marked = __int_as_float((__float_as_int(sums[x]) & ~kStretches) | mark);
+    if (row < rows) gamma[static_cast<long long>(row) * heads] = row == rows - 1 ? marked : sums[x];
+  }
+}
+
+// The first `rows` rows of a swizzled tile to `out`, whose rows are `pitch` elements apart; one warp.
+template <typename T>
+__device__ __forceinline__ void jax_qla_store_rows(T* out, const void* tile, int pitch, int rows) {
+  for (int i = threadIdx.x & 31; i < rows * 8; i += 32) {
+    const int row = i >> 3, part = i & 7;
+    reinterpret_cast<uint4*>(out + static_cast<long long>(row) * pitch)[part] =
+        static_cast<const uint4*>(tile)[row * 8 + (part ^ (row & 7))];
   }
 }
 """
@@ -238,20 +370,11 @@ __device__ __forceinline__ void jax_qla_invert(float* lower, T* out, int pitch, 
 def program(config: Config):
     """The TileLang program. Numbers of tokens, heads, value columns and chunk slots are run-time values."""
     import tilelang.language as T
+    from tilelang.layout import make_full_bank_swizzled_layout
 
     C, K, dtype = CHUNK, config.key_dim, config.dtype
+    bf16 = "true" if dtype == "bfloat16" else "false"
     tokens, key_heads, value_heads, value_dim, slots = T.dynamic("tokens, key_heads, value_heads, value_dim, slots")
-
-    @T.macro
-    def fetch(g, beta, row, rows, head, wanted, lane, fetched):
-        """Gates of rows `lane` and `lane` + 32 of a head; 0 beyond `rows`, and where no head is `wanted`."""
-        for x in T.unroll(2):
-            if wanted and x * 32 + lane < rows:
-                fetched[x] = T.max(g[row + x * 32 + lane, head], T.float32(MIN_LOG_DECAY))
-                fetched[2 + x] = beta[row + x * 32 + lane, head]
-            else:
-                fetched[x] = 0.0
-                fetched[2 + x] = 0.0
 
     @T.prim_func
     def prepare(
@@ -264,86 +387,106 @@ def program(config: Config):
         o: T.Tensor((tokens, value_heads, value_dim), dtype),
         ratio: T.int32,
     ):
-        with T.Kernel(slots, key_heads, threads=160, prelude=PRELUDE) as (slot, key_head):
-            T.annotate_min_blocks_per_sm(4)
+        with T.Kernel(slots * (key_heads * ((ratio + 1) // 2)), threads=64, prelude=PRELUDE) as block:
+            T.annotate_min_blocks_per_sm(8)
             T.pdl_sync()  # the tables are there
             T.pdl_trigger()  # what follows waits by itself
+            slot = T.alloc_var("int32")
+            pair = T.alloc_var("int32")
+            key_head = T.alloc_var("int32")
+            slot = T.truncdiv(block, key_heads * T.truncdiv(ratio + 1, 2))
+            pair = T.truncmod(block, key_heads * T.truncdiv(ratio + 1, 2))
+            key_head = T.truncdiv(pair, T.truncdiv(ratio + 1, 2))
+            pair = T.truncmod(pair, T.truncdiv(ratio + 1, 2))
             row = chunks[slot, 1]
             rows = chunks[slot, 2]
             fill = chunks[slot, 3]
             tx = T.get_thread_binding()
+            half = tx // 32
+            lane = tx % 32
+            own = pair * 2 + half < ratio
+            head = key_head * ratio + pair * 2 + half
 
-            k_s = T.alloc_shared((C, K), dtype)
-            lower_s = T.alloc_shared((2, C, C + 4), "float32")
+            tiles_s = T.alloc_shared((2, C, 64), dtype)  # K, 64 columns each; then a of each head
+            scratch_s = T.alloc_shared((2, 1040), "float32")
             gamma_s = T.alloc_shared((2, C), "float32")  # in units of log2
             beta_s = T.alloc_shared((2, C), "float32")
-            diagonal_s = T.alloc_shared((C,), "float32")  # of K K^T
             loaded = T.alloc_barrier(32)
+            T.annotate_layout({tiles_s: make_full_bank_swizzled_layout(tiles_s)})
 
-            if tx >= 128:
-                if rows > 0:
-                    T.tma_copy(k[row : row + C, key_head, 0:K], k_s, barrier=loaded, leader_scope_threads=32)
+            if rows > 0:
+                sums = T.alloc_local((2,), "float32")
+                betas = T.alloc_local((2,), "float32")
+                kk = T.alloc_local((80,), "float32")
+                mark = T.alloc_local((1,), "int32")
+                if tx < 32:
+                    for x in T.unroll(K // 64):
+                        T.tma_copy(
+                            k[row : row + C, key_head, x * 64 : x * 64 + 64],
+                            tiles_s[x, :, :],
+                            barrier=loaded,
+                            leader_scope_threads=32,
+                        )
                     T.barrier_arrive(loaded)
+                for x in T.unroll(2):
+                    if own and x * 32 + lane < rows:
+                        sums[x] = T.max(g[row + x * 32 + lane, head], T.float32(MIN_LOG_DECAY))
+                        betas[x] = beta[row + x * 32 + lane, head]
+                    else:
+                        sums[x] = 0.0
+                        betas[x] = 0.0
+                T.call_extern("handle", "jax_qla_scan", T.address_of(sums[0]))
+                for x in T.unroll(2):
+                    gamma_s[half, x * 32 + lane] = sums[x] * T.float32(LOG2_E)
+                    beta_s[half, x * 32 + lane] = betas[x]
+                T.barrier_wait(loaded, 0)
+                if rows < C:
+                    if half < K // 64:
+                        T.call_extern("handle", "jax_qla_zero_rows", T.address_of(tiles_s[half, 0, 0]), rows)
+                    T.sync_threads(1, 64)
+                T.call_extern(
+                    "handle", f"jax_qla_products<{bf16}, {K}>", T.address_of(kk[0]), T.address_of(tiles_s[0, 0, 0])
+                )
+                T.sync_threads(1, 64)  # the key tiles become those of a
+                if own:
+                    mark[0] = T.call_extern(
+                        "int32",
+                        f"jax_qla_invert<{bf16}>",
+                        T.address_of(kk[0]),
+                        T.address_of(gamma_s[half, 0]),
+                        T.address_of(beta_s[half, 0]),
+                        T.address_of(scratch_s[half, 0]),
+                        T.address_of(tiles_s[half, 0, 0]),
+                    )
+                    T.fence_proxy_async()
+                    T.sync_warp()
+                    if rows == C:
+                        T.tma_copy(
+                            tiles_s[half, :, :], a[row : row + C, head, 0:C], leader_scope_threads=32
+                        )
+                    else:
+                        T.call_extern(
+                            "handle",
+                            "jax_qla_store_rows",
+                            T.address_of(a[row, head, 0]),
+                            T.address_of(tiles_s[half, 0, 0]),
+                            value_heads * C,
+                            rows,
+                        )
+                    T.call_extern(
+                        "handle",
+                        "jax_qla_store_gamma",
+                        T.address_of(gamma[row, head]),
+                        T.address_of(sums[0]),
+                        value_heads,
+                        rows,
+                        mark[0],
+                    )
+                    T.tma_store_wait(0)
+            if own:
                 for i in T.serial(fill):
-                    for h in T.serial(ratio):
-                        for x in T.serial(value_dim // 32):
-                            o[row + rows + i, key_head * ratio + h, x * 32 + tx - 128] = T.cast(0, dtype)
-            else:
-                if rows > 0:
-                    kk = T.alloc_fragment((C, C), "float32")
-                    T.annotate_layout({kk: accumulator_layout(C)})
-                    fetched = T.alloc_local((4,), "float32")
-                    sums = T.alloc_local((2,), "float32")
-                    half = tx // 64
-                    lane = tx % 64  # 32.. have no part in the gates
-                    fetch(g, beta, row, rows, key_head * ratio + half, half < ratio and lane < 32, lane, fetched)
-                    T.barrier_wait(loaded, 0)
-                    T.gemm(k_s, k_s, kk, transpose_B=True, clear_accum=True)
-                    for pair in T.serial((ratio + 1) // 2):
-                        own = pair * 2 + half < ratio
-                        head = key_head * ratio + pair * 2 + half
-                        if lane < 32:
-                            for x in T.unroll(2):
-                                sums[x] = T.call_extern("float32", "jax_qla_scan", fetched[x])
-                            sums[1] = sums[1] + T.shfl_sync(sums[0], 31)
-                            for x in T.unroll(2):
-                                gamma_s[half, x * 32 + lane] = sums[x] * T.float32(LOG2_E)
-                                beta_s[half, x * 32 + lane] = fetched[2 + x]
-                                if own and x * 32 + lane < rows - 1:
-                                    gamma[row + x * 32 + lane, head] = sums[x]
-                        T.sync_threads(1, 128)
-                        fetch(g, beta, row, rows, head + 2, pair * 2 + 2 + half < ratio and lane < 32, lane, fetched)
-                        for s in (0, 1):
-                            T.call_extern(
-                                "handle",
-                                "jax_qla_lower<true>" if s == 0 else "jax_qla_lower<false>",
-                                T.address_of(kk[0, 0]),
-                                T.address_of(lower_s[s, 0, 0]),
-                                T.address_of(gamma_s[s, 0]),
-                                T.address_of(beta_s[s, 0]),
-                                T.address_of(diagonal_s[0]),
-                                rows,
-                            )
-                        T.sync_threads(1, 128)
-                        if own:
-                            if lane < 32:
-                                T.call_extern(
-                                    "handle",
-                                    "jax_qla_mark",
-                                    T.address_of(gamma[row + rows - 1, head]),
-                                    gamma_s[half, C - 1] * T.float32(1 / LOG2_E),
-                                    T.address_of(beta_s[half, 0]),
-                                    T.address_of(diagonal_s[0]),
-                                )
-                            T.call_extern(
-                                "handle",
-                                "jax_qla_invert",
-                                T.address_of(lower_s[half, 0, 0]),
-                                T.address_of(a[row, head, 0]),
-                                value_heads * C,
-                                rows,
-                                2 + half,
-                            )
+                    for x in T.serial(value_dim // 32):
+                        o[row + rows + i, head, x * 32 + lane] = T.cast(0, dtype)
 
     return prepare
 
