@@ -156,7 +156,7 @@ __device__ __forceinline__ void jax_qla_zero_rows(void* tile, int rows) {
 
 // kk = the upper half of K K^T in 10 blocks, from K as tiles of 64 columns.
 template <bool bf16, int key_dim>
-__device__ __forceinline__ void jax_qla_products(void* kk, const void* tiles) {
+__device__ __forceinline__ void jax_qla_products(void* kk, const void* tiles, unsigned nothing) {
   float* c = static_cast<float*>(kk);
   const int lane = threadIdx.x & 31;
   const unsigned first = jax_qla_address(tiles) + (lane & 15) * 128 + (((lane >> 4) ^ (lane & 7)) << 4);
@@ -170,11 +170,12 @@ __device__ __forceinline__ void jax_qla_products(void* kk, const void* tiles) {
       jax_qla_load_matrices<false>(rows[i], (first ^ (step % 4 << 5)) + step / 4 * kTile + i * 2048);
     }
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
+    for (int k = 0; k < 4; ++k) {
 #pragma unroll
-      for (int k = i; k < 4; ++k) {
+      for (int n = 0; n < 2; ++n) {
+        const unsigned b0 = rows[k][n] ^ nothing, b1 = rows[k][n + 2] ^ nothing;
 #pragma unroll
-        for (int n = 0; n < 2; ++n) jax_qla_mma<bf16>(c + jax_qla_upper(i, k) * 8 + n * 4, rows[i], rows[k][n], rows[k][n + 2]);
+        for (int i = 0; i <= k; ++i) jax_qla_mma<bf16>(c + jax_qla_upper(i, k) * 8 + n * 4, rows[i], b0, b1);
       }
     }
   }
@@ -310,24 +311,32 @@ __device__ __forceinline__ int jax_qla_invert(const void* products, const float*
   const unsigned from =
       jax_qla_address(scratch) + ((lane >> 4) * 8 + (lane & 7)) * 32 + ((((lane >> 3) ^ (lane >> 2)) & 1) << 4);
   const unsigned to = jax_qla_address(tile) + (lane & 15) * 128 + (((lane >> 4) ^ (lane & 7)) << 4);
-  Split x[6], s, d;  // x: blocks of a below the diagonal as left operands, numbered as those of L^T
+  Split x[6];  // blocks of a below the diagonal as left operands, numbered as those of L^T
 #pragma unroll
   for (int distance = 1; distance < 4; ++distance) {
+    // A stage at a time for all blocks, since no instruction that reads shared memory passes one that writes it.
+    float sum[3][8] = {}, block[3][8] = {};
 #pragma unroll
     for (int j = 0; j + distance < 4; ++j) {
       const int i = j + distance;
-      float sum[8] = {}, block[8] = {};
-      jax_qla_load_inverse<true>(d, from + i * kBlock);
-      jax_qla_multiply(sum, d, lower[jax_qla_above(j, i)]);
+      Split inverse;
+      jax_qla_load_inverse<true>(inverse, from + i * kBlock);
+      jax_qla_multiply(sum[j], inverse, lower[jax_qla_above(j, i)]);
 #pragma unroll
-      for (int k = j + 1; k < i; ++k) jax_qla_multiply(sum, x[jax_qla_above(k, i)], lower[jax_qla_above(j, k)]);
-      jax_qla_left(s, sum);
-      jax_qla_load_inverse<false>(d, from + j * kBlock);
-      jax_qla_multiply(block, s, d);
-      jax_qla_left(x[jax_qla_above(j, i)], block);
-      jax_qla_put<bf16>(to, i, j, x[jax_qla_above(j, i)], block);
+      for (int k = j + 1; k < i; ++k) jax_qla_multiply(sum[j], x[jax_qla_above(k, i)], lower[jax_qla_above(j, k)]);
     }
+#pragma unroll
+    for (int j = 0; j + distance < 4; ++j) {
+      Split left, inverse;
+      jax_qla_load_inverse<false>(inverse, from + j * kBlock);
+      jax_qla_left(left, sum[j]);
+      jax_qla_multiply(block[j], left, inverse);
+      jax_qla_left(x[jax_qla_above(j, j + distance)], block[j]);
+    }
+#pragma unroll
+    for (int j = 0; j + distance < 4; ++j) jax_qla_put<bf16>(to, j + distance, j, x[jax_qla_above(j, j + distance)], block[j]);
   }
+  Split d;
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
     jax_qla_load_inverse<true>(d, from + i * kBlock);
@@ -344,14 +353,9 @@ __device__ __forceinline__ int jax_qla_invert(const void* products, const float*
   return __any_sync(0xffffffffu, stretches) ? kStretches : 0;
 }
 
-// gamma of a head, of which a lane holds two rows, the last of `rows` with the mark; rows are `heads` elements apart.
-__device__ __forceinline__ void jax_qla_store_gamma(float* gamma, const float* sums, int heads, int rows, int mark) {
-#pragma unroll
-  for (int x = 0; x < 2; ++x) {
-    const int row = x * 32 + (threadIdx.x & 31);
-    const float marked = __int_as_float((__float_as_int(sums[x]) & ~kStretches) | mark);
-    if (row < rows) gamma[static_cast<long long>(row) * heads] = row == rows - 1 ? marked : sums[x];
-  }
+// The last gamma of a chunk, marked; rows are `heads` elements apart.
+__device__ __forceinline__ void jax_qla_store_last(float* gamma, int heads, int rows, float last, int mark) {
+  if ((threadIdx.x & 31) == 0) gamma[(rows - 1) * heads] = __int_as_float((__float_as_int(last) & ~kStretches) | mark);
 }
 
 // The first `rows` rows of a swizzled tile to `out`, whose rows are `pitch` elements apart; one warp.
@@ -389,8 +393,6 @@ def program(config: Config):
     ):
         with T.Kernel(slots * (key_heads * ((ratio + 1) // 2)), threads=64, prelude=PRELUDE) as block:
             T.annotate_min_blocks_per_sm(8)
-            T.pdl_sync()  # the tables are there
-            T.pdl_trigger()  # what follows waits by itself
             slot = T.alloc_var("int32")
             pair = T.alloc_var("int32")
             key_head = T.alloc_var("int32")
@@ -398,6 +400,8 @@ def program(config: Config):
             pair = T.truncmod(block, key_heads * T.truncdiv(ratio + 1, 2))
             key_head = T.truncdiv(pair, T.truncdiv(ratio + 1, 2))
             pair = T.truncmod(pair, T.truncdiv(ratio + 1, 2))
+            T.pdl_sync()  # the tables are there
+            T.pdl_trigger()  # what follows waits by itself
             row = chunks[slot, 1]
             rows = chunks[slot, 2]
             fill = chunks[slot, 3]
@@ -414,6 +418,10 @@ def program(config: Config):
             loaded = T.alloc_barrier(32)
             T.annotate_layout({tiles_s: make_full_bank_swizzled_layout(tiles_s)})
 
+            if own:
+                for i in T.serial(fill):
+                    for x in T.serial(value_dim // 32):
+                        o[row + rows + i, head, x * 32 + lane] = T.cast(0, dtype)
             if rows > 0:
                 sums = T.alloc_local((2,), "float32")
                 betas = T.alloc_local((2,), "float32")
@@ -439,13 +447,15 @@ def program(config: Config):
                 for x in T.unroll(2):
                     gamma_s[half, x * 32 + lane] = sums[x] * T.float32(LOG2_E)
                     beta_s[half, x * 32 + lane] = betas[x]
+                    if own and x * 32 + lane < rows - 1:
+                        gamma[row + x * 32 + lane, head] = sums[x]
                 T.barrier_wait(loaded, 0)
                 if rows < C:
                     if half < K // 64:
                         T.call_extern("handle", "jax_qla_zero_rows", T.address_of(tiles_s[half, 0, 0]), rows)
                     T.sync_threads(1, 64)
                 T.call_extern(
-                    "handle", f"jax_qla_products<{bf16}, {K}>", T.address_of(kk[0]), T.address_of(tiles_s[0, 0, 0])
+                    "handle", f"jax_qla_products<{bf16}, {K}>", T.address_of(kk[0]), T.address_of(tiles_s[0, 0, 0]), T.shift_right(ratio, 30)
                 )
                 T.sync_threads(1, 64)  # the key tiles become those of a
                 if own:
@@ -475,18 +485,14 @@ def program(config: Config):
                         )
                     T.call_extern(
                         "handle",
-                        "jax_qla_store_gamma",
+                        "jax_qla_store_last",
                         T.address_of(gamma[row, head]),
-                        T.address_of(sums[0]),
                         value_heads,
                         rows,
+                        gamma_s[half, rows - 1] * T.float32(1 / LOG2_E),
                         mark[0],
                     )
                     T.tma_store_wait(0)
-            if own:
-                for i in T.serial(fill):
-                    for x in T.serial(value_dim // 32):
-                        o[row + rows + i, head, x * 32 + lane] = T.cast(0, dtype)
 
     return prepare
 
