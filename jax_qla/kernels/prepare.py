@@ -181,56 +181,49 @@ __device__ __forceinline__ void jax_qla_products(void* kk, const void* tiles, un
   }
 }
 
-// The blocks of L^T on the diagonal, to scratch memory as rows of 16 floats, the four quarters of which change places by row; what
-// lies below the diagonal is not L. gamma in units of log2. Returns whether some beta <k, k> exceeds kLimit.
-__device__ __forceinline__ bool jax_qla_diagonal_blocks(const float* kk, const float* gamma, const float* beta, float* scratch) {
+// L^T from the upper half of K K^T; gamma in units of log2. Its blocks on the diagonal go to scratch memory as rows of 16 floats, the
+// four quarters of which change places by row; what lies below the diagonal there is not L. Those above it become right operands -L.
+// Returns whether some beta <k, k> exceeds kLimit.
+__device__ __forceinline__ bool jax_qla_gate(Split* lower, const float* kk, const float* gamma, const float* beta, float* scratch) {
   const int lane = threadIdx.x & 31, row = lane / 4, column = lane % 4 * 2;
   const int quarter = (column >> 2) ^ (row & 2);
   float* near = scratch + row * 16 + quarter * 4 + (column & 3);
   float* far = scratch + row * 16 + (quarter ^ 2) * 4 + (column & 3);
-  float longest = 0.f;
+  float rows[8], longest = 0.f;
 #pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    const float* c = kk + jax_qla_upper(i, i) * 8;
-    const float2 gamma_near = *reinterpret_cast<const float2*>(gamma + i * 16 + column);
-    const float2 gamma_far = *reinterpret_cast<const float2*>(gamma + i * 16 + 8 + column);
-    const float2 beta_near = *reinterpret_cast<const float2*>(beta + i * 16 + column);
-    const float2 beta_far = *reinterpret_cast<const float2*>(beta + i * 16 + 8 + column);
-    const float top = gamma[i * 16 + row], bottom = gamma[i * 16 + 8 + row];
-    *reinterpret_cast<float2*>(near + i * (kBlock / 4)) =
-        float2{beta_near.x * c[0] * exp2f(gamma_near.x - top), beta_near.y * c[1] * exp2f(gamma_near.y - top)};
-    *reinterpret_cast<float2*>(far + i * (kBlock / 4)) =
-        float2{beta_far.x * c[4] * exp2f(gamma_far.x - top), beta_far.y * c[5] * exp2f(gamma_far.y - top)};
-    *reinterpret_cast<float2*>(far + i * (kBlock / 4) + 128) =
-        float2{beta_far.x * c[6] * exp2f(gamma_far.x - bottom), beta_far.y * c[7] * exp2f(gamma_far.y - bottom)};
-    longest = fmaxf(longest, row & 1 ? beta_near.y * c[1] : beta_near.x * c[0]);
-    longest = fmaxf(longest, row & 1 ? beta_far.y * c[7] : beta_far.x * c[6]);
-  }
-  return row / 2 == lane % 4 && longest > kLimit;  // the lanes with elements of the diagonal
-}
-
-// The blocks of -L^T above the diagonal, which are right operands -L. A decay is the product of one up to the end of the block
-// before the column's and one from there: neither exceeds 1.
-__device__ __forceinline__ void jax_qla_upper_blocks(Split* lower, const float* kk, const float* gamma, const float* beta) {
-  const int lane = threadIdx.x & 31, row = lane / 4, column = lane % 4 * 2;
+  for (int i = 0; i < 8; ++i) rows[i] = gamma[i * 8 + row];
 #pragma unroll
-  for (int k = 1; k < 4; ++k) {
+  for (int k = 0; k < 4; ++k) {
+    const float2 g0 = *reinterpret_cast<const float2*>(gamma + k * 16 + column);
+    const float2 g1 = *reinterpret_cast<const float2*>(gamma + k * 16 + 8 + column);
+    const float2 b0 = *reinterpret_cast<const float2*>(beta + k * 16 + column);
+    const float2 b1 = *reinterpret_cast<const float2*>(beta + k * 16 + 8 + column);
+    const float gammas[4] = {g0.x, g0.y, g1.x, g1.y}, betas[4] = {b0.x, b0.y, b1.x, b1.y};
+    const float* c = kk + jax_qla_upper(k, k) * 8;
+    const float top[4] = {betas[0] * c[0], betas[1] * c[1], betas[2] * c[4], betas[3] * c[5]};
+    const float bottom[2] = {betas[2] * c[6], betas[3] * c[7]};
+    longest = fmaxf(longest, fmaxf(row & 1 ? top[1] : top[0], row & 1 ? bottom[1] : bottom[0]));
+    const int at = k * (kBlock / 4);
+    *reinterpret_cast<float2*>(near + at) =
+        float2{top[0] * exp2f(gammas[0] - rows[k * 2]), top[1] * exp2f(gammas[1] - rows[k * 2])};
+    *reinterpret_cast<float2*>(far + at) =
+        float2{top[2] * exp2f(gammas[2] - rows[k * 2]), top[3] * exp2f(gammas[3] - rows[k * 2])};
+    *reinterpret_cast<float2*>(far + at + 128) =
+        float2{bottom[0] * exp2f(gammas[2] - rows[k * 2 + 1]), bottom[1] * exp2f(gammas[3] - rows[k * 2 + 1])};
+    if (k == 0) continue;
+    // The decay of a block above the diagonal is one up to the end of the block before its columns times one from there: neither
+    // exceeds 1, and 24 exponentials do instead of 48.
     const float end = gamma[k * 16 - 1];
     float factor[4];
 #pragma unroll
-    for (int n = 0; n < 2; ++n) {
-      const float2 gammas = *reinterpret_cast<const float2*>(gamma + k * 16 + n * 8 + column);
-      const float2 betas = *reinterpret_cast<const float2*>(beta + k * 16 + n * 8 + column);
-      factor[n * 2] = -betas.x * exp2f(gammas.x - end);
-      factor[n * 2 + 1] = -betas.y * exp2f(gammas.y - end);
-    }
+    for (int e = 0; e < 4; ++e) factor[e] = -betas[e] * exp2f(gammas[e] - end);
 #pragma unroll
     for (int i = 0; i < k; ++i) {
       const float* c = kk + jax_qla_upper(i, k) * 8;
       Split& block = lower[jax_qla_above(i, k)];
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
-        const float rest = exp2f(end - gamma[i * 16 + h * 8 + row]);
+        const float rest = exp2f(end - rows[i * 2 + h]);
 #pragma unroll
         for (int n = 0; n < 2; ++n) {
           jax_qla_split(block.high[h * 2 + n], block.low[h * 2 + n], c[n * 4 + h * 2] * factor[n * 2] * rest,
@@ -239,6 +232,7 @@ __device__ __forceinline__ void jax_qla_upper_blocks(Split* lower, const float* 
       }
     }
   }
+  return row / 2 == lane % 4 && longest > kLimit;  // the lanes with elements of the diagonal
 }
 
 // The inverses of the four blocks I + L on the diagonal, in place, split, column by column: a lane substitutes forward in columns c
@@ -286,7 +280,7 @@ __device__ __forceinline__ void jax_qla_substitute(float* scratch) {
   __syncwarp();
 }
 
-// Block (i, j) of a, to its swizzled tile.
+// Block (i, j) of a, to its swizzled tile: from its parts or, more exactly where they are not enough, from its accumulator.
 template <bool bf16>
 __device__ __forceinline__ void jax_qla_put(unsigned to, int i, int j, const Split& s, const float* c) {
   to = (to ^ (j << 5)) + i * 2048;
@@ -297,15 +291,27 @@ __device__ __forceinline__ void jax_qla_put(unsigned to, int i, int j, const Spl
                            jax_qla_round<false>(c[6], c[7]));
   }
 }
+// The same of an inverted block on the diagonal, a left operand, and zeros to the right of it.
+template <bool bf16>
+__device__ __forceinline__ void jax_qla_put_diagonal(unsigned to, int i, const Split& s) {
+  float c[8];
+#pragma unroll
+  for (int p = 0; p < 4; ++p) {
+    c[p * 2] = jax_qla_low_half(s.high[p]) + jax_qla_low_half(s.low[p]);
+    c[p * 2 + 1] = jax_qla_high_half(s.high[p]) + jax_qla_high_half(s.low[p]);
+  }
+  jax_qla_put<bf16>(to, i, i, s, c);
+#pragma unroll
+  for (int j = i + 1; j < 4; ++j) jax_qla_store_matrices((to ^ (j << 5)) + i * 2048, 0, 0, 0, 0);
+}
 
 // kk (jax_qla_products) -> a, in the swizzled `tile`; one warp. Returns the mark of the chunk's last gamma.
 template <bool bf16>
 __device__ __forceinline__ int jax_qla_invert(const void* products, const float* gamma, const float* beta, float* scratch, void* tile) {
   const float* kk = static_cast<const float*>(products);
   const int lane = threadIdx.x & 31;
-  const bool stretches = jax_qla_diagonal_blocks(kk, gamma, beta, scratch);
   Split lower[6];
-  jax_qla_upper_blocks(lower, kk, gamma, beta);
+  const bool stretches = jax_qla_gate(lower, kk, gamma, beta, scratch);
   __syncwarp();
   jax_qla_substitute(scratch);
   const unsigned from =
@@ -316,6 +322,11 @@ __device__ __forceinline__ int jax_qla_invert(const void* products, const float*
   for (int distance = 1; distance < 4; ++distance) {
     // A stage at a time for all blocks, since no instruction that reads shared memory passes one that writes it.
     float sum[3][8] = {}, block[3][8] = {};
+    if (distance == 1) {
+      Split inverse;
+      jax_qla_load_inverse<true>(inverse, from);
+      jax_qla_put_diagonal<bf16>(to, 0, inverse);
+    }
 #pragma unroll
     for (int j = 0; j + distance < 4; ++j) {
       const int i = j + distance;
@@ -324,6 +335,7 @@ __device__ __forceinline__ int jax_qla_invert(const void* products, const float*
       jax_qla_multiply(sum[j], inverse, lower[jax_qla_above(j, i)]);
 #pragma unroll
       for (int k = j + 1; k < i; ++k) jax_qla_multiply(sum[j], x[jax_qla_above(k, i)], lower[jax_qla_above(j, k)]);
+      if (distance == 1) jax_qla_put_diagonal<bf16>(to, i, inverse);
     }
 #pragma unroll
     for (int j = 0; j + distance < 4; ++j) {
@@ -335,20 +347,6 @@ __device__ __forceinline__ int jax_qla_invert(const void* products, const float*
     }
 #pragma unroll
     for (int j = 0; j + distance < 4; ++j) jax_qla_put<bf16>(to, j + distance, j, x[jax_qla_above(j, j + distance)], block[j]);
-  }
-  Split d;
-#pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    jax_qla_load_inverse<true>(d, from + i * kBlock);
-    float block[8];
-#pragma unroll
-    for (int p = 0; p < 4; ++p) {
-      block[p * 2] = jax_qla_low_half(d.high[p]) + jax_qla_low_half(d.low[p]);
-      block[p * 2 + 1] = jax_qla_high_half(d.high[p]) + jax_qla_high_half(d.low[p]);
-    }
-    jax_qla_put<bf16>(to, i, i, d, block);
-#pragma unroll
-    for (int j = i + 1; j < 4; ++j) jax_qla_store_matrices((to ^ (j << 5)) + i * 2048, 0, 0, 0, 0);
   }
   return __any_sync(0xffffffffu, stretches) ? kStretches : 0;
 }
