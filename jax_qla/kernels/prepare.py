@@ -48,11 +48,12 @@ class Config:
 
 
 PRELUDE = (
-    f"constexpr int kStretches = {STRETCHES};"
+    f"constexpr int kStretches = {STRETCHES};\nconstexpr float kMinLogDecay = {MIN_LOG_DECAY}f, kLog2e = {LOG2_E}f;"
     r"""
 constexpr int kTile = 8192;    // bytes of 64 rows of 64 elements, 128-byte swizzled
 constexpr int kBlock = 1040;   // bytes from a block on the diagonal to the next in a head's scratch
 constexpr int kLow = 512;      // bytes from the high parts of an inverted block to its low parts
+constexpr int kGates = 80;     // floats from a head's gates to the next one's: half the banks apart
 constexpr float kLimit = 2.001f;
 
 // Instructions, one a function.
@@ -135,18 +136,45 @@ __device__ __forceinline__ void jax_qla_load_inverse(Split& s, unsigned address)
 __host__ __device__ constexpr int jax_qla_upper(int i, int k) { return i * (7 - i) / 2 + k; }
 __host__ __device__ constexpr int jax_qla_above(int i, int k) { return i * (5 - i) / 2 + k - 1; }
 
-// Inclusive sums over the 64 rows of a head, of which a lane holds two.
-__device__ __forceinline__ void jax_qla_scan(float* x) {
+// Gates of the block's heads `head` .. `head` + min(heads, 2), two threads a row, which asks for half as many lines of memory as a warp
+// a head would; g clamped to kMinLogDecay; zeros beyond the chunk's rows. g and beta: the chunk's first rows of `pitch` elements.
+__device__ __forceinline__ void jax_qla_fetch(float* gamma_s, float* beta_s, const float* g, const float* beta, int pitch, int head,
+                                              int heads, int rows) {
+  const int h = threadIdx.x & 1;
+#pragma unroll
+  for (int x = 0; x < 2; ++x) {
+    const int row = x * 32 + (threadIdx.x >> 1);
+    const bool wanted = h < heads && row < rows;
+    gamma_s[h * kGates + row] = wanted ? fmaxf(g[row * pitch + head + h], kMinLogDecay) : 0.f;
+    beta_s[h * kGates + row] = wanted ? beta[row * pitch + head + h] : 0.f;
+  }
+}
+// The other way: gamma of all rows but the last, which is to be marked.
+__device__ __forceinline__ void jax_qla_store_gamma(float* gamma, const float* gamma_s, int pitch, int head, int heads, int rows) {
+  const int h = threadIdx.x & 1;
+#pragma unroll
+  for (int x = 0; x < 2; ++x) {
+    const int row = x * 32 + (threadIdx.x >> 1);
+    if (h < heads && row < rows - 1) gamma[row * pitch + head + h] = gamma_s[h * kGates + row];
+  }
+}
+// Inclusive sums over the rows of a head, in place and in units of log2; one warp.
+__device__ __forceinline__ void jax_qla_scan(float* gamma, float* log2_gamma) {
   const int lane = threadIdx.x & 31;
+  float x = gamma[lane], y = gamma[32 + lane];
 #pragma unroll
   for (int step = 1; step < 32; step *= 2) {
-    const float first = __shfl_up_sync(0xffffffffu, x[0], step), second = __shfl_up_sync(0xffffffffu, x[1], step);
+    const float first = __shfl_up_sync(0xffffffffu, x, step), second = __shfl_up_sync(0xffffffffu, y, step);
     if (lane >= step) {
-      x[0] += first;
-      x[1] += second;
+      x += first;
+      y += second;
     }
   }
-  x[1] += __shfl_sync(0xffffffffu, x[0], 31);
+  y += __shfl_sync(0xffffffffu, x, 31);
+  gamma[lane] = x;
+  gamma[32 + lane] = y;
+  log2_gamma[lane] = x * kLog2e;
+  log2_gamma[32 + lane] = y * kLog2e;
 }
 
 // Rows `rows`.. of the key tile of each warp of the block become zero.
@@ -191,9 +219,9 @@ __device__ __forceinline__ bool jax_qla_gate(Split* lower, const float* kk, cons
   float* far = scratch + row * 16 + (quarter ^ 2) * 4 + (column & 3);
   float rows[8], longest = 0.f;
 #pragma unroll
-  for (int i = 0; i < 8; ++i) rows[i] = gamma[i * 8 + row];
-#pragma unroll
   for (int k = 0; k < 4; ++k) {
+    rows[k * 2] = gamma[k * 16 + row];
+    rows[k * 2 + 1] = gamma[k * 16 + 8 + row];
     const float2 g0 = *reinterpret_cast<const float2*>(gamma + k * 16 + column);
     const float2 g1 = *reinterpret_cast<const float2*>(gamma + k * 16 + 8 + column);
     const float2 b0 = *reinterpret_cast<const float2*>(beta + k * 16 + column);
@@ -305,55 +333,49 @@ __device__ __forceinline__ void jax_qla_put_diagonal(unsigned to, int i, const S
   for (int j = i + 1; j < 4; ++j) jax_qla_store_matrices((to ^ (j << 5)) + i * 2048, 0, 0, 0, 0);
 }
 
-// kk (jax_qla_products) -> a, in the swizzled `tile`; one warp. Returns the mark of the chunk's last gamma.
+// kk (jax_qla_products) -> a, in the swizzled `tile`, and `last_gamma` with its mark -> marked[at]; one warp. gamma in units of log2.
 template <bool bf16>
-__device__ __forceinline__ int jax_qla_invert(const void* products, const float* gamma, const float* beta, float* scratch, void* tile) {
+__device__ __forceinline__ void jax_qla_invert(const void* products, const float* gamma, const float* beta, float* scratch, void* tile,
+                                               float* marked, int at, float last_gamma) {
   const float* kk = static_cast<const float*>(products);
   const int lane = threadIdx.x & 31;
   Split lower[6];
-  const bool stretches = jax_qla_gate(lower, kk, gamma, beta, scratch);
+  const bool stretches = __any_sync(0xffffffffu, jax_qla_gate(lower, kk, gamma, beta, scratch));
+  if (lane == 0) marked[at] = __int_as_float((__float_as_int(last_gamma) & ~kStretches) | (stretches ? kStretches : 0));
   __syncwarp();
   jax_qla_substitute(scratch);
   const unsigned from =
       jax_qla_address(scratch) + ((lane >> 4) * 8 + (lane & 7)) * 32 + ((((lane >> 3) ^ (lane >> 2)) & 1) << 4);
   const unsigned to = jax_qla_address(tile) + (lane & 15) * 128 + (((lane >> 4) ^ (lane & 7)) << 4);
-  Split x[6];  // blocks of a below the diagonal as left operands, numbered as those of L^T
+  Split before, behind;  // inverted blocks as a left and a right operand
+  Split x[6];            // blocks of a below the diagonal as left operands, numbered as those of L^T
+  jax_qla_load_inverse<true>(before, from);
+  jax_qla_put_diagonal<bf16>(to, 0, before);
 #pragma unroll
   for (int distance = 1; distance < 4; ++distance) {
-    // A stage at a time for all blocks, since no instruction that reads shared memory passes one that writes it.
+    // A step at a time for all blocks, since no instruction that reads shared memory passes one that writes it. The last blocks that
+    // distance 2 loads, 3 and 0, are those of distance 3.
     float sum[3][8] = {}, block[3][8] = {};
-    if (distance == 1) {
-      Split inverse;
-      jax_qla_load_inverse<true>(inverse, from);
-      jax_qla_put_diagonal<bf16>(to, 0, inverse);
-    }
 #pragma unroll
     for (int j = 0; j + distance < 4; ++j) {
       const int i = j + distance;
-      Split inverse;
-      jax_qla_load_inverse<true>(inverse, from + i * kBlock);
-      jax_qla_multiply(sum[j], inverse, lower[jax_qla_above(j, i)]);
+      if (distance < 3) jax_qla_load_inverse<true>(before, from + i * kBlock);
+      jax_qla_multiply(sum[j], before, lower[jax_qla_above(j, i)]);
 #pragma unroll
       for (int k = j + 1; k < i; ++k) jax_qla_multiply(sum[j], x[jax_qla_above(k, i)], lower[jax_qla_above(j, k)]);
-      if (distance == 1) jax_qla_put_diagonal<bf16>(to, i, inverse);
+      if (distance == 1) jax_qla_put_diagonal<bf16>(to, i, before);
     }
 #pragma unroll
-    for (int j = 0; j + distance < 4; ++j) {
-      Split left, inverse;
-      jax_qla_load_inverse<false>(inverse, from + j * kBlock);
+    for (int j = 3 - distance; j >= 0; --j) {
+      Split left;
+      if (distance < 3) jax_qla_load_inverse<false>(behind, from + j * kBlock);
       jax_qla_left(left, sum[j]);
-      jax_qla_multiply(block[j], left, inverse);
+      jax_qla_multiply(block[j], left, behind);
       jax_qla_left(x[jax_qla_above(j, j + distance)], block[j]);
     }
 #pragma unroll
     for (int j = 0; j + distance < 4; ++j) jax_qla_put<bf16>(to, j + distance, j, x[jax_qla_above(j, j + distance)], block[j]);
   }
-  return __any_sync(0xffffffffu, stretches) ? kStretches : 0;
-}
-
-// The last gamma of a chunk, marked; rows are `heads` elements apart.
-__device__ __forceinline__ void jax_qla_store_last(float* gamma, int heads, int rows, float last, int mark) {
-  if ((threadIdx.x & 31) == 0) gamma[(rows - 1) * heads] = __int_as_float((__float_as_int(last) & ~kStretches) | mark);
 }
 
 // The first `rows` rows of a swizzled tile to `out`, whose rows are `pitch` elements apart; one warp.
@@ -406,25 +428,24 @@ def program(config: Config):
             tx = T.get_thread_binding()
             half = tx // 32
             lane = tx % 32
-            own = pair * 2 + half < ratio
-            head = key_head * ratio + pair * 2 + half
+            first = key_head * ratio + pair * 2  # value head
+            head = first + half
+            heads = ratio - pair * 2  # from there on
 
             tiles_s = T.alloc_shared((2, C, 64), dtype)  # K, 64 columns each; then a of each head
             scratch_s = T.alloc_shared((2, 1040), "float32")
-            gamma_s = T.alloc_shared((2, C), "float32")  # in units of log2
-            beta_s = T.alloc_shared((2, C), "float32")
+            gamma_s = T.alloc_shared((2, C + 16), "float32")
+            log2_gamma_s = T.alloc_shared((2, C), "float32")  # gamma in units of log2
+            beta_s = T.alloc_shared((2, C + 16), "float32")
             loaded = T.alloc_barrier(32)
             T.annotate_layout({tiles_s: make_full_bank_swizzled_layout(tiles_s)})
 
-            if own:
+            if half < heads:
                 for i in T.serial(fill):
                     for x in T.serial(value_dim // 32):
                         o[row + rows + i, head, x * 32 + lane] = T.cast(0, dtype)
             if rows > 0:
-                sums = T.alloc_local((2,), "float32")
-                betas = T.alloc_local((2,), "float32")
                 kk = T.alloc_local((80,), "float32")
-                mark = T.alloc_local((1,), "int32")
                 if tx < 32:
                     for x in T.unroll(K // 64):
                         T.tma_copy(
@@ -434,19 +455,33 @@ def program(config: Config):
                             leader_scope_threads=32,
                         )
                     T.barrier_arrive(loaded)
-                for x in T.unroll(2):
-                    if own and x * 32 + lane < rows:
-                        sums[x] = T.max(g[row + x * 32 + lane, head], T.float32(MIN_LOG_DECAY))
-                        betas[x] = beta[row + x * 32 + lane, head]
-                    else:
-                        sums[x] = 0.0
-                        betas[x] = 0.0
-                T.call_extern("handle", "jax_qla_scan", T.address_of(sums[0]))
-                for x in T.unroll(2):
-                    gamma_s[half, x * 32 + lane] = sums[x] * T.float32(LOG2_E)
-                    beta_s[half, x * 32 + lane] = betas[x]
-                    if own and x * 32 + lane < rows - 1:
-                        gamma[row + x * 32 + lane, head] = sums[x]
+                T.call_extern(
+                    "handle",
+                    "jax_qla_fetch",
+                    T.address_of(gamma_s[0, 0]),
+                    T.address_of(beta_s[0, 0]),
+                    T.address_of(g[row, 0]),
+                    T.address_of(beta[row, 0]),
+                    value_heads,
+                    first,
+                    heads,
+                    rows,
+                )
+                T.sync_threads(1, 64)
+                T.call_extern(
+                    "handle", "jax_qla_scan", T.address_of(gamma_s[half, 0]), T.address_of(log2_gamma_s[half, 0])
+                )
+                T.sync_threads(1, 64)
+                T.call_extern(
+                    "handle",
+                    "jax_qla_store_gamma",
+                    T.address_of(gamma[row, 0]),
+                    T.address_of(gamma_s[0, 0]),
+                    value_heads,
+                    first,
+                    heads,
+                    rows,
+                )
                 T.barrier_wait(loaded, 0)
                 if rows < C:
                     if half < K // 64:
@@ -456,15 +491,18 @@ def program(config: Config):
                     "handle", f"jax_qla_products<{bf16}, {K}>", T.address_of(kk[0]), T.address_of(tiles_s[0, 0, 0]), T.shift_right(ratio, 30)
                 )
                 T.sync_threads(1, 64)  # the key tiles become those of a
-                if own:
-                    mark[0] = T.call_extern(
-                        "int32",
+                if half < heads:
+                    T.call_extern(
+                        "handle",
                         f"jax_qla_invert<{bf16}>",
                         T.address_of(kk[0]),
-                        T.address_of(gamma_s[half, 0]),
+                        T.address_of(log2_gamma_s[half, 0]),
                         T.address_of(beta_s[half, 0]),
                         T.address_of(scratch_s[half, 0]),
                         T.address_of(tiles_s[half, 0, 0]),
+                        T.address_of(gamma[row, 0]),
+                        (rows - 1) * value_heads + head,
+                        gamma_s[half, rows - 1],
                     )
                     T.fence_proxy_async()
                     T.sync_warp()
@@ -481,15 +519,6 @@ def program(config: Config):
                             value_heads * C,
                             rows,
                         )
-                    T.call_extern(
-                        "handle",
-                        "jax_qla_store_last",
-                        T.address_of(gamma[row, head]),
-                        value_heads,
-                        rows,
-                        gamma_s[half, rows - 1] * T.float32(1 / LOG2_E),
-                        mark[0],
-                    )
                     T.tma_store_wait(0)
 
     return prepare
