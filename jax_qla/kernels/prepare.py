@@ -12,20 +12,23 @@ it are marked in the lowest bit of their last gamma (kernels/common.py: STRETCHE
 
 The *gated* matrix is inverted: the gate-free one can overflow where the recurrence itself is stable (long keys, strong decay).
 
-Plan, one block per (chunk slot, key head), 160 threads:
+Plan, one block per (chunk slot, key head, pair of its value heads), 64 threads, a warp a value head. 8 blocks share a multiprocessor,
+which hides what is a chain of waits within a block; warps meet only where they share memory:
 
-    warp 4            loads the key tile with TMA and zeroes the rows of `o` which belong to no sequence
-    warpgroup 0       K K^T once per key head (wgmma, kept in registers), then for two value heads at a time:
-                        32 threads a head   gates: gamma by a scan over lanes, fetched one pair of heads ahead
-                        all 128 threads     L to shared memory, column-major (PRELUDE: jax_qla_lower)
-                        64 threads a head   the inverse, in place (PRELUDE: jax_qla_invert)
+    both              gates of the two heads, gamma by a scan over lanes; meanwhile TMA loads the key tile
+    each              the upper half of K K^T = 10 blocks of 16x16, by mma.sync, in registers (PRELUDE: jax_qla_products).
+                      The second head costs this product again, and no exchange through shared memory
+    each              the inverse (PRELUDE: jax_qla_invert), to where the key tile was, from where TMA stores it: whole rows, where
+                      stores of 2 and 4 bytes kept the memory busy for longer than anything else did
 
-The inverse: each of the four 16x16 blocks on the diagonal by forward substitution (a thread owns a column), then twice
+The inverse X, in blocks of 16x16: X_ii = (I + L_ii)^{-1} by forward substitution, two columns a lane, and below the diagonal
 
-    [A 0; B D]^{-1} = [A^{-1} 0; -D^{-1} B A^{-1} D^{-1}]   (16 -> 32 -> 64)
+    X_ij = -(X_ii L_ij + X_i,i-1 L_i-1,j + .. + X_i,j+1 L_j+1,j) X_jj
 
-with mma, whose operands are split into two bf16 numbers each (three products: 16 bits of mantissa). The products are chained in
-registers. 120 FMA and 60 mma a warp, where substitution alone takes 2016 FMA.
+from left to right, so that no operand needs to be transposed: K K^T is symmetric, so its upper blocks, scaled, are L^T in the layout
+of an accumulator, which is L in that of a right operand of mma; sums and X_ij are accumulators and become left operands where they
+are. Only the X_ii go through shared memory, 16 bits high and 16 low. Operands are split into two bf16 numbers each (three products:
+16 bits of mantissa). A head takes 160 + 96 mma, 148 FMA and 78 splits of pairs.
 """
 
 from dataclasses import dataclass
@@ -182,7 +185,8 @@ __device__ __forceinline__ void jax_qla_zero_rows(void* tile, int rows) {
   for (int i = rows * 8 + (threadIdx.x & 31); i < 512; i += 32) static_cast<uint4*>(tile)[i] = uint4{0, 0, 0, 0};
 }
 
-// kk = the upper half of K K^T in 10 blocks, from K as tiles of 64 columns.
+// kk = the upper half of K K^T in 10 blocks, from K as tiles of 64 columns. A left operand holds the registers of right ones, but not
+// side by side as mma wants them. ptxas would copy them anew for every mma (300 moves); it computes an xor with `nothing`, 0, once.
 template <bool bf16, int key_dim>
 __device__ __forceinline__ void jax_qla_products(void* kk, const void* tiles, unsigned nothing) {
   float* c = static_cast<float*>(kk);
@@ -308,29 +312,31 @@ __device__ __forceinline__ void jax_qla_substitute(float* scratch) {
   __syncwarp();
 }
 
-// Block (i, j) of a, to its swizzled tile: from its parts or, more exactly where they are not enough, from its accumulator.
+// An accumulator in the dtype of a.
 template <bool bf16>
-__device__ __forceinline__ void jax_qla_put(unsigned to, int i, int j, const Split& s, const float* c) {
-  to = (to ^ (j << 5)) + i * 2048;
-  if constexpr (bf16) {
-    jax_qla_store_matrices(to, s.high[0], s.high[1], s.high[2], s.high[3]);
-  } else {
-    jax_qla_store_matrices(to, jax_qla_round<false>(c[0], c[1]), jax_qla_round<false>(c[2], c[3]), jax_qla_round<false>(c[4], c[5]),
-                           jax_qla_round<false>(c[6], c[7]));
-  }
+__device__ __forceinline__ void jax_qla_pack(unsigned* r, const float* c) {
+#pragma unroll
+  for (int i = 0; i < 4; ++i) r[i] = jax_qla_round<bf16>(c[i * 2], c[i * 2 + 1]);
+}
+// Block (i, j) of a, to its swizzled tile.
+__device__ __forceinline__ void jax_qla_put(unsigned to, int i, int j, const unsigned* r) {
+  jax_qla_store_matrices((to ^ (j << 5)) + i * 2048, r[0], r[1], r[2], r[3]);
 }
 // The same of an inverted block on the diagonal, a left operand, and zeros to the right of it.
 template <bool bf16>
 __device__ __forceinline__ void jax_qla_put_diagonal(unsigned to, int i, const Split& s) {
+  const unsigned zeros[4] = {};
+  unsigned r[4];
   float c[8];
 #pragma unroll
   for (int p = 0; p < 4; ++p) {
     c[p * 2] = jax_qla_low_half(s.high[p]) + jax_qla_low_half(s.low[p]);
     c[p * 2 + 1] = jax_qla_high_half(s.high[p]) + jax_qla_high_half(s.low[p]);
   }
-  jax_qla_put<bf16>(to, i, i, s, c);
+  jax_qla_pack<bf16>(r, c);
+  jax_qla_put(to, i, i, bf16 ? s.high : r);  // the high part is what rounding to bf16 gives
 #pragma unroll
-  for (int j = i + 1; j < 4; ++j) jax_qla_store_matrices((to ^ (j << 5)) + i * 2048, 0, 0, 0, 0);
+  for (int j = i + 1; j < 4; ++j) jax_qla_put(to, i, j, zeros);
 }
 
 // kk (jax_qla_products) -> a, in the swizzled `tile`, and `last_gamma` with its mark -> marked[at]; one warp. gamma in units of log2.
@@ -355,7 +361,8 @@ __device__ __forceinline__ void jax_qla_invert(const void* products, const float
   for (int distance = 1; distance < 4; ++distance) {
     // A step at a time for all blocks, since no instruction that reads shared memory passes one that writes it. The last blocks that
     // distance 2 loads, 3 and 0, are those of distance 3.
-    float sum[3][8] = {}, block[3][8] = {};
+    float sum[3][8] = {};
+    unsigned rounded[3][4];
 #pragma unroll
     for (int j = 0; j + distance < 4; ++j) {
       const int i = j + distance;
@@ -367,14 +374,16 @@ __device__ __forceinline__ void jax_qla_invert(const void* products, const float
     }
 #pragma unroll
     for (int j = 3 - distance; j >= 0; --j) {
+      float block[8] = {};
       Split left;
       if (distance < 3) jax_qla_load_inverse<false>(behind, from + j * kBlock);
       jax_qla_left(left, sum[j]);
-      jax_qla_multiply(block[j], left, behind);
-      jax_qla_left(x[jax_qla_above(j, j + distance)], block[j]);
+      jax_qla_multiply(block, left, behind);
+      jax_qla_left(x[jax_qla_above(j, j + distance)], block);
+      jax_qla_pack<bf16>(rounded[j], block);
     }
 #pragma unroll
-    for (int j = 0; j + distance < 4; ++j) jax_qla_put<bf16>(to, j + distance, j, x[jax_qla_above(j, j + distance)], block[j]);
+    for (int j = 0; j + distance < 4; ++j) jax_qla_put(to, j + distance, j, rounded[j]);
   }
 }
 
@@ -413,13 +422,15 @@ def program(config: Config):
     ):
         with T.Kernel(slots * (key_heads * ((ratio + 1) // 2)), threads=64, prelude=PRELUDE) as block:
             T.annotate_min_blocks_per_sm(8)
+            # Neighbours work on the same rows: what they read and write together is contiguous.
             slot = T.alloc_var("int32")
             pair = T.alloc_var("int32")
             key_head = T.alloc_var("int32")
-            slot = T.truncdiv(block, key_heads * T.truncdiv(ratio + 1, 2))
-            pair = T.truncmod(block, key_heads * T.truncdiv(ratio + 1, 2))
-            key_head = T.truncdiv(pair, T.truncdiv(ratio + 1, 2))
-            pair = T.truncmod(pair, T.truncdiv(ratio + 1, 2))
+            pairs = T.truncdiv(ratio + 1, 2)  # of value heads of a key head
+            slot = T.truncdiv(block, key_heads * pairs)
+            pair = T.truncmod(block, key_heads * pairs)
+            key_head = T.truncdiv(pair, pairs)
+            pair = T.truncmod(pair, pairs)
             T.pdl_sync()  # the tables are there
             T.pdl_trigger()  # what follows waits by itself
             row = chunks[slot, 1]
@@ -433,8 +444,8 @@ def program(config: Config):
             heads = ratio - pair * 2  # from there on
 
             tiles_s = T.alloc_shared((2, C, 64), dtype)  # K, 64 columns each; then a of each head
-            scratch_s = T.alloc_shared((2, 1040), "float32")
-            gamma_s = T.alloc_shared((2, C + 16), "float32")
+            scratch_s = T.alloc_shared((2, 1040), "float32")  # four times kBlock bytes
+            gamma_s = T.alloc_shared((2, C + 16), "float32")  # kGates
             log2_gamma_s = T.alloc_shared((2, C), "float32")  # gamma in units of log2
             beta_s = T.alloc_shared((2, C + 16), "float32")
             loaded = T.alloc_barrier(32)
@@ -488,7 +499,11 @@ def program(config: Config):
                         T.call_extern("handle", "jax_qla_zero_rows", T.address_of(tiles_s[half, 0, 0]), rows)
                     T.sync_threads(1, 64)
                 T.call_extern(
-                    "handle", f"jax_qla_products<{bf16}, {K}>", T.address_of(kk[0]), T.address_of(tiles_s[0, 0, 0]), T.shift_right(ratio, 30)
+                    "handle",
+                    f"jax_qla_products<{bf16}, {K}>",
+                    T.address_of(kk[0]),
+                    T.address_of(tiles_s[0, 0, 0]),
+                    T.shift_right(ratio, 30),  # 0, which ptxas cannot know
                 )
                 T.sync_threads(1, 64)  # the key tiles become those of a
                 if half < heads:
@@ -507,9 +522,7 @@ def program(config: Config):
                     T.fence_proxy_async()
                     T.sync_warp()
                     if rows == C:
-                        T.tma_copy(
-                            tiles_s[half, :, :], a[row : row + C, head, 0:C], leader_scope_threads=32
-                        )
+                        T.tma_copy(tiles_s[half, :, :], a[row : row + C, head, 0:C], leader_scope_threads=32)
                     else:
                         T.call_extern(
                             "handle",
