@@ -12,14 +12,15 @@ it are marked in the lowest bit of their last gamma (kernels/common.py: STRETCHE
 
 The *gated* matrix is inverted: the gate-free one can overflow where the recurrence itself is stable (long keys, strong decay).
 
-Plan, one block per (chunk slot, key head, pair of its value heads), 64 threads, a warp a value head. 8 blocks share a multiprocessor,
-which hides what is a chain of waits within a block; warps meet only where they share memory:
+Plan, one block per (chunk slot, key head, pair of its value heads), 64 threads, a warp a value head. Within a
+block this is a chain of waits, which other blocks fill: 128 registers and 27 KiB let 8 share a multiprocessor. Before the rows of a
+chunk, the rows of `o` that belong to no sequence become zero.
 
     both              gates of the two heads, gamma by a scan over lanes; meanwhile TMA loads the key tile
     each              the upper half of K K^T = 10 blocks of 16x16, by mma.sync, in registers (PRELUDE: jax_qla_products).
                       The second head costs this product again, and no exchange through shared memory
-    each              the inverse (PRELUDE: jax_qla_invert), to where the key tile was, from where TMA stores it: whole rows, where
-                      stores of 2 and 4 bytes kept the memory busy for longer than anything else did
+    each              the inverse (PRELUDE: jax_qla_invert), to where the key tile was, from where TMA stores whole rows, or 16 bytes
+                      a lane where the chunk is short
 
 The inverse X, in blocks of 16x16: X_ii = (I + L_ii)^{-1} by forward substitution, two columns a lane, and below the diagonal
 
