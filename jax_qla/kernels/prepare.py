@@ -12,20 +12,24 @@ it are marked in the lowest bit of their last gamma (kernels/common.py: STRETCHE
 
 The *gated* matrix is inverted: the gate-free one can overflow where the recurrence itself is stable (long keys, strong decay).
 
-Plan, one block per (chunk slot, key head), 160 threads:
+Plan, one block per (chunk slot, key head, pair of its value heads), 64 threads, a warp a value head. Within a
+block this is a chain of waits, which other blocks fill: 128 registers and 27 KiB let 8 share a multiprocessor. Before the rows of a
+chunk, the rows of `o` that belong to no sequence become zero.
 
-    warp 4            loads the key tile with TMA and zeroes the rows of `o` which belong to no sequence
-    warpgroup 0       K K^T once per key head (wgmma, kept in registers), then for two value heads at a time:
-                        32 threads a head   gates: gamma by a scan over lanes, fetched one pair of heads ahead
-                        all 128 threads     L to shared memory, column-major (PRELUDE: jax_qla_lower)
-                        64 threads a head   the inverse, in place (PRELUDE: jax_qla_invert)
+    both              gates of the two heads, gamma by a scan over lanes; meanwhile TMA loads the key tile
+    each              the upper half of K K^T = 10 blocks of 16x16, by mma.sync, in registers (PRELUDE: jax_qla_products).
+                      The second head costs this product again, and no exchange through shared memory
+    each              the inverse (PRELUDE: jax_qla_invert), to where the key tile was, from where TMA stores whole rows, or 16 bytes
+                      a lane where the chunk is short
 
-The inverse: each of the four 16x16 blocks on the diagonal by forward substitution (a thread owns a column), then twice
+The inverse X, in blocks of 16x16: X_ii = (I + L_ii)^{-1} by forward substitution, two columns a lane, and below the diagonal
 
-    [A 0; B D]^{-1} = [A^{-1} 0; -D^{-1} B A^{-1} D^{-1}]   (16 -> 32 -> 64)
+    X_ij = -(X_ii L_ij + X_i,i-1 L_i-1,j + .. + X_i,j+1 L_j+1,j) X_jj
 
-with mma, whose operands are split into two bf16 numbers each (three products: 16 bits of mantissa). The products are chained in
-registers. 120 FMA and 60 mma a warp, where substitution alone takes 2016 FMA.
+from left to right, so that no operand needs to be transposed: K K^T is symmetric, so its upper blocks, scaled, are L^T in the layout
+of an accumulator, which is L in that of a right operand of mma; sums and X_ij are accumulators and become left operands where they
+are. Only the X_ii go through shared memory, 16 bits high and 16 low. Operands are split into two bf16 numbers each (three products:
+16 bits of mantissa). A head takes 160 + 96 mma, 148 FMA and 78 splits of pairs.
 """
 
 from dataclasses import dataclass
@@ -33,7 +37,7 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 
-from jax_qla.kernels.common import CHUNK, LOG2_E, MIN_LOG_DECAY, PASS_CONFIGS, STRETCHES, accumulator_layout
+from jax_qla.kernels.common import CHUNK, LOG2_E, MIN_LOG_DECAY, PASS_CONFIGS, STRETCHES
 from jax_qla.kernels.specification import decay, gather_chunks, mark, scatter_chunks
 
 __all__ = ["PASS_CONFIGS", "Config", "program", "specification"]
@@ -48,187 +52,349 @@ class Config:
 
 
 PRELUDE = (
-    f"constexpr int kStretches = {STRETCHES};"
+    f"constexpr int kStretches = {STRETCHES};\nconstexpr float kMinLogDecay = {MIN_LOG_DECAY}f, kLog2e = {LOG2_E}f;"
     r"""
-constexpr int kStride = 68;  // floats from a column of a matrix in shared memory to the next: a bank apart for every row
+constexpr int kTile = 8192;    // bytes of 64 rows of 64 elements, 128-byte swizzled
+constexpr int kBlock = 1040;   // bytes from a block on the diagonal to the next in a head's scratch
+constexpr int kLow = 512;      // bytes from the high parts of an inverted block to its low parts
+constexpr int kGates = 80;     // floats from a head's gates to the next one's: half the banks apart
+constexpr float kLimit = 2.001f;
 
-__device__ __forceinline__ float jax_qla_scan(float x) {  // inclusive sum over the lanes up to this one
+// Instructions, one a function.
+
+__device__ __forceinline__ unsigned jax_qla_address(const void* p) { return static_cast<unsigned>(__cvta_generic_to_shared(p)); }
+// Four 8x8 matrices of 16-bit elements, the lanes' addresses being those of their rows.
+template <bool transposed>
+__device__ __forceinline__ void jax_qla_load_matrices(unsigned* r, unsigned address) {
+  if constexpr (transposed) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(address) : "memory");
+  } else {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(address) : "memory");
+  }
+}
+__device__ __forceinline__ void jax_qla_store_matrices(unsigned address, unsigned r0, unsigned r1, unsigned r2, unsigned r3) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};"
+               ::"r"(address), "r"(r0), "r"(r1), "r"(r2), "r"(r3) : "memory");
+}
+// c [16, 8] += a [16, 16] b [16, 8]
+template <bool bf16>
+__device__ __forceinline__ void jax_qla_mma(float* c, const unsigned* a, unsigned b0, unsigned b1) {
+  if constexpr (bf16) {
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+  } else {
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+  }
+}
+template <bool bf16>
+__device__ __forceinline__ unsigned jax_qla_round(float x, float y) {
+  unsigned pair;
+  if constexpr (bf16) {
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(y), "f"(x));
+  } else {
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(y), "f"(x));
+  }
+  return pair;
+}
+
+// What is made of them. A 16x16 block is held by a warp as an accumulator, two 16x8 tiles: element 4 n + 2 h + e of lane l is that
+// of row 8 h + l / 4, column 8 n + 2 (l % 4) + e.
+
+__device__ __forceinline__ float jax_qla_low_half(unsigned pair) { return __uint_as_float(pair << 16); }
+__device__ __forceinline__ float jax_qla_high_half(unsigned pair) { return __uint_as_float(pair & 0xffff0000u); }
+
+// A 16x16 block as high + low, both pairs of bf16; as a left operand `high` is a0, .., a3, as a right one b0, b1 of each 8 columns.
+struct Split {
+  unsigned high[4], low[4];
+};
+__device__ __forceinline__ void jax_qla_split(unsigned& high, unsigned& low, float x, float y) {
+  high = jax_qla_round<true>(x, y);
+  low = jax_qla_round<true>(x - jax_qla_low_half(high), y - jax_qla_high_half(high));
+}
+// An accumulator as a left operand.
+__device__ __forceinline__ void jax_qla_left(Split& s, const float* c) {
+#pragma unroll
+  for (int i = 0; i < 4; ++i) jax_qla_split(s.high[i], s.low[i], c[i * 2], c[i * 2 + 1]);
+}
+__device__ __forceinline__ void jax_qla_multiply(float* c, const Split& a, const Split& b) {
+#pragma unroll
+  for (int n = 0; n < 2; ++n) jax_qla_mma<true>(c + n * 4, a.low, b.high[n * 2], b.high[n * 2 + 1]);
+#pragma unroll
+  for (int n = 0; n < 2; ++n) jax_qla_mma<true>(c + n * 4, a.high, b.low[n * 2], b.low[n * 2 + 1]);
+#pragma unroll
+  for (int n = 0; n < 2; ++n) jax_qla_mma<true>(c + n * 4, a.high, b.high[n * 2], b.high[n * 2 + 1]);
+}
+// An inverted block from scratch memory; transposed: as a left operand, else as a right one.
+template <bool transposed>
+__device__ __forceinline__ void jax_qla_load_inverse(Split& s, unsigned address) {
+  jax_qla_load_matrices<transposed>(s.high, address);
+  jax_qla_load_matrices<transposed>(s.low, address + kLow);
+}
+
+// Number of block (i, k), i <= k, of the upper half, and of block (i, k), i < k, without the diagonal.
+__host__ __device__ constexpr int jax_qla_upper(int i, int k) { return i * (7 - i) / 2 + k; }
+__host__ __device__ constexpr int jax_qla_above(int i, int k) { return i * (5 - i) / 2 + k - 1; }
+
+// Gates of the block's heads `head` .. `head` + min(heads, 2), two threads a row, which asks for half as many lines of memory as a warp
+// a head would; g clamped to kMinLogDecay; zeros beyond the chunk's rows. g and beta: the chunk's first rows of `pitch` elements.
+__device__ __forceinline__ void jax_qla_fetch(float* gamma_s, float* beta_s, const float* g, const float* beta, int pitch, int head,
+                                              int heads, int rows) {
+  const int h = threadIdx.x & 1;
+#pragma unroll
+  for (int x = 0; x < 2; ++x) {
+    const int row = x * 32 + (threadIdx.x >> 1);
+    const bool wanted = h < heads && row < rows;
+    gamma_s[h * kGates + row] = wanted ? fmaxf(g[row * pitch + head + h], kMinLogDecay) : 0.f;
+    beta_s[h * kGates + row] = wanted ? beta[row * pitch + head + h] : 0.f;
+  }
+}
+// The other way: gamma of all rows but the last, which is to be marked.
+__device__ __forceinline__ void jax_qla_store_gamma(float* gamma, const float* gamma_s, int pitch, int head, int heads, int rows) {
+  const int h = threadIdx.x & 1;
+#pragma unroll
+  for (int x = 0; x < 2; ++x) {
+    const int row = x * 32 + (threadIdx.x >> 1);
+    if (h < heads && row < rows - 1) gamma[row * pitch + head + h] = gamma_s[h * kGates + row];
+  }
+}
+// Inclusive sums over the rows of a head, in place and in units of log2; one warp.
+__device__ __forceinline__ void jax_qla_scan(float* gamma, float* log2_gamma) {
+  const int lane = threadIdx.x & 31;
+  float x = gamma[lane], y = gamma[32 + lane];
 #pragma unroll
   for (int step = 1; step < 32; step *= 2) {
-    const float below = __shfl_up_sync(0xffffffffu, x, step);
-    if ((threadIdx.x & 31) >= step) x += below;
+    const float first = __shfl_up_sync(0xffffffffu, x, step), second = __shfl_up_sync(0xffffffffu, y, step);
+    if (lane >= step) {
+      x += first;
+      y += second;
+    }
   }
-  return x;
+  y += __shfl_sync(0xffffffffu, x, 31);
+  gamma[lane] = x;
+  gamma[32 + lane] = y;
+  log2_gamma[lane] = x * kLog2e;
+  log2_gamma[32 + lane] = y * kLog2e;
 }
 
-// L of one head: `kk` is this thread's part of K K^T, a wgmma accumulator [64, 64]; gamma in units of log2.
-// Blocks above the diagonal are not written, nor read by jax_qla_invert. The first call stores the diagonal of K K^T.
-template <bool first>
-__device__ __forceinline__ void jax_qla_lower(const void* kk, float* lower, const float* gamma, const float* beta, float* diagonal,
-                                              int rows) {
-  const float* product = static_cast<const float*>(kk);
-  const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, top = warp * 16 + lane / 4;
+// Rows `rows`.. of the key tile of each warp of the block become zero.
+__device__ __forceinline__ void jax_qla_zero_rows(void* tile, int rows) {
+  for (int i = rows * 8 + (threadIdx.x & 31); i < 512; i += 32) static_cast<uint4*>(tile)[i] = uint4{0, 0, 0, 0};
+}
+
+// kk = the upper half of K K^T in 10 blocks, from K as tiles of 64 columns. A left operand holds the registers of right ones, but not
+// side by side as mma wants them. ptxas would copy them anew for every mma (300 moves); it computes an xor with `nothing`, 0, once.
+template <bool bf16, int key_dim>
+__device__ __forceinline__ void jax_qla_products(void* kk, const void* tiles, unsigned nothing) {
+  float* c = static_cast<float*>(kk);
+  const int lane = threadIdx.x & 31;
+  const unsigned first = jax_qla_address(tiles) + (lane & 15) * 128 + (((lane >> 4) ^ (lane & 7)) << 4);
 #pragma unroll
-  for (int n = 0; n < 8; ++n) {
-    if (n > warp * 2 + 1) break;
-    const int column = n * 8 + lane % 4 * 2;
+  for (int i = 0; i < 80; ++i) c[i] = 0.f;
 #pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      const int row = top + h * 8;
+  for (int step = 0; step < key_dim / 16; ++step) {
+    unsigned rows[4][4];
 #pragma unroll
-      for (int e = 0; e < 2; ++e) {
-        const float decay = exp2f(gamma[row] - gamma[column + e]);
-        const float value = beta[row] * product[n * 4 + h * 2 + e] * decay;
-        if (row > column + e) lower[(column + e) * kStride + row] = row < rows ? value : 0.f;
-        if (first && row == column + e) diagonal[row] = product[n * 4 + h * 2 + e];
+    for (int i = 0; i < 4; ++i) {
+      jax_qla_load_matrices<false>(rows[i], (first ^ (step % 4 << 5)) + step / 4 * kTile + i * 2048);
+    }
+#pragma unroll
+    for (int k = 0; k < 4; ++k) {
+#pragma unroll
+      for (int n = 0; n < 2; ++n) {
+        const unsigned b0 = rows[k][n] ^ nothing, b1 = rows[k][n + 2] ^ nothing;
+#pragma unroll
+        for (int i = 0; i <= k; ++i) jax_qla_mma<bf16>(c + jax_qla_upper(i, k) * 8 + n * 4, rows[i], b0, b1);
       }
     }
   }
 }
 
-// The last gamma of a chunk, marked. One warp; beta is 0 beyond the chunk's rows.
-__device__ __forceinline__ void jax_qla_mark(float* gamma, float last, const float* beta, const float* diagonal) {
-  const int lane = threadIdx.x & 31;
-  const bool stretches = beta[lane] * diagonal[lane] > 2.001f || beta[lane + 32] * diagonal[lane + 32] > 2.001f;
-  const int mark = __any_sync(0xffffffffu, stretches) ? kStretches : 0;
-  if (lane == 0) *gamma = __int_as_float((__float_as_int(last) & ~kStretches) | mark);
-}
-
-struct Split {  // two float32 numbers as high + low, both pairs of bf16
-  unsigned high, low;
-};
-__device__ __forceinline__ Split jax_qla_split(float x, float y) {
-  Split s;
-  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(s.high) : "f"(y), "f"(x));
-  const float left_x = x - __uint_as_float(s.high << 16), left_y = y - __uint_as_float(s.high & 0xffff0000u);
-  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(s.low) : "f"(left_y), "f"(left_x));
-  return s;
-}
-__device__ __forceinline__ void jax_qla_mma(float* c, unsigned a0, unsigned a1, unsigned a2, unsigned a3, unsigned b0, unsigned b1) {
-  asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
-      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-      : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
-}
-
-// c [16, 8 tiles] += a [16, 16] (split) times the matrix [16, 8 tiles] whose first element is `b`
-template <int tiles>
-__device__ __forceinline__ void jax_qla_multiply(float (*c)[4], const Split* a, const float* b) {
-  const int lane = threadIdx.x & 31;
+// L^T from the upper half of K K^T; gamma in units of log2. Its blocks on the diagonal go to scratch memory as rows of 16 floats, the
+// four quarters of which change places by row; what lies below the diagonal there is not L. Those above it become right operands -L.
+// Returns whether some beta <k, k> exceeds kLimit.
+__device__ __forceinline__ bool jax_qla_gate(Split* lower, const float* kk, const float* gamma, const float* beta, float* scratch) {
+  const int lane = threadIdx.x & 31, row = lane / 4, column = lane % 4 * 2;
+  const int quarter = (column >> 2) ^ (row & 2);
+  float* near = scratch + row * 16 + quarter * 4 + (column & 3);
+  float* far = scratch + row * 16 + (quarter ^ 2) * 4 + (column & 3);
+  float rows[8], longest = 0.f;
 #pragma unroll
-  for (int n = 0; n < tiles; ++n) {
-    const float* column = b + (n * 8 + lane / 4) * kStride + lane % 4 * 2;
-    const float2 near = *reinterpret_cast<const float2*>(column), far = *reinterpret_cast<const float2*>(column + 8);
-    const Split b0 = jax_qla_split(near.x, near.y), b1 = jax_qla_split(far.x, far.y);
-    jax_qla_mma(c[n], a[0].low, a[1].low, a[2].low, a[3].low, b0.high, b1.high);
-    jax_qla_mma(c[n], a[0].high, a[1].high, a[2].high, a[3].high, b0.low, b1.low);
-    jax_qla_mma(c[n], a[0].high, a[1].high, a[2].high, a[3].high, b0.high, b1.high);
-  }
-}
-// The [16, 16] matrix at `m` as a left operand.
-__device__ __forceinline__ void jax_qla_left(Split* a, const float* m) {
-  const int lane = threadIdx.x & 31;
+  for (int k = 0; k < 4; ++k) {
+    rows[k * 2] = gamma[k * 16 + row];
+    rows[k * 2 + 1] = gamma[k * 16 + 8 + row];
+    const float2 g0 = *reinterpret_cast<const float2*>(gamma + k * 16 + column);
+    const float2 g1 = *reinterpret_cast<const float2*>(gamma + k * 16 + 8 + column);
+    const float2 b0 = *reinterpret_cast<const float2*>(beta + k * 16 + column);
+    const float2 b1 = *reinterpret_cast<const float2*>(beta + k * 16 + 8 + column);
+    const float gammas[4] = {g0.x, g0.y, g1.x, g1.y}, betas[4] = {b0.x, b0.y, b1.x, b1.y};
+    const float* c = kk + jax_qla_upper(k, k) * 8;
+    const float top[4] = {betas[0] * c[0], betas[1] * c[1], betas[2] * c[4], betas[3] * c[5]};
+    const float bottom[2] = {betas[2] * c[6], betas[3] * c[7]};
+    longest = fmaxf(longest, fmaxf(row & 1 ? top[1] : top[0], row & 1 ? bottom[1] : bottom[0]));
+    const int at = k * (kBlock / 4);
+    *reinterpret_cast<float2*>(near + at) =
+        float2{top[0] * exp2f(gammas[0] - rows[k * 2]), top[1] * exp2f(gammas[1] - rows[k * 2])};
+    *reinterpret_cast<float2*>(far + at) =
+        float2{top[2] * exp2f(gammas[2] - rows[k * 2]), top[3] * exp2f(gammas[3] - rows[k * 2])};
+    *reinterpret_cast<float2*>(far + at + 128) =
+        float2{bottom[0] * exp2f(gammas[2] - rows[k * 2 + 1]), bottom[1] * exp2f(gammas[3] - rows[k * 2 + 1])};
+    if (k == 0) continue;
+    // The decay of a block above the diagonal is one up to the end of the block before its columns times one from there: neither
+    // exceeds 1, and 24 exponentials do instead of 48.
+    const float end = gamma[k * 16 - 1];
+    float factor[4];
 #pragma unroll
-  for (int k = 0; k < 2; ++k) {
-    const float* first = m + (k * 8 + lane % 4 * 2) * kStride + lane / 4;
+    for (int e = 0; e < 4; ++e) factor[e] = -betas[e] * exp2f(gammas[e] - end);
 #pragma unroll
-    for (int h = 0; h < 2; ++h) a[k * 2 + h] = jax_qla_split(first[h * 8], first[h * 8 + kStride]);
-  }
-}
-// Minus the accumulators of two adjoining tiles as a left operand.
-__device__ __forceinline__ void jax_qla_chain(Split* a, const float (*c)[4]) {
-#pragma unroll
-  for (int k = 0; k < 2; ++k) {
-#pragma unroll
-    for (int h = 0; h < 2; ++h) a[k * 2 + h] = jax_qla_split(-c[k][h * 2], -c[k][h * 2 + 1]);
-  }
-}
-
-template <typename T>
-struct alignas(4) Pair {
-  T x, y;
-};
-
-// `lower`: L as jax_qla_lower leaves it; `out`: the first element of a, whose rows are `pitch` elements apart. 64 threads, which
-// `barrier` synchronises.
-template <typename T>
-__device__ __forceinline__ void jax_qla_invert(float* lower, T* out, int pitch, int rows, int barrier) {
-  const int thread = threadIdx.x & 63, lane = threadIdx.x & 31, warp = thread >> 5;
-  {  // blocks on the diagonal
-    const int block = thread >> 4, c = thread & 15;
-    float* diagonal = lower + block * 16 * (kStride + 1);
-    float x[16];
-#pragma unroll
-    for (int i = 0; i < 16; ++i) x[i] = i == c ? 1.f : 0.f;
-#pragma unroll
-    for (int j = 0; j < 15; ++j) {
-#pragma unroll
-      for (int i = j + 1; i < 16; ++i) x[i] -= diagonal[j * kStride + i] * x[j];
-    }
-    __syncwarp();
-#pragma unroll
-    for (int i = 0; i < 16; ++i) diagonal[c * kStride + i] = x[i];
-#pragma unroll
-    for (int i = 0; i < 16; ++i) {
-      if (block * 16 + i < rows) out[(block * 16 + i) * pitch + thread] = static_cast<T>(x[i]);
-    }
-    // zeros above them
-    if (thread < rows) {
-      for (int i = block * 2 + 2; i < 8; ++i) reinterpret_cast<uint4*>(out + thread * pitch)[i] = uint4{0, 0, 0, 0};
-    }
-    __syncwarp();
-  }
-  const int top = lane / 4, left = lane % 4 * 2;
-  {  // 16 -> 32: each warp its half
-    float* half = lower + warp * 32 * (kStride + 1);
-    Split a[4];
-    float u[2][4] = {}, x[2][4] = {};
-    jax_qla_left(a, half + 16 * (kStride + 1));
-    jax_qla_multiply<2>(u, a, half + 16);
-    jax_qla_chain(a, u);
-    jax_qla_multiply<2>(x, a, half);
-    __syncwarp();
-#pragma unroll
-    for (int n = 0; n < 2; ++n) {
+    for (int i = 0; i < k; ++i) {
+      const float* c = kk + jax_qla_upper(i, k) * 8;
+      Split& block = lower[jax_qla_above(i, k)];
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
-        const int row = warp * 32 + 16 + top + h * 8, column = n * 8 + left;
-        float* to = half + column * kStride + 16 + top + h * 8;
-        to[0] = x[n][h * 2];
-        to[kStride] = x[n][h * 2 + 1];
-        if (row < rows) {
-          *reinterpret_cast<Pair<T>*>(out + row * pitch + warp * 32 + column) =
-              Pair<T>{static_cast<T>(x[n][h * 2]), static_cast<T>(x[n][h * 2 + 1])};
+        const float rest = exp2f(end - rows[i * 2 + h]);
+#pragma unroll
+        for (int n = 0; n < 2; ++n) {
+          jax_qla_split(block.high[h * 2 + n], block.low[h * 2 + n], c[n * 4 + h * 2] * factor[n * 2] * rest,
+                        c[n * 4 + h * 2 + 1] * factor[n * 2 + 1] * rest);
         }
       }
     }
   }
-  asm volatile("bar.sync %0, 64;" ::"r"(barrier) : "memory");
-  {  // 32 -> 64: each warp 16 rows
-    const float* last = lower + 32 * (kStride + 1) + warp * 16;
-    Split a[4];
-    float u[4][4] = {}, x[4][4] = {};
-    jax_qla_left(a, last);
-    jax_qla_multiply<4>(u, a, lower + 32);
-    if (warp == 1) {
-      jax_qla_left(a, last + 16 * kStride);
-      jax_qla_multiply<4>(u, a, lower + 48);
-    }
-    jax_qla_chain(a, u);
-    jax_qla_multiply<2>(x, a, lower);
-    jax_qla_chain(a, u + 2);
-    jax_qla_multiply<2>(x, a, lower + 16);
-    jax_qla_multiply<2>(x + 2, a, lower + 16 * (kStride + 1));
+  return row / 2 == lane % 4 && longest > kLimit;  // the lanes with elements of the diagonal
+}
+
+// The inverses of the four blocks I + L on the diagonal, in place, split, column by column: a lane substitutes forward in columns c
+// and c + 8 of one block. Halves of columns change places so that ldmatrix meets no bank twice.
+__device__ __forceinline__ void jax_qla_substitute(float* scratch) {
+  const int lane = threadIdx.x & 31, column = lane & 7;
+  float* block = scratch + (lane >> 3) * (kBlock / 4);
+  float x[16], y[8];
 #pragma unroll
-    for (int n = 0; n < 4; ++n) {
+  for (int i = 0; i < 16; ++i) x[i] = i == column ? 1.f : 0.f;
 #pragma unroll
-      for (int h = 0; h < 2; ++h) {
-        const int row = 32 + warp * 16 + top + h * 8;
-        if (row < rows) {
-          *reinterpret_cast<Pair<T>*>(out + row * pitch + n * 8 + left) =
-              Pair<T>{static_cast<T>(x[n][h * 2]), static_cast<T>(x[n][h * 2 + 1])};
+  for (int i = 0; i < 8; ++i) y[i] = x[i];
+#pragma unroll
+  for (int j = 0; j < 15; ++j) {
+#pragma unroll
+    for (int q = (j + 1) / 4; q < 4; ++q) {
+      const float4 l = *reinterpret_cast<const float4*>(block + j * 16 + (q ^ (j & 2)) * 4);
+      const float values[4] = {l.x, l.y, l.z, l.w};
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        const int i = q * 4 + e;
+        if (i > j) {
+          x[i] -= values[e] * x[j];
+          if (j >= 8) y[i - 8] -= values[e] * y[j - 8];
         }
       }
     }
+  }
+  __syncwarp();
+  unsigned high[12], low[12];
+#pragma unroll
+  for (int i = 0; i < 8; ++i) jax_qla_split(high[i], low[i], x[i * 2], x[i * 2 + 1]);
+#pragma unroll
+  for (int i = 0; i < 4; ++i) jax_qla_split(high[8 + i], low[8 + i], y[i * 2], y[i * 2 + 1]);
+  uint4* to = reinterpret_cast<uint4*>(block) + column * 2;
+  const int near = column >> 2, far = near ^ 1;
+  to[near] = uint4{high[0], high[1], high[2], high[3]};
+  to[far] = uint4{high[4], high[5], high[6], high[7]};
+  to[16 + near] = uint4{0, 0, 0, 0};
+  to[16 + far] = uint4{high[8], high[9], high[10], high[11]};
+  to[32 + near] = uint4{low[0], low[1], low[2], low[3]};
+  to[32 + far] = uint4{low[4], low[5], low[6], low[7]};
+  to[48 + near] = uint4{0, 0, 0, 0};
+  to[48 + far] = uint4{low[8], low[9], low[10], low[11]};
+  __syncwarp();
+}
+
+// An accumulator in the dtype of a.
+template <bool bf16>
+__device__ __forceinline__ void jax_qla_pack(unsigned* r, const float* c) {
+#pragma unroll
+  for (int i = 0; i < 4; ++i) r[i] = jax_qla_round<bf16>(c[i * 2], c[i * 2 + 1]);
+}
+// Block (i, j) of a, to its swizzled tile.
+__device__ __forceinline__ void jax_qla_put(unsigned to, int i, int j, const unsigned* r) {
+  jax_qla_store_matrices((to ^ (j << 5)) + i * 2048, r[0], r[1], r[2], r[3]);
+}
+// The same of an inverted block on the diagonal, a left operand, and zeros to the right of it.
+template <bool bf16>
+__device__ __forceinline__ void jax_qla_put_diagonal(unsigned to, int i, const Split& s) {
+  const unsigned zeros[4] = {};
+  unsigned r[4];
+  float c[8];
+#pragma unroll
+  for (int p = 0; p < 4; ++p) {
+    c[p * 2] = jax_qla_low_half(s.high[p]) + jax_qla_low_half(s.low[p]);
+    c[p * 2 + 1] = jax_qla_high_half(s.high[p]) + jax_qla_high_half(s.low[p]);
+  }
+  jax_qla_pack<bf16>(r, c);
+  jax_qla_put(to, i, i, bf16 ? s.high : r);  // the high part is what rounding to bf16 gives
+#pragma unroll
+  for (int j = i + 1; j < 4; ++j) jax_qla_put(to, i, j, zeros);
+}
+
+// kk (jax_qla_products) -> a, in the swizzled `tile`, and `last_gamma` with its mark -> marked[at]; one warp. gamma in units of log2.
+template <bool bf16>
+__device__ __forceinline__ void jax_qla_invert(const void* products, const float* gamma, const float* beta, float* scratch, void* tile,
+                                               float* marked, int at, float last_gamma) {
+  const float* kk = static_cast<const float*>(products);
+  const int lane = threadIdx.x & 31;
+  Split lower[6];
+  const bool stretches = __any_sync(0xffffffffu, jax_qla_gate(lower, kk, gamma, beta, scratch));
+  if (lane == 0) marked[at] = __int_as_float((__float_as_int(last_gamma) & ~kStretches) | (stretches ? kStretches : 0));
+  __syncwarp();
+  jax_qla_substitute(scratch);
+  const unsigned from =
+      jax_qla_address(scratch) + ((lane >> 4) * 8 + (lane & 7)) * 32 + ((((lane >> 3) ^ (lane >> 2)) & 1) << 4);
+  const unsigned to = jax_qla_address(tile) + (lane & 15) * 128 + (((lane >> 4) ^ (lane & 7)) << 4);
+  Split before, behind;  // inverted blocks as a left and a right operand
+  Split x[6];            // blocks of a below the diagonal as left operands, numbered as those of L^T
+  jax_qla_load_inverse<true>(before, from);
+  jax_qla_put_diagonal<bf16>(to, 0, before);
+#pragma unroll
+  for (int distance = 1; distance < 4; ++distance) {
+    // A step at a time for all blocks, since no instruction that reads shared memory passes one that writes it. The last blocks that
+    // distance 2 loads, 3 and 0, are those of distance 3.
+    float sum[3][8] = {};
+    unsigned rounded[3][4];
+#pragma unroll
+    for (int j = 0; j + distance < 4; ++j) {
+      const int i = j + distance;
+      if (distance < 3) jax_qla_load_inverse<true>(before, from + i * kBlock);
+      jax_qla_multiply(sum[j], before, lower[jax_qla_above(j, i)]);
+#pragma unroll
+      for (int k = j + 1; k < i; ++k) jax_qla_multiply(sum[j], x[jax_qla_above(k, i)], lower[jax_qla_above(j, k)]);
+      if (distance == 1) jax_qla_put_diagonal<bf16>(to, i, before);
+    }
+#pragma unroll
+    for (int j = 3 - distance; j >= 0; --j) {
+      float block[8] = {};
+      Split left;
+      if (distance < 3) jax_qla_load_inverse<false>(behind, from + j * kBlock);
+      jax_qla_left(left, sum[j]);
+      jax_qla_multiply(block, left, behind);
+      jax_qla_left(x[jax_qla_above(j, j + distance)], block);
+      jax_qla_pack<bf16>(rounded[j], block);
+    }
+#pragma unroll
+    for (int j = 0; j + distance < 4; ++j) jax_qla_put(to, j + distance, j, rounded[j]);
+  }
+}
+
+// The first `rows` rows of a swizzled tile to `out`, whose rows are `pitch` elements apart; one warp.
+template <typename T>
+__device__ __forceinline__ void jax_qla_store_rows(T* out, const void* tile, int pitch, int rows) {
+  for (int i = threadIdx.x & 31; i < rows * 8; i += 32) {
+    const int row = i >> 3, part = i & 7;
+    reinterpret_cast<uint4*>(out + static_cast<long long>(row) * pitch)[part] =
+        static_cast<const uint4*>(tile)[row * 8 + (part ^ (row & 7))];
   }
 }
 """
@@ -238,20 +404,11 @@ __device__ __forceinline__ void jax_qla_invert(float* lower, T* out, int pitch, 
 def program(config: Config):
     """The TileLang program. Numbers of tokens, heads, value columns and chunk slots are run-time values."""
     import tilelang.language as T
+    from tilelang.layout import make_full_bank_swizzled_layout
 
     C, K, dtype = CHUNK, config.key_dim, config.dtype
+    bf16 = "true" if dtype == "bfloat16" else "false"
     tokens, key_heads, value_heads, value_dim, slots = T.dynamic("tokens, key_heads, value_heads, value_dim, slots")
-
-    @T.macro
-    def fetch(g, beta, row, rows, head, wanted, lane, fetched):
-        """Gates of rows `lane` and `lane` + 32 of a head; 0 beyond `rows`, and where no head is `wanted`."""
-        for x in T.unroll(2):
-            if wanted and x * 32 + lane < rows:
-                fetched[x] = T.max(g[row + x * 32 + lane, head], T.float32(MIN_LOG_DECAY))
-                fetched[2 + x] = beta[row + x * 32 + lane, head]
-            else:
-                fetched[x] = 0.0
-                fetched[2 + x] = 0.0
 
     @T.prim_func
     def prepare(
@@ -264,86 +421,119 @@ def program(config: Config):
         o: T.Tensor((tokens, value_heads, value_dim), dtype),
         ratio: T.int32,
     ):
-        with T.Kernel(slots, key_heads, threads=160, prelude=PRELUDE) as (slot, key_head):
-            T.annotate_min_blocks_per_sm(4)
+        with T.Kernel(slots * (key_heads * ((ratio + 1) // 2)), threads=64, prelude=PRELUDE) as block:
+            T.annotate_min_blocks_per_sm(8)
+            # Neighbours work on the same rows: what they read and write together is contiguous.
+            slot = T.alloc_var("int32")
+            pair = T.alloc_var("int32")
+            key_head = T.alloc_var("int32")
+            pairs = T.truncdiv(ratio + 1, 2)  # of value heads of a key head
+            slot = T.truncdiv(block, key_heads * pairs)
+            pair = T.truncmod(block, key_heads * pairs)
+            key_head = T.truncdiv(pair, pairs)
+            pair = T.truncmod(pair, pairs)
             T.pdl_sync()  # the tables are there
             T.pdl_trigger()  # what follows waits by itself
             row = chunks[slot, 1]
             rows = chunks[slot, 2]
             fill = chunks[slot, 3]
             tx = T.get_thread_binding()
+            half = tx // 32
+            lane = tx % 32
+            first = key_head * ratio + pair * 2  # value head
+            head = first + half
+            heads = ratio - pair * 2  # from there on
 
-            k_s = T.alloc_shared((C, K), dtype)
-            lower_s = T.alloc_shared((2, C, C + 4), "float32")
-            gamma_s = T.alloc_shared((2, C), "float32")  # in units of log2
-            beta_s = T.alloc_shared((2, C), "float32")
-            diagonal_s = T.alloc_shared((C,), "float32")  # of K K^T
+            tiles_s = T.alloc_shared((2, C, 64), dtype)  # K, 64 columns each; then a of each head
+            scratch_s = T.alloc_shared((2, 1040), "float32")  # four times kBlock bytes
+            gamma_s = T.alloc_shared((2, C + 16), "float32")  # kGates
+            log2_gamma_s = T.alloc_shared((2, C), "float32")  # gamma in units of log2
+            beta_s = T.alloc_shared((2, C + 16), "float32")
             loaded = T.alloc_barrier(32)
+            T.annotate_layout({tiles_s: make_full_bank_swizzled_layout(tiles_s)})
 
-            if tx >= 128:
-                if rows > 0:
-                    T.tma_copy(k[row : row + C, key_head, 0:K], k_s, barrier=loaded, leader_scope_threads=32)
-                    T.barrier_arrive(loaded)
+            if half < heads:
                 for i in T.serial(fill):
-                    for h in T.serial(ratio):
-                        for x in T.serial(value_dim // 32):
-                            o[row + rows + i, key_head * ratio + h, x * 32 + tx - 128] = T.cast(0, dtype)
-            else:
-                if rows > 0:
-                    kk = T.alloc_fragment((C, C), "float32")
-                    T.annotate_layout({kk: accumulator_layout(C)})
-                    fetched = T.alloc_local((4,), "float32")
-                    sums = T.alloc_local((2,), "float32")
-                    half = tx // 64
-                    lane = tx % 64  # 32.. have no part in the gates
-                    fetch(g, beta, row, rows, key_head * ratio + half, half < ratio and lane < 32, lane, fetched)
-                    T.barrier_wait(loaded, 0)
-                    T.gemm(k_s, k_s, kk, transpose_B=True, clear_accum=True)
-                    for pair in T.serial((ratio + 1) // 2):
-                        own = pair * 2 + half < ratio
-                        head = key_head * ratio + pair * 2 + half
-                        if lane < 32:
-                            for x in T.unroll(2):
-                                sums[x] = T.call_extern("float32", "jax_qla_scan", fetched[x])
-                            sums[1] = sums[1] + T.shfl_sync(sums[0], 31)
-                            for x in T.unroll(2):
-                                gamma_s[half, x * 32 + lane] = sums[x] * T.float32(LOG2_E)
-                                beta_s[half, x * 32 + lane] = fetched[2 + x]
-                                if own and x * 32 + lane < rows - 1:
-                                    gamma[row + x * 32 + lane, head] = sums[x]
-                        T.sync_threads(1, 128)
-                        fetch(g, beta, row, rows, head + 2, pair * 2 + 2 + half < ratio and lane < 32, lane, fetched)
-                        for s in (0, 1):
-                            T.call_extern(
-                                "handle",
-                                "jax_qla_lower<true>" if s == 0 else "jax_qla_lower<false>",
-                                T.address_of(kk[0, 0]),
-                                T.address_of(lower_s[s, 0, 0]),
-                                T.address_of(gamma_s[s, 0]),
-                                T.address_of(beta_s[s, 0]),
-                                T.address_of(diagonal_s[0]),
-                                rows,
-                            )
-                        T.sync_threads(1, 128)
-                        if own:
-                            if lane < 32:
-                                T.call_extern(
-                                    "handle",
-                                    "jax_qla_mark",
-                                    T.address_of(gamma[row + rows - 1, head]),
-                                    gamma_s[half, C - 1] * T.float32(1 / LOG2_E),
-                                    T.address_of(beta_s[half, 0]),
-                                    T.address_of(diagonal_s[0]),
-                                )
-                            T.call_extern(
-                                "handle",
-                                "jax_qla_invert",
-                                T.address_of(lower_s[half, 0, 0]),
-                                T.address_of(a[row, head, 0]),
-                                value_heads * C,
-                                rows,
-                                2 + half,
-                            )
+                    for x in T.serial(value_dim // 32):
+                        o[row + rows + i, head, x * 32 + lane] = T.cast(0, dtype)
+            if rows > 0:
+                kk = T.alloc_local((80,), "float32")
+                if tx < 32:
+                    for x in T.unroll(K // 64):
+                        T.tma_copy(
+                            k[row : row + C, key_head, x * 64 : x * 64 + 64],
+                            tiles_s[x, :, :],
+                            barrier=loaded,
+                            leader_scope_threads=32,
+                        )
+                    T.barrier_arrive(loaded)
+                T.call_extern(
+                    "handle",
+                    "jax_qla_fetch",
+                    T.address_of(gamma_s[0, 0]),
+                    T.address_of(beta_s[0, 0]),
+                    T.address_of(g[row, 0]),
+                    T.address_of(beta[row, 0]),
+                    value_heads,
+                    first,
+                    heads,
+                    rows,
+                )
+                T.sync_threads(1, 64)
+                T.call_extern(
+                    "handle", "jax_qla_scan", T.address_of(gamma_s[half, 0]), T.address_of(log2_gamma_s[half, 0])
+                )
+                T.sync_threads(1, 64)
+                T.call_extern(
+                    "handle",
+                    "jax_qla_store_gamma",
+                    T.address_of(gamma[row, 0]),
+                    T.address_of(gamma_s[0, 0]),
+                    value_heads,
+                    first,
+                    heads,
+                    rows,
+                )
+                T.barrier_wait(loaded, 0)
+                if rows < C:
+                    if half < K // 64:
+                        T.call_extern("handle", "jax_qla_zero_rows", T.address_of(tiles_s[half, 0, 0]), rows)
+                    T.sync_threads(1, 64)
+                T.call_extern(
+                    "handle",
+                    f"jax_qla_products<{bf16}, {K}>",
+                    T.address_of(kk[0]),
+                    T.address_of(tiles_s[0, 0, 0]),
+                    T.shift_right(ratio, 30),  # 0, which ptxas cannot know
+                )
+                T.sync_threads(1, 64)  # the key tiles become those of a
+                if half < heads:
+                    T.call_extern(
+                        "handle",
+                        f"jax_qla_invert<{bf16}>",
+                        T.address_of(kk[0]),
+                        T.address_of(log2_gamma_s[half, 0]),
+                        T.address_of(beta_s[half, 0]),
+                        T.address_of(scratch_s[half, 0]),
+                        T.address_of(tiles_s[half, 0, 0]),
+                        T.address_of(gamma[row, 0]),
+                        (rows - 1) * value_heads + head,
+                        gamma_s[half, rows - 1],
+                    )
+                    T.fence_proxy_async()
+                    T.sync_warp()
+                    if rows == C:
+                        T.tma_copy(tiles_s[half, :, :], a[row : row + C, head, 0:C], leader_scope_threads=32)
+                    else:
+                        T.call_extern(
+                            "handle",
+                            "jax_qla_store_rows",
+                            T.address_of(a[row, head, 0]),
+                            T.address_of(tiles_s[half, 0, 0]),
+                            value_heads * C,
+                            rows,
+                        )
+                    T.tma_store_wait(0)
 
     return prepare
 
