@@ -88,6 +88,7 @@ class Config:
 def program(config: Config):
     """The TileLang program. Numbers of tokens, heads and sequences are run-time values."""
     import tilelang.language as T
+    from tilelang.layout import make_full_bank_swizzled_layout
 
     C, K, V, W, dtype = CHUNK, config.key_dim, config.value_dim, config.value_tile, config.dtype
     tiles = V // W  # blocks a head
@@ -131,7 +132,9 @@ def program(config: Config):
 
             q_s = T.alloc_shared((stages, C, K), dtype)
             k_s = T.alloc_shared((stages, C, K), dtype)
-            v_s = T.alloc_shared((stages, C, W), dtype)  # V, then O on its way out
+            v_s = T.alloc_shared((stages, C, W), dtype)
+            o_s = T.alloc_shared((W // 64, C, 64), dtype)
+            T.annotate_layout({o_s: make_full_bank_swizzled_layout(o_s)})
             a_s = T.alloc_shared((stages, C, C), dtype)
             p_s = T.alloc_shared((stages, C, C), dtype)
             gamma_s = T.alloc_shared((stages, C), "float32")
@@ -218,22 +221,20 @@ def program(config: Config):
                         else:
                             T.clear(state)
                         T.copy(state, state_b)
-                        if count > 0:
-                            T.barrier_wait(ready[0], 0)
-                            T.barrier_wait(loaded[0], 0)
-                        T.wgmma_gemm(state_b, k_s[0, :, :], u, transpose_B=True, clear_accum=True)
-                        T.call_extern(
-                            "handle",
-                            "jax_qla_load_transposed",
-                            T.address_of(v_t[0, 0]),
-                            T.address_of(v_s[0, 0, part]),
-                        )
-                        T.wait_wgmma(0)
                         for c in T.serial(count):
                             at = c % stages
-                            after = (c + 1) % stages
-                            # U = S^T K^T is under way. S^T Q^T
+                            T.barrier_wait(ready[at], (c // stages) % 2)
+                            T.barrier_wait(loaded[at], (c // stages) % 2)
+                            # U = S^T K^T and S^T Q^T
+                            T.wgmma_gemm(state_b, k_s[at, :, :], u, transpose_B=True, clear_accum=True)
                             T.wgmma_gemm(state_b, q_s[at, :, :], acc, transpose_B=True, clear_accum=True)
+                            T.call_extern(
+                                "handle",
+                                "jax_qla_load_transposed",
+                                T.address_of(v_t[0, 0]),
+                                T.address_of(v_s[at, 0, part]),
+                            )
+                            T.wait_wgmma(1)
                             # X = beta (V^T - exp(gamma) U)
                             for i, j in T.Parallel(64, C):
                                 x_b[i, j] = beta_s[at, j] * (T.cast(v_t[i, j], "float32") - rise_s[at, j] * u[i, j])
@@ -242,10 +243,8 @@ def program(config: Config):
                             whole = whole_s[at]
                             for i, j in T.Parallel(64, K):
                                 state[i, j] = state[i, j] * whole
-                            # by now the previous chunk's outputs have left, and its stage may be overwritten
                             T.tma_store_wait(0)
-                            if c > 0:
-                                T.barrier_arrive(free[(c - 1) % stages])
+                            T.sync_threads(4 + wg, 128)  # by now the previous chunk's outputs have left
                             T.wait_wgmma(1)
                             for i, j in T.Parallel(64, C):
                                 acc[i, j] = acc[i, j] * scaled_s[at, j]
@@ -256,40 +255,28 @@ def program(config: Config):
                             # S = exp(gamma_C) S + (exp(gamma_C - gamma) Vd) K and O = scale exp(gamma) S^T Q^T + Vd P^T
                             T.wgmma_gemm(vk_b, k_s[at, :, :], state)
                             T.wgmma_gemm(vd_b, p_s[at, :, :], acc, transpose_B=True)
-                            # The next chunk's U begins before O leaves; after the last chunk it is of whatever lies there, and unused.
-                            if c + 1 < count:
-                                T.barrier_wait(ready[after], ((c + 1) // stages) % 2)
-                                T.barrier_wait(loaded[after], ((c + 1) // stages) % 2)
                             T.wait_wgmma(1)
                             T.copy(state, state_b)
-                            T.wgmma_gemm(state_b, k_s[after, :, :], u, transpose_B=True, clear_accum=True)
-                            T.wait_wgmma(1)
-                            T.sync_warp()  # V was read by other lanes
+                            T.wait_wgmma(0)
+                            T.barrier_arrive(free[at])
                             T.call_extern(
                                 "handle",
                                 f"jax_qla_store_transposed<{bf16}>",
                                 T.address_of(acc[0, 0]),
-                                T.address_of(v_s[at, 0, part]),
+                                T.address_of(o_s[wg, 0, 0]),
                             )
                             T.fence_proxy_async()
                             T.sync_threads(4 + wg, 128)
                             if end - start >= (c + 1) * C:
                                 T.tma_copy(
-                                    v_s[at, :, part : part + 64],
+                                    o_s[wg, :, :],
                                     o[start + c * C : start + c * C + C, head, first + part : first + part + 64],
                                     leader_scope_threads=128,
                                 )
                             else:
                                 m.store_rows(
-                                    v_s, at, o, start + c * C, end - start - c * C, head, first, part, tx - wg * 128
+                                    o_s, wg, o, start + c * C, end - start - c * C, head, first + part, 0, tx - wg * 128
                                 )
-                            T.call_extern(
-                                "handle",
-                                "jax_qla_load_transposed",
-                                T.address_of(v_t[0, 0]),
-                                T.address_of(v_s[after, 0, part]),
-                            )
-                            T.wait_wgmma(0)
                         T.tma_store_wait(0)
                         if final_states > 0:
                             for i, j in T.Parallel(64, K):
