@@ -43,13 +43,15 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 
-from jax_qla.kernels.common import CHUNK, MIN_LOG_DECAY, PASS_CONFIGS, accumulator_layout, macros
+from jax_qla.kernels.common import CHUNK, MIN_LOG_DECAY, PASS_CONFIGS, TILE_PRELUDE, accumulator_layout, macros
 from jax_qla.kernels.specification import decay, gather_chunks, last_row, scatter_chunks
 
 __all__ = ["PASS_CONFIGS", "Config", "program", "specification"]
 
 
-PRELUDE = r"""
+PRELUDE = (
+    TILE_PRELUDE
+    + r"""
 __device__ __forceinline__ int jax_qla_any(int x) { return __any_sync(0xffffffffu, x); }
 
 // Lanes that differ in bit 2 * left exchange halves of their 2 * left sums.
@@ -80,19 +82,143 @@ __device__ __forceinline__ void jax_qla_add_rows(void* sum_registers, const void
 // The inner product of two tiles of `vectors` 16-byte vectors in shared memory with the same layout, each warp's part in out [4].
 template <typename T, int vectors>
 __device__ __forceinline__ void jax_qla_inner(const void* x, const void* y, float* out) {
-  float sum = 0.f;
-#pragma unroll 2
-  for (int i = threadIdx.x & 127; i < vectors; i += 128) {
-    const uint4 a = static_cast<const uint4*>(x)[i], b = static_cast<const uint4*>(y)[i];
+  float sum[2] = {0.f, 0.f};
+#pragma unroll 1
+  for (int i = threadIdx.x & 127; i < vectors; i += 512) {  // eight loads in flight
+    uint4 a[4], b[4];
+#pragma unroll
+    for (int n = 0; n < 4; ++n) {
+      a[n] = static_cast<const uint4*>(x)[i + n * 128];
+      b[n] = static_cast<const uint4*>(y)[i + n * 128];
+    }
+#pragma unroll
+    for (int n = 0; n < 4; ++n) {
+      T p[8], q[8];
+      memcpy(p, &a[n], 16);
+      memcpy(q, &b[n], 16);
+#pragma unroll
+      for (int e = 0; e < 8; ++e) sum[e % 2] += static_cast<float>(p[e]) * static_cast<float>(q[e]);
+    }
+  }
+  float total = sum[0] + sum[1];
+#pragma unroll
+  for (int step = 16; step > 0; step /= 2) total += __shfl_xor_sync(0xffffffffu, total, step);
+  if (threadIdx.x % 32 == 0) out[(threadIdx.x >> 5) & 3] = total;
+}
+// Sum n of `count` over 2 count lanes, to the two lanes l with l / 2 = n mod count.
+template <int count>
+__device__ __forceinline__ float jax_qla_gather(float* sum) {
+  if constexpr (count == 1) {
+    return sum[0] + __shfl_xor_sync(0xffffffffu, sum[0], 1);
+  } else {
+    const bool upper = threadIdx.x & count;
+#pragma unroll
+    for (int n = 0; n < count / 2; ++n) {
+      const float low = sum[n], high = sum[n + count / 2];
+      sum[n] = (upper ? high : low) + __shfl_xor_sync(0xffffffffu, upper ? low : high, count);
+    }
+    return jax_qla_gather<count / 2>(sum);
+  }
+}
+// How 128 threads share a tile [64, columns] (halves of 64 columns, 128-byte swizzled): a thread has 16-byte vector `vector` of rows
+// first + step n, n < passes. step is a multiple of 8, so that all these are swizzled alike.
+template <int columns>
+struct jax_qla_share {
+  static constexpr int vectors = columns / 8, step = 128 / vectors, passes = 64 / step;
+  int vector, first, offset;
+  __device__ __forceinline__ jax_qla_share() {
+    const int thread = threadIdx.x & 127;
+    vector = thread % vectors;
+    first = thread / vectors;
+    offset = vector / 8 * 8192 + first * 128 + (vector % 8 ^ (first & 7)) * 16;
+  }
+  __device__ __forceinline__ uint4 of(const void* tile, int n) const {
+    return *reinterpret_cast<const uint4*>(static_cast<const char*>(tile) + offset + n * (step * 128));
+  }
+  // Sums by row, sum[n] this thread's part of row first + step n, to out [64].
+  __device__ __forceinline__ void write(float* sum, float* out) const {
+    const float total = jax_qla_gather<passes>(sum);
+    if (vector % 2 == 0) out[first + step * (vector / 2)] = total;
+  }
+};
+// Rows i < rows of out [.., heads, columns] become factor_i x_i, and dots_i = <x_i, y_i>, of tiles x and y in shared memory.
+template <typename T, int columns>
+__device__ __forceinline__ void jax_qla_scale_and_dot(const void* x, const void* y, const float* factor, int rows, int heads, T* out,
+                                                      float* dots) {
+  using Share = jax_qla_share<columns>;
+  const Share share;
+  const long long step = static_cast<long long>(Share::step * columns) * heads;
+  out += static_cast<long long>(share.first) * (heads * columns) + share.vector * 8;
+  factor += share.first;
+  float sum[Share::passes];
+#pragma unroll
+  for (int base = 0; base < Share::passes; base += 4) {
+    uint4 a[4], b[4];
+#pragma unroll
+    for (int n = 0; n < 4; ++n) {
+      a[n] = share.of(x, base + n);
+      b[n] = share.of(y, base + n);
+    }
+#pragma unroll
+    for (int n = 0; n < 4; ++n) {
+      const float f = factor[Share::step * (base + n)];
+      T p[8], q[8];
+      memcpy(p, &a[n], 16);
+      memcpy(q, &b[n], 16);
+      unsigned scaled[4];
+      sum[base + n] = 0.f;
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        const float low = static_cast<float>(p[2 * e]), high = static_cast<float>(p[2 * e + 1]);
+        scaled[e] = jax_qla_pack<T>(f * low, f * high);
+        sum[base + n] += low * static_cast<float>(q[2 * e]);
+        sum[base + n] += high * static_cast<float>(q[2 * e + 1]);
+      }
+      if (share.first + Share::step * (base + n) < rows) {
+        *reinterpret_cast<uint4*>(out) = make_uint4(scaled[0], scaled[1], scaled[2], scaled[3]);
+      }
+      out += step;
+    }
+  }
+  share.write(sum, dots);
+}
+// dots_i = <x_i, y_i> for i < rows of a tile x in shared memory and y [.., heads, columns] in global memory.
+template <typename T, int columns>
+__device__ __forceinline__ void jax_qla_dots(const void* x, const T* y, int rows, int heads, float* dots) {
+  using Share = jax_qla_share<columns>;
+  const Share share;
+  float sum[Share::passes];
+#pragma unroll
+  for (int n = 0; n < Share::passes; ++n) {
+    const int row = min(share.first + Share::step * n, rows - 1);
+    const uint4 a = share.of(x, n);
+    const uint4 b = *reinterpret_cast<const uint4*>(y + static_cast<long long>(row) * (heads * columns) + share.vector * 8);
     T p[8], q[8];
     memcpy(p, &a, 16);
     memcpy(q, &b, 16);
+    sum[n] = 0.f;
 #pragma unroll
-    for (int e = 0; e < 8; ++e) sum += static_cast<float>(p[e]) * static_cast<float>(q[e]);
+    for (int e = 0; e < 8; ++e) sum[n] += static_cast<float>(p[e]) * static_cast<float>(q[e]);
   }
+  share.write(sum, dots);
+}
+// The sum over this lane and those above it; the sum over the lanes below it.
+__device__ __forceinline__ float jax_qla_from(float x) {
 #pragma unroll
-  for (int step = 16; step > 0; step /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, step);
-  if (threadIdx.x % 32 == 0) out[(threadIdx.x >> 5) & 3] = sum;
+  for (int step = 1; step < 32; step *= 2) {
+    const float other = __shfl_down_sync(0xffffffffu, x, step);
+    if (threadIdx.x % 32 + step < 32) x += other;
+  }
+  return x;
+}
+__device__ __forceinline__ float jax_qla_below(float x) {
+#pragma unroll
+  for (int step = 1; step < 32; step *= 2) {
+    const float other = __shfl_up_sync(0xffffffffu, x, step);
+    if (threadIdx.x % 32 >= step) x += other;
+  }
+  const float below = __shfl_up_sync(0xffffffffu, x, 1);
+  return threadIdx.x % 32 > 0 ? below : 0.f;
 }
 // Writes the sums over the four lanes of each row to out [64].
 __device__ __forceinline__ void jax_qla_write_rows(const float* sums, float* out) {
@@ -167,6 +293,7 @@ __device__ __forceinline__ void jax_qla_row_dots(const void* registers, const T*
   }
 }
 """
+)
 
 
 @dataclass(frozen=True)
@@ -255,8 +382,7 @@ def program(config: Config):
             rows_k_s = T.alloc_shared((2, C), "float32")
             columns_q_s = T.alloc_shared((2, 4, C), "float32")  # column sums over the 16 rows of each warp
             columns_k_s = T.alloc_shared((2, 4, C), "float32")
-            dgamma_s = T.alloc_shared((C,), "float32")
-            y_s = T.alloc_shared((C,), "float32")
+            halves_s = T.alloc_shared((2,), "float32")  # sums over rows: of <Y, K> of 0..31, of dgamma of 32..63
             states_dot_s = T.alloc_shared((4,), "float32")  # <dh, h> by warp
             dot_s = T.alloc_shared((C,), "float32")
             dot_v_s = T.alloc_shared((C,), "float32")
@@ -273,16 +399,19 @@ def program(config: Config):
             parts_ready = T.alloc_barrier([256])
 
             if tx >= 256:
-                T.set_max_nreg(96, 0)
+                T.set_max_nreg(112, 0)
                 i = tx - 256
                 total = T.alloc_var("float32")
                 inner = T.alloc_var("float32")
                 gates = T.alloc_local((3,), "float32")
-                x_f = T.alloc_fragment((C, 32), "float32")
-                y_f = T.alloc_fragment((C, 32), "float32")
-                dot = T.alloc_fragment((C,), "float32")
-                dot_v = T.alloc_fragment((C,), "float32")
+                second = T.alloc_local((3,), "float32")
+                decay = T.alloc_var("float32")
+                later = T.alloc_var("float32")
+                earlier = T.alloc_var("float32")
                 if rows > 0:
+                    m.fetch_gates(gamma, beta, row, rows, key_head * ratio, i, gates)
+                    if ratio > 1:
+                        m.fetch_gates(gamma, beta, row, rows, key_head * ratio + 1, i, second)
                     if i < 32:
                         T.tma_copy(
                             q[row : row + C, key_head, 0:K],
@@ -303,7 +432,9 @@ def program(config: Config):
                         if ratio > 1:
                             load_rows(do, vd, dx, do_s, vd_s, dx_s, row, key_head * ratio + 1, 1, rows_loaded)
                     for r in T.serial(T.min(ratio, 2)):
-                        m.fetch_gates(gamma, beta, row, rows, key_head * ratio + r, i, gates)
+                        if r == 1:
+                            for x in T.unroll(3):
+                                gates[x] = second[x]
                         m.store_gates(gates, rows, i, r, gamma_s, rise_s, fall_s, beta_s)
                         if i < C:
                             drop_s[r, i] = -(rise_s[r, i] * beta_s[r, i])
@@ -320,29 +451,34 @@ def program(config: Config):
                     for r in T.serial(ratio):
                         at = r % 2
                         head = key_head * ratio + r
+                        if i < rows:  # what is used at the end
+                            decay = g[row + i, head]
+                        if r + 2 < ratio:
+                            m.fetch_gates(gamma, beta, row, rows, head + 2, i, gates)
                         T.sync_threads(3, 128)
                         T.barrier_wait(rows_loaded[at], r // 2 % 2)
                         # dV = beta dX; <dX_i, Vd_i>, and where a beta is 0 <dX_i, V_i>, for dbeta
-                        T.clear(dot)
-                        T.clear(dot_v)
-                        for x in T.serial(V // 32):
-                            for y, z in T.Parallel(C, 32):
-                                x_f[y, z] = T.cast(dx_s[at, y, x * 32 + z], "float32")
-                            for y, z in T.Parallel(C, 32):
-                                if y < rows:
-                                    dv[row + y, head, x * 32 + z] = T.cast(beta_s[at, y] * x_f[y, z], dtype)
-                            for y, z in T.Parallel(C, 32):
-                                y_f[y, z] = x_f[y, z] * T.cast(vd_s[at, y, x * 32 + z], "float32")
-                            T.reduce_sum(y_f, dot, dim=1, clear=False)
-                            if zero_s[at, 0] + zero_s[at, 1] > 0:
-                                for y, z in T.Parallel(C, 32):
-                                    y_f[y, z] = x_f[y, z] * T.cast(
-                                        v[row + T.min(y, rows - 1), head, x * 32 + z], "float32"
-                                    )
-                                T.reduce_sum(y_f, dot_v, dim=1, clear=False)
-                        for y in T.Parallel(C):
-                            dot_s[y] = dot[y]
-                            dot_v_s[y] = dot_v[y]
+                        T.call_extern(
+                            "handle",
+                            f"jax_qla_scale_and_dot<{ctype}, {V}>",
+                            T.address_of(dx_s[at, 0, 0]),
+                            T.address_of(vd_s[at, 0, 0]),
+                            T.address_of(beta_s[at, 0]),
+                            rows,
+                            value_heads,
+                            T.address_of(dv[row, head, 0]),
+                            T.address_of(dot_s[0]),
+                        )
+                        if zero_s[at, 0] + zero_s[at, 1] > 0:
+                            T.call_extern(
+                                "handle",
+                                f"jax_qla_dots<{ctype}, {V}>",
+                                T.address_of(dx_s[at, 0, 0]),
+                                T.address_of(v[row, head, 0]),
+                                rows,
+                                value_heads,
+                                T.address_of(dot_v_s[0]),
+                            )
                         T.barrier_wait(h_loaded[0], at)
                         T.barrier_wait(dh_loaded[0], at)
                         T.call_extern(
@@ -364,6 +500,7 @@ def program(config: Config):
                         T.sync_threads(3, 128)
                         if i < C:
                             total = 0.0
+                            earlier = 0.0
                             if i < rows:
                                 inner = rows_k_s[at, i] - rise_s[at, i] * z_dots_s[at, i]
                                 total = (
@@ -375,23 +512,24 @@ def program(config: Config):
                                     dbeta[row + i, head] = dot_s[i] / beta_s[at, i]
                                 else:
                                     dbeta[row + i, head] = inner + dot_v_s[i]
-                            dgamma_s[i] = total
-                            y_s[i] = fall_s[at, i] * y_dots_s[at, i]
+                                earlier = fall_s[at, i] * y_dots_s[at, i]
+                            later = T.call_extern("float32", "jax_qla_from", total)
+                            total = earlier
+                            earlier = T.call_extern("float32", "jax_qla_below", total)
+                            if i == 31:
+                                halves_s[0] = earlier + total
+                            if i == 32:
+                                halves_s[1] = later
                         T.sync_threads(3, 128)
                         if i < rows:
-                            total = 0.0
+                            total = later + earlier + halves_s[1 - i // 32]
                             for x in T.unroll(4):
                                 total = total + rise_s[at, rows - 1] * states_dot_s[x]
-                            for x in T.serial(C):
-                                total = total + T.Select(x >= i, dgamma_s[x], y_s[x])
-                            dg[row + i, head] = T.Select(
-                                g[row + i, head] >= T.float32(MIN_LOG_DECAY), total, T.float32(0)
-                            )
+                            dg[row + i, head] = T.Select(decay >= T.float32(MIN_LOG_DECAY), total, T.float32(0))
                         T.sync_threads(3, 128)
                         if r + 2 < ratio:
                             if i < 32:
                                 load_rows(do, vd, dx, do_s, vd_s, dx_s, row, head + 2, at, rows_loaded)
-                            m.fetch_gates(gamma, beta, row, rows, head + 2, i, gates)
                             m.store_gates(gates, rows, i, at, gamma_s, rise_s, fall_s, beta_s)
                             if i < C:
                                 drop_s[at, i] = -(rise_s[at, i] * beta_s[at, i])
@@ -513,7 +651,7 @@ def program(config: Config):
                         for part in T.serial(K // 64):
                             m.store_rows(k_s, 0, dk, row, rows, key_head, 0, part * 64, tx - 128)
             else:
-                T.set_max_nreg(200, 1)
+                T.set_max_nreg(184, 1)
                 if rows > 0:
                     p = T.alloc_fragment((C, C), "float32")
                     s_q = T.alloc_fragment((C, C), "float32")
