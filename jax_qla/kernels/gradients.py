@@ -19,9 +19,9 @@ Plan, one block per (chunk slot, key head), 384 threads, a loop over the key hea
 two stages of tiles; h and dh have one each, loaded for the next head as soon as their last reader is done:
 
     warpgroup   registers   work
-    0           200         E, P; dq in registers over all value heads
+    0           184         E, P; dq in registers over all value heads
     1           208         F, K K^T, Z and Y (64 key columns at a time); dk in registers over all value heads
-    2           96          warp 0 loads with TMA; gates, dv, <dX, Vd>, <dh, h>; puts dbeta and dg together; zero rows of gaps
+    2           112         warp 0 loads with TMA; gates, dv, <dX, Vd>, <dh, h>; puts dbeta and dg together; zero rows of gaps
 
     barrier              arrives   waits   says
     keys_loaded          TMA       2       Q and K are there
@@ -62,21 +62,6 @@ __device__ __forceinline__ void jax_qla_exchange(float* sum) {
   for (int n = 0; n < left; ++n) {
     const float low = sum[n], high = sum[n + left];
     sum[n] = (upper ? high : low) + __shfl_xor_sync(0xffffffffu, upper ? low : high, 2 * left);
-  }
-}
-// sum_ij += factor_i x_ij of two wgmma accumulators [64, 64].
-__device__ __forceinline__ void jax_qla_add_rows(void* sum_registers, const void* registers, const float* factor) {
-  float* sum = static_cast<float*>(sum_registers);
-  const float* x = static_cast<const float*>(registers);
-  const int lane = threadIdx.x & 31, warp = (threadIdx.x >> 5) & 3;
-#pragma unroll
-  for (int h = 0; h < 2; ++h) {
-    const float f = factor[warp * 16 + lane / 4 + h * 8];
-#pragma unroll
-    for (int n = 0; n < 8; ++n) {
-#pragma unroll
-      for (int e = 0; e < 2; ++e) sum[4 * n + 2 * h + e] += f * x[4 * n + 2 * h + e];
-    }
   }
 }
 // The inner product of two tiles of `vectors` 16-byte vectors in shared memory with the same layout, each warp's part in out [4].
@@ -240,29 +225,38 @@ __device__ __forceinline__ void jax_qla_decayed(void* x_registers, const void* y
   float* x = static_cast<float*>(x_registers);
   const float* y = static_cast<const float*>(y_registers);
   const int lane = threadIdx.x & 31, warp = (threadIdx.x >> 5) & 3, top = warp * 16 + lane / 4;
-  float of_row[2] = {0.f, 0.f}, of_column[16];
+  const float at_row[2] = {gamma[top], gamma[top + 8]};
+  const float of_sum[2] = {strict ? weight[top] : 1.f, strict ? weight[top + 8] : 1.f};
+  float at_column[16];
 #pragma unroll
   for (int n = 0; n < 8; ++n) {
-    of_column[2 * n] = of_column[2 * n + 1] = 0.f;
-    if (n > warp * 2 + 1) {  // above the diagonal
+    const float2 pair = *reinterpret_cast<const float2*>(gamma + n * 8 + lane % 4 * 2);
+    at_column[2 * n] = pair.x;
+    at_column[2 * n + 1] = pair.y;
+  }
+  float of_row[2] = {0.f, 0.f}, of_column[16];
 #pragma unroll
-      for (int r = 0; r < 4; ++r) x[4 * n + r] = 0.f;
+  for (int block = 0; block < 4; ++block) {  // of 16 columns
+    if (block > warp) {                      // above the diagonal
+#pragma unroll
+      for (int r = 0; r < 8; ++r) x[8 * block + r] = 0.f;
+#pragma unroll
+      for (int r = 0; r < 4; ++r) of_column[4 * block + r] = 0.f;
       continue;
     }
-    const float2 at_column = *reinterpret_cast<const float2*>(gamma + n * 8 + lane % 4 * 2);
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      const int row = top + h * 8;
+      // columns of the block below this one are wanted: all below the diagonal, none beyond the sequence
+      const int limit = top + h * 8 >= rows ? -1 : block < warp ? 16 : lane / 4 + h * 8;
 #pragma unroll
-      for (int e = 0; e < 2; ++e) {
-        const int column = n * 8 + lane % 4 * 2 + e;
-        float& value = x[4 * n + 2 * h + e];
-        const float decay = exp2f(fminf(gamma[row] - (e ? at_column.y : at_column.x), 0.f));
-        const bool below = row > column && row < rows;
-        value = below || (!strict && row == column && row < rows) ? factor * value * decay : 0.f;
-        const float product = below ? value * y[4 * n + 2 * h + e] : 0.f;
+      for (int n = 0; n < 4; ++n) {
+        const int column = n / 2 * 8 + lane % 4 * 2 + n % 2;
+        float& value = x[8 * block + n / 2 * 4 + 2 * h + n % 2];
+        const float decayed = value * (factor * jax_qla_exp2(fminf(at_row[h] - at_column[4 * block + n], 0.f)));
+        value = column < limit || (!strict && column == limit) ? decayed : 0.f;
+        const float product = column < limit ? value * y[8 * block + n / 2 * 4 + 2 * h + n % 2] : 0.f;
         of_row[h] += product;
-        of_column[2 * n + e] += strict ? weight[row] * product : product;
+        of_column[4 * block + n] = h ? of_column[4 * block + n] + of_sum[h] * product : of_sum[h] * product;
       }
     }
   }
@@ -272,24 +266,43 @@ __device__ __forceinline__ void jax_qla_decayed(void* x_registers, const void* y
   jax_qla_exchange<2>(of_column);
   *reinterpret_cast<float2*>(column_sums + warp * 64 + 2 * lane) = make_float2(of_column[0], of_column[1]);
 }
-// Adds to sums [2] this lane's part of <x_i, t_i> for its two rows i of x, a wgmma accumulator [64, columns], and of the 16-bit tile t
-// in shared memory: halves of [64, 64], 128-byte swizzled.
-template <typename T, int columns>
-__device__ __forceinline__ void jax_qla_row_dots(const void* registers, const T* tile, float* sums) {
+// A warpgroup's part of a 16-bit tile [64, 64] in shared memory, 128-byte swizzled, in the layout of an accumulator: register 2 n + h of
+// lane l in warp w has row 16 w + 8 h + l / 4, columns 8 n + 2 (l % 4) and the next.
+__device__ __forceinline__ void jax_qla_load_tile(unsigned* registers, const void* tile) {
+  const int lane = threadIdx.x & 31, warp = (threadIdx.x >> 5) & 3, matrix = lane >> 3;
+  unsigned row = static_cast<unsigned>(__cvta_generic_to_shared(tile)) + (warp * 16 + (matrix & 1) * 8 + (lane & 7)) * 128;
+  const unsigned first = (matrix >> 1) ^ (lane & 7);
+  asm volatile("" : "+r"(row));  // not to be known in the loop around: addresses kept from head to head would cost registers
+#pragma unroll
+  for (int n = 0; n < 4; ++n) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(registers[4 * n]), "=r"(registers[4 * n + 1]), "=r"(registers[4 * n + 2]), "=r"(registers[4 * n + 3])
+                 : "r"(row + ((first ^ (2 * n)) << 4)));
+  }
+}
+// Of x, a wgmma accumulator [64, 64], and t, a tile as above: sum_ij += scale factor_i x_ij, and this lane's part of <x_i, t_i> for its two rows i
+// is added to dots [2].
+template <typename T>
+__device__ __forceinline__ void jax_qla_add_rows(void* sum_registers, const void* registers, const float* factor, float scale,
+                                                 const unsigned* t, float* dots) {
+  float* sum = static_cast<float*>(sum_registers);
   const float* x = static_cast<const float*>(registers);
-  const int lane = threadIdx.x & 31, warp = (threadIdx.x >> 5) & 3;
-  unsigned first = static_cast<unsigned>(__cvta_generic_to_shared(tile)) + (warp * 16 + lane / 4) * 128 + (lane / 4) * 16 + lane % 4 * 4;
-  asm volatile("" : "+r"(first));  // not to be known in the loop around: addresses kept from head to head would cost registers
+  const int row = (threadIdx.x >> 5 & 3) * 16 + threadIdx.x % 32 / 4;
 #pragma unroll
-  for (int n = 0; n < columns / 8; ++n) {
+  for (int h = 0; h < 2; ++h) {
+    const float f = factor[row + h * 8] * scale;
+    float dot[2] = {0.f, 0.f};
 #pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      unsigned bits;
-      asm volatile("ld.shared.b32 %0, [%1];" : "=r"(bits) : "r"((first ^ (n % 8 * 16)) + n / 8 * 8192 + h * 1024));
+    for (int n = 0; n < 8; ++n) {
       T pair[2];
-      memcpy(pair, &bits, 4);
-      sums[h] += x[4 * n + 2 * h] * static_cast<float>(pair[0]) + x[4 * n + 2 * h + 1] * static_cast<float>(pair[1]);
+      memcpy(pair, &t[2 * n + h], 4);
+#pragma unroll
+      for (int e = 0; e < 2; ++e) {
+        sum[4 * n + 2 * h + e] += f * x[4 * n + 2 * h + e];
+        dot[e] += x[4 * n + 2 * h + e] * static_cast<float>(pair[e]);
+      }
     }
+    dots[h] += dot[0] + dot[1];
   }
 }
 """
@@ -560,6 +573,7 @@ def program(config: Config):
                     z_k = T.alloc_fragment((C, 64), "float32")
                     y_k = T.alloc_fragment((C, 64), "float32")
                     dots = T.alloc_local((4,), "float32")
+                    keys = T.alloc_local((16,), "uint32")
                     T.annotate_layout({x: accumulator_layout(x.shape[1], 128) for x in (s_k, kk, z_k, y_k, dk_f)})
                     T.clear(dk_f)
                     T.barrier_wait(keys_ready[0], 0)
@@ -591,39 +605,44 @@ def program(config: Config):
                             dots[x] = 0.0
                         T.barrier_wait(h_loaded[0], at_k)
                         T.barrier_wait(dh_loaded[0], at_k)
+                        # Z and Y by turns: one is computed while the other is used
+                        T.wgmma_gemm(dx_s[at_k, :, :], h_s[:, 0:64], z_k, clear_accum=True)
+                        T.wgmma_gemm(vd_s[at_k, :, :], dh_s[:, 0:64], y_k, clear_accum=True)
                         for part in tuple(range(K // 64)):
-                            T.wgmma_gemm(dx_s[at_k, :, :], h_s[:, part * 64 : part * 64 + 64], z_k, clear_accum=True)
-                            T.wgmma_gemm(vd_s[at_k, :, :], dh_s[:, part * 64 : part * 64 + 64], y_k, clear_accum=True)
+                            T.call_extern(
+                                "handle",
+                                "jax_qla_load_tile",
+                                T.address_of(keys[0]),
+                                T.address_of(k_s[0, 0, part * 64]),
+                            )
                             T.wait_wgmma(1)
                             T.call_extern(
                                 "handle",
-                                "jax_qla_add_rows",
+                                f"jax_qla_add_rows<{ctype}>",
                                 T.address_of(dk_f[0, part * 64]),
                                 T.address_of(z_k[0, 0]),
                                 T.address_of(drop_s[at_k, 0]),
-                            )
-                            T.call_extern(
-                                "handle",
-                                f"jax_qla_row_dots<{ctype}, 64>",
-                                T.address_of(z_k[0, 0]),
-                                T.address_of(k_s[0, 0, part * 64]),
+                                T.float32(1),
+                                T.address_of(keys[0]),
                                 T.address_of(dots[0]),
                             )
-                            T.wait_wgmma(0)
+                            if part + 1 < K // 64:
+                                T.wgmma_gemm(dx_s[at_k, :, :], h_s[:, 64:128], z_k, clear_accum=True)
+                                T.wait_wgmma(1)
+                            else:
+                                T.wait_wgmma(0)
                             T.call_extern(
                                 "handle",
-                                "jax_qla_add_rows",
+                                f"jax_qla_add_rows<{ctype}>",
                                 T.address_of(dk_f[0, part * 64]),
                                 T.address_of(y_k[0, 0]),
                                 T.address_of(fall_s[at_k, 0]),
-                            )
-                            T.call_extern(
-                                "handle",
-                                f"jax_qla_row_dots<{ctype}, 64>",
-                                T.address_of(y_k[0, 0]),
-                                T.address_of(k_s[0, 0, part * 64]),
+                                T.float32(1),
+                                T.address_of(keys[0]),
                                 T.address_of(dots[2]),
                             )
+                            if part + 1 < K // 64:
+                                T.wgmma_gemm(vd_s[at_k, :, :], dh_s[:, 64:128], y_k, clear_accum=True)
                         T.barrier_arrive(h_free[0])
                         T.barrier_arrive(dh_free[0])
                         T.call_extern(
@@ -658,9 +677,8 @@ def program(config: Config):
                     dq_f = T.alloc_fragment((C, K), "float32")
                     t_q = T.alloc_fragment((C, K), "float32")
                     dots_q = T.alloc_local((2,), "float32")
-                    T.annotate_layout(
-                        {s_q: accumulator_layout(C), p: accumulator_layout(C), t_q: accumulator_layout(K)}
-                    )
+                    queries = T.alloc_local((16,), "uint32")
+                    T.annotate_layout({x: accumulator_layout(x.shape[1]) for x in (s_q, p, dq_f, t_q)})
                     T.clear(dq_f)
                     T.barrier_wait(keys_ready[0], 0)
                     for r_q in T.serial(ratio):
@@ -695,17 +713,25 @@ def program(config: Config):
                         T.wgmma_gemm(do_s[at_q, :, :], h_s, t_q, clear_accum=True)
                         T.wait_wgmma(0)
                         T.barrier_arrive(h_free[0])
-                        for i, j in T.Parallel(C, K):
-                            dq_f[i, j] = dq_f[i, j] + t_q[i, j] * (rise_s[at_q, i] * scale)
                         for x in T.unroll(2):
                             dots_q[x] = 0.0
-                        T.call_extern(
-                            "handle",
-                            f"jax_qla_row_dots<{ctype}, {K}>",
-                            T.address_of(t_q[0, 0]),
-                            T.address_of(q_s[0, 0, 0]),
-                            T.address_of(dots_q[0]),
-                        )
+                        for part_q in tuple(range(K // 64)):
+                            T.call_extern(
+                                "handle",
+                                "jax_qla_load_tile",
+                                T.address_of(queries[0]),
+                                T.address_of(q_s[0, 0, part_q * 64]),
+                            )
+                            T.call_extern(
+                                "handle",
+                                f"jax_qla_add_rows<{ctype}>",
+                                T.address_of(dq_f[0, part_q * 64]),
+                                T.address_of(t_q[0, part_q * 64]),
+                                T.address_of(rise_s[at_q, 0]),
+                                scale,
+                                T.address_of(queries[0]),
+                                T.address_of(dots_q[0]),
+                            )
                         T.call_extern(
                             "handle", "jax_qla_write_rows", T.address_of(dots_q[0]), T.address_of(q_dots_s[at_q, 0])
                         )

@@ -229,7 +229,9 @@ def program(config: Config):
                         u = T.alloc_fragment((64, C), "float32")
                         dvd_b = T.alloc_fragment((64, C), dtype)
                         dw_b = T.alloc_fragment((64, C), dtype)
-                        of_column = T.alloc_fragment((C,), "float32")  # factors of u's columns, read while a product runs
+                        of_column = T.alloc_fragment(
+                            (C,), "float32"
+                        )  # factors of u's columns, read while a product runs
                         whole = T.alloc_var("float32")
                         line = T.alloc_var("int32")
                         lines = T.alloc_var("int32")
