@@ -15,8 +15,9 @@ E = scale (dO Vd^T o G), F = -(dX Vd^T o G) strictly lower, M = diag(beta) F, Z 
 What dg would add and subtract again (the diagonal of R, <Y_j, K_j> of the rows from i on) is left out: where the decay is
 strong, dg is smaller than the rounding of these. R is summed in float32 and never rounded.
 
-Plan, one block per (chunk slot, key head), 384 threads, a loop over the key head's value heads. A head's rows (dO, Vd, dX) have
-two stages of tiles; h and dh have one each, loaded for the next head as soon as their last reader is done:
+Plan, one block per (chunk slot, `group` key heads), 384 threads, a loop over the key heads and their value heads. A value head's rows
+(dO, Vd, dX) have two stages of tiles; h and dh have one each, loaded for the next head as soon as their last reader is done, also
+where that belongs to the next key head. Q and K are loaded when dQ and dK have left their tiles:
 
     warpgroup   registers   work
     0           184         E, P; dq in registers over all value heads
@@ -26,6 +27,7 @@ two stages of tiles; h and dh have one each, loaded for the next head as soon as
     barrier              arrives   waits   says
     keys_loaded          TMA       2       Q and K are there
     keys_ready           2         0, 1    their rows beyond the sequence are zero
+    keys_free            0, 1      2       dQ and dK have left: Q and K may be overwritten
     rows_loaded[stage]   TMA       all     this value head's dO, Vd and dX are there
     gates_ready[stage]   2         0, 1    and its gates
     h_loaded, dh_loaded  TMA       all     and its states
@@ -327,6 +329,24 @@ def program(config: Config):
     m = macros()
     tokens, key_heads, value_heads, slots = T.dynamic("tokens, key_heads, value_heads, slots")
 
+    # Key heads of a block: so many that eight rounds of blocks fill an H200's 132 multiprocessors, for a block begins with a wait.
+    group = T.max(1, T.min(key_heads, slots * key_heads // (8 * 132)))
+
+    @T.macro
+    def load_keys(q, k, q_s, k_s, row, key_head, loaded):
+        T.tma_copy(q[row : row + C, key_head, 0:K], q_s[0, :, :], barrier=loaded[0], leader_scope_threads=32)
+        T.tma_copy(k[row : row + C, key_head, 0:K], k_s[0, :, :], barrier=loaded[0], leader_scope_threads=32)
+        T.barrier_arrive(loaded[0])
+
+    @T.macro
+    def finish_keys(q_s, k_s, rows, thread, parity, loaded, ready):
+        T.barrier_wait(loaded[0], parity)
+        if rows < C:
+            m.zero_tail(q_s, 0, rows, K, thread, 128)
+            m.zero_tail(k_s, 0, rows, K, thread, 128)
+            T.fence_proxy_async()
+        T.barrier_arrive(ready[0])
+
     @T.macro
     def load_rows(do, vd, dx, do_s, vd_s, dx_s, row, head, stage, loaded):
         T.tma_copy(do[row : row + C, head, 0:V], do_s[stage, :, :], barrier=loaded[stage], leader_scope_threads=32)
@@ -361,7 +381,7 @@ def program(config: Config):
         ratio: T.int32,
         scale: T.float32,
     ):
-        with T.Kernel(slots, key_heads, threads=384, prelude=PRELUDE) as (slot, key_head):
+        with T.Kernel(slots, T.ceildiv(key_heads, group), threads=384, prelude=PRELUDE) as (slot, part_of_heads):
             T.annotate_min_blocks_per_sm(1)
             T.pdl_sync()  # `state_gradients` has ended, and with it `states`
             row = T.alloc_var("int32")
@@ -370,6 +390,12 @@ def program(config: Config):
             row = chunks[slot, 1]
             rows = chunks[slot, 2]
             fill = chunks[slot, 3]
+            first = T.alloc_var("int32")  # first key head of this block
+            keys = T.alloc_var("int32")  # their number
+            heads = T.alloc_var("int32")  # and that of their value heads
+            first = part_of_heads * group
+            keys = T.min(group, key_heads - first)
+            heads = keys * ratio
             tx = T.get_thread_binding()
 
             q_s = T.alloc_shared((1, C, K), dtype)  # Q, then dQ on its way out
@@ -401,6 +427,7 @@ def program(config: Config):
             dot_v_s = T.alloc_shared((C,), "float32")
             keys_loaded = T.alloc_barrier([32])
             keys_ready = T.alloc_barrier([128])
+            keys_free = T.alloc_barrier([256])
             rows_loaded = T.alloc_barrier([32] * 2)
             gates_ready = T.alloc_barrier([128] * 2)
             h_loaded = T.alloc_barrier([32])
@@ -422,29 +449,17 @@ def program(config: Config):
                 later = T.alloc_var("float32")
                 earlier = T.alloc_var("float32")
                 if rows > 0:
-                    m.fetch_gates(gamma, beta, row, rows, key_head * ratio, i, gates)
-                    if ratio > 1:
-                        m.fetch_gates(gamma, beta, row, rows, key_head * ratio + 1, i, second)
+                    m.fetch_gates(gamma, beta, row, rows, first * ratio, i, gates)
+                    if heads > 1:
+                        m.fetch_gates(gamma, beta, row, rows, first * ratio + 1, i, second)
                     if i < 32:
-                        T.tma_copy(
-                            q[row : row + C, key_head, 0:K],
-                            q_s[0, :, :],
-                            barrier=keys_loaded[0],
-                            leader_scope_threads=32,
-                        )
-                        T.tma_copy(
-                            k[row : row + C, key_head, 0:K],
-                            k_s[0, :, :],
-                            barrier=keys_loaded[0],
-                            leader_scope_threads=32,
-                        )
-                        T.barrier_arrive(keys_loaded[0])
-                        load_rows(do, vd, dx, do_s, vd_s, dx_s, row, key_head * ratio, 0, rows_loaded)
-                        load_states(h, h_s, slot, key_head * ratio, h_loaded)
-                        load_states(dh, dh_s, slot, key_head * ratio, dh_loaded)
-                        if ratio > 1:
-                            load_rows(do, vd, dx, do_s, vd_s, dx_s, row, key_head * ratio + 1, 1, rows_loaded)
-                    for r in T.serial(T.min(ratio, 2)):
+                        load_keys(q, k, q_s, k_s, row, first, keys_loaded)
+                        load_rows(do, vd, dx, do_s, vd_s, dx_s, row, first * ratio, 0, rows_loaded)
+                        load_states(h, h_s, slot, first * ratio, h_loaded)
+                        load_states(dh, dh_s, slot, first * ratio, dh_loaded)
+                        if heads > 1:
+                            load_rows(do, vd, dx, do_s, vd_s, dx_s, row, first * ratio + 1, 1, rows_loaded)
+                    for r in T.serial(T.min(heads, 2)):
                         if r == 1:
                             for x in T.unroll(3):
                                 gates[x] = second[x]
@@ -455,115 +470,120 @@ def program(config: Config):
                             "int32", "jax_qla_any", T.cast(i < rows and gates[2] == 0, "int32")
                         )
                         T.barrier_arrive(gates_ready[r])
-                    T.barrier_wait(keys_loaded[0], 0)
-                    if rows < C:
-                        m.zero_tail(q_s, 0, rows, K, i, 128)
-                        m.zero_tail(k_s, 0, rows, K, i, 128)
-                        T.fence_proxy_async()
-                    T.barrier_arrive(keys_ready[0])
-                    for r in T.serial(ratio):
-                        at = r % 2
-                        head = key_head * ratio + r
-                        if i < rows:  # what is used at the end
-                            decay = g[row + i, head]
-                        if r + 2 < ratio:
-                            m.fetch_gates(gamma, beta, row, rows, head + 2, i, gates)
-                        T.sync_threads(3, 128)
-                        T.barrier_wait(rows_loaded[at], r // 2 % 2)
-                        # dV = beta dX; <dX_i, Vd_i>, and where a beta is 0 <dX_i, V_i>, for dbeta
-                        T.call_extern(
-                            "handle",
-                            f"jax_qla_scale_and_dot<{ctype}, {V}>",
-                            T.address_of(dx_s[at, 0, 0]),
-                            T.address_of(vd_s[at, 0, 0]),
-                            T.address_of(beta_s[at, 0]),
-                            rows,
-                            value_heads,
-                            T.address_of(dv[row, head, 0]),
-                            T.address_of(dot_s[0]),
-                        )
-                        if zero_s[at, 0] + zero_s[at, 1] > 0:
+                    finish_keys(q_s, k_s, rows, i, 0, keys_loaded, keys_ready)
+                    for key in T.serial(keys):
+                        for r in T.serial(ratio):
+                            at = (key * ratio + r) % 2
+                            head = (first + key) * ratio + r
+                            if i < rows:  # what is used at the end
+                                decay = g[row + i, head]
+                            if key * ratio + r + 2 < heads:
+                                m.fetch_gates(gamma, beta, row, rows, head + 2, i, gates)
+                            T.sync_threads(3, 128)
+                            if r == 0 and key > 0:
+                                T.barrier_wait(keys_free[0], (key + 1) % 2)
+                                if i < 32:
+                                    load_keys(q, k, q_s, k_s, row, first + key, keys_loaded)
+                            T.barrier_wait(rows_loaded[at], (key * ratio + r) // 2 % 2)
+                            # dV = beta dX; <dX_i, Vd_i>, and where a beta is 0 <dX_i, V_i>, for dbeta
                             T.call_extern(
                                 "handle",
-                                f"jax_qla_dots<{ctype}, {V}>",
+                                f"jax_qla_scale_and_dot<{ctype}, {V}>",
                                 T.address_of(dx_s[at, 0, 0]),
-                                T.address_of(v[row, head, 0]),
+                                T.address_of(vd_s[at, 0, 0]),
+                                T.address_of(beta_s[at, 0]),
                                 rows,
                                 value_heads,
-                                T.address_of(dot_v_s[0]),
+                                T.address_of(dv[row, head, 0]),
+                                T.address_of(dot_s[0]),
                             )
-                        T.barrier_wait(h_loaded[0], at)
-                        T.barrier_wait(dh_loaded[0], at)
-                        T.call_extern(
-                            "handle",
-                            f"jax_qla_inner<{ctype}, {V * K // 8}>",
-                            T.address_of(h_s[0, 0]),
-                            T.address_of(dh_s[0, 0]),
-                            T.address_of(states_dot_s[0]),
-                        )
-                        T.sync_threads(3, 128)
-                        if r + 1 < ratio:
-                            T.barrier_wait(h_free[0], at)
-                            if i < 32:
-                                load_states(h, h_s, slot, head + 1, h_loaded)
-                            T.barrier_wait(dh_free[0], at)
-                            if i < 32:
-                                load_states(dh, dh_s, slot, head + 1, dh_loaded)
-                        T.barrier_wait(parts_ready[0], at)
-                        T.sync_threads(3, 128)
-                        if i < C:
-                            total = 0.0
-                            earlier = 0.0
-                            if i < rows:
-                                inner = rows_k_s[at, i] - rise_s[at, i] * z_dots_s[at, i]
-                                total = (
-                                    rows_q_s[at, i] + scale * rise_s[at, i] * q_dots_s[at, i] + beta_s[at, i] * inner
+                            if zero_s[at, 0] + zero_s[at, 1] > 0:
+                                T.call_extern(
+                                    "handle",
+                                    f"jax_qla_dots<{ctype}, {V}>",
+                                    T.address_of(dx_s[at, 0, 0]),
+                                    T.address_of(v[row, head, 0]),
+                                    rows,
+                                    value_heads,
+                                    T.address_of(dot_v_s[0]),
                                 )
-                                for x in T.unroll(4):
-                                    total = total - (columns_q_s[at, x, i] + columns_k_s[at, x, i])
-                                if beta_s[at, i] != 0:
-                                    dbeta[row + i, head] = dot_s[i] / beta_s[at, i]
-                                else:
-                                    dbeta[row + i, head] = inner + dot_v_s[i]
-                                earlier = fall_s[at, i] * y_dots_s[at, i]
-                            later = T.call_extern("float32", "jax_qla_from", total)
-                            total = earlier
-                            earlier = T.call_extern("float32", "jax_qla_below", total)
-                            if i == 31:
-                                halves_s[0] = earlier + total
-                            if i == 32:
-                                halves_s[1] = later
-                        T.sync_threads(3, 128)
-                        if i < rows:
-                            total = later + earlier + halves_s[1 - i // 32]
-                            for x in T.unroll(4):
-                                total = total + rise_s[at, rows - 1] * states_dot_s[x]
-                            dg[row + i, head] = T.Select(decay >= T.float32(MIN_LOG_DECAY), total, T.float32(0))
-                        T.sync_threads(3, 128)
-                        if r + 2 < ratio:
-                            if i < 32:
-                                load_rows(do, vd, dx, do_s, vd_s, dx_s, row, head + 2, at, rows_loaded)
-                            m.store_gates(gates, rows, i, at, gamma_s, rise_s, fall_s, beta_s)
-                            if i < C:
-                                drop_s[at, i] = -(rise_s[at, i] * beta_s[at, i])
-                            zero_s[at, i // 32] = T.call_extern(
-                                "int32", "jax_qla_any", T.cast(i < rows and gates[2] == 0, "int32")
+                            if r == 0 and key > 0:
+                                finish_keys(q_s, k_s, rows, i, key % 2, keys_loaded, keys_ready)
+                            T.barrier_wait(h_loaded[0], at)
+                            T.barrier_wait(dh_loaded[0], at)
+                            T.call_extern(
+                                "handle",
+                                f"jax_qla_inner<{ctype}, {V * K // 8}>",
+                                T.address_of(h_s[0, 0]),
+                                T.address_of(dh_s[0, 0]),
+                                T.address_of(states_dot_s[0]),
                             )
-                            T.barrier_arrive(gates_ready[at])
+                            T.sync_threads(3, 128)
+                            if key * ratio + r + 1 < heads:
+                                T.barrier_wait(h_free[0], at)
+                                if i < 32:
+                                    load_states(h, h_s, slot, head + 1, h_loaded)
+                                T.barrier_wait(dh_free[0], at)
+                                if i < 32:
+                                    load_states(dh, dh_s, slot, head + 1, dh_loaded)
+                            T.barrier_wait(parts_ready[0], at)
+                            T.sync_threads(3, 128)
+                            if i < C:
+                                total = 0.0
+                                earlier = 0.0
+                                if i < rows:
+                                    inner = rows_k_s[at, i] - rise_s[at, i] * z_dots_s[at, i]
+                                    total = (
+                                        rows_q_s[at, i]
+                                        + scale * rise_s[at, i] * q_dots_s[at, i]
+                                        + beta_s[at, i] * inner
+                                    )
+                                    for x in T.unroll(4):
+                                        total = total - (columns_q_s[at, x, i] + columns_k_s[at, x, i])
+                                    if beta_s[at, i] != 0:
+                                        dbeta[row + i, head] = dot_s[i] / beta_s[at, i]
+                                    else:
+                                        dbeta[row + i, head] = inner + dot_v_s[i]
+                                    earlier = fall_s[at, i] * y_dots_s[at, i]
+                                later = T.call_extern("float32", "jax_qla_from", total)
+                                total = earlier
+                                earlier = T.call_extern("float32", "jax_qla_below", total)
+                                if i == 31:
+                                    halves_s[0] = earlier + total
+                                if i == 32:
+                                    halves_s[1] = later
+                            T.sync_threads(3, 128)
+                            if i < rows:
+                                total = later + earlier + halves_s[1 - i // 32]
+                                for x in T.unroll(4):
+                                    total = total + rise_s[at, rows - 1] * states_dot_s[x]
+                                dg[row + i, head] = T.Select(decay >= T.float32(MIN_LOG_DECAY), total, T.float32(0))
+                            T.sync_threads(3, 128)
+                            if key * ratio + r + 2 < heads:
+                                if i < 32:
+                                    load_rows(do, vd, dx, do_s, vd_s, dx_s, row, head + 2, at, rows_loaded)
+                                m.store_gates(gates, rows, i, at, gamma_s, rise_s, fall_s, beta_s)
+                                if i < C:
+                                    drop_s[at, i] = -(rise_s[at, i] * beta_s[at, i])
+                                zero_s[at, i // 32] = T.call_extern(
+                                    "int32", "jax_qla_any", T.cast(i < rows and gates[2] == 0, "int32")
+                                )
+                                T.barrier_arrive(gates_ready[at])
                 for x in T.serial(fill):
-                    for y in T.serial(K // 32):
-                        if i // 32 == 0:
-                            dq[row + rows + x, key_head, y * 32 + i % 32] = T.cast(0, dtype)
-                        if i // 32 == 1:
-                            dk[row + rows + x, key_head, y * 32 + i % 32] = T.cast(0, dtype)
-                    for r in T.serial(ratio):
+                    for key in T.serial(keys):
+                        for y in T.serial(K // 32):
+                            if i // 32 == 0:
+                                dq[row + rows + x, first + key, y * 32 + i % 32] = T.cast(0, dtype)
+                            if i // 32 == 1:
+                                dk[row + rows + x, first + key, y * 32 + i % 32] = T.cast(0, dtype)
+                    for r in T.serial(heads):
                         if i < V // 2:
-                            dv[row + rows + x, key_head * ratio + r, i * 2] = T.cast(0, dtype)
-                            dv[row + rows + x, key_head * ratio + r, i * 2 + 1] = T.cast(0, dtype)
+                            dv[row + rows + x, first * ratio + r, i * 2] = T.cast(0, dtype)
+                            dv[row + rows + x, first * ratio + r, i * 2 + 1] = T.cast(0, dtype)
                         if i == 126:
-                            dg[row + rows + x, key_head * ratio + r] = 0.0
+                            dg[row + rows + x, first * ratio + r] = 0.0
                         if i == 127:
-                            dbeta[row + rows + x, key_head * ratio + r] = 0.0
+                            dbeta[row + rows + x, first * ratio + r] = 0.0
             elif tx >= 128:
                 T.set_max_nreg(208, 1)
                 if rows > 0:
@@ -573,102 +593,104 @@ def program(config: Config):
                     z_k = T.alloc_fragment((C, 64), "float32")
                     y_k = T.alloc_fragment((C, 64), "float32")
                     dots = T.alloc_local((4,), "float32")
-                    keys = T.alloc_local((16,), "uint32")
+                    key_pairs = T.alloc_local((16,), "uint32")
                     T.annotate_layout({x: accumulator_layout(x.shape[1], 128) for x in (s_k, kk, z_k, y_k, dk_f)})
-                    T.clear(dk_f)
-                    T.barrier_wait(keys_ready[0], 0)
-                    for r_k in T.serial(ratio):
-                        at_k = r_k % 2
-                        T.barrier_wait(gates_ready[at_k], r_k // 2 % 2)
-                        T.barrier_wait(rows_loaded[at_k], r_k // 2 % 2)
-                        T.wgmma_gemm(dx_s[at_k, :, :], vd_s[at_k, :, :], s_k, transpose_B=True, clear_accum=True)
-                        T.wgmma_gemm(k_s[0, :, :], k_s[0, :, :], kk, transpose_B=True, clear_accum=True)
-                        T.wait_wgmma(0)
-                        # F = -(dX Vd^T o G), strictly lower
-                        T.call_extern(
-                            "handle",
-                            "jax_qla_decayed<true>",
-                            T.address_of(s_k[0, 0]),
-                            T.address_of(kk[0, 0]),
-                            T.address_of(gamma_s[at_k, 0]),
-                            T.address_of(beta_s[at_k, 0]),
-                            T.float32(-1),
-                            rows,
-                            T.address_of(rows_k_s[at_k, 0]),
-                            T.address_of(columns_k_s[at_k, 0, 0]),
-                        )
-                        for i, j in T.Parallel(C, C):
-                            f_s[i, j] = T.cast(s_k[i, j] * beta_s[at_k, i], dtype)
+                    for key_k in T.serial(keys):
+                        T.clear(dk_f)
+                        T.barrier_wait(keys_ready[0], key_k % 2)
+                        for r_k in T.serial(ratio):
+                            at_k = (key_k * ratio + r_k) % 2
+                            T.barrier_wait(gates_ready[at_k], (key_k * ratio + r_k) // 2 % 2)
+                            T.barrier_wait(rows_loaded[at_k], (key_k * ratio + r_k) // 2 % 2)
+                            T.wgmma_gemm(dx_s[at_k, :, :], vd_s[at_k, :, :], s_k, transpose_B=True, clear_accum=True)
+                            T.wgmma_gemm(k_s[0, :, :], k_s[0, :, :], kk, transpose_B=True, clear_accum=True)
+                            T.wait_wgmma(0)
+                            # F = -(dX Vd^T o G), strictly lower
+                            T.call_extern(
+                                "handle",
+                                "jax_qla_decayed<true>",
+                                T.address_of(s_k[0, 0]),
+                                T.address_of(kk[0, 0]),
+                                T.address_of(gamma_s[at_k, 0]),
+                                T.address_of(beta_s[at_k, 0]),
+                                T.float32(-1),
+                                rows,
+                                T.address_of(rows_k_s[at_k, 0]),
+                                T.address_of(columns_k_s[at_k, 0, 0]),
+                            )
+                            for i, j in T.Parallel(C, C):
+                                f_s[i, j] = T.cast(s_k[i, j] * beta_s[at_k, i], dtype)
+                            T.fence_proxy_async()
+                            T.sync_threads(2, 128)
+                            for x in T.unroll(4):
+                                dots[x] = 0.0
+                            T.barrier_wait(h_loaded[0], at_k)
+                            T.barrier_wait(dh_loaded[0], at_k)
+                            # Z and Y by turns: one is computed while the other is used
+                            T.wgmma_gemm(dx_s[at_k, :, :], h_s[:, 0:64], z_k, clear_accum=True)
+                            T.wgmma_gemm(vd_s[at_k, :, :], dh_s[:, 0:64], y_k, clear_accum=True)
+                            for part in tuple(range(K // 64)):
+                                T.call_extern(
+                                    "handle",
+                                    "jax_qla_load_tile",
+                                    T.address_of(key_pairs[0]),
+                                    T.address_of(k_s[0, 0, part * 64]),
+                                )
+                                T.wait_wgmma(1)
+                                T.call_extern(
+                                    "handle",
+                                    f"jax_qla_add_rows<{ctype}>",
+                                    T.address_of(dk_f[0, part * 64]),
+                                    T.address_of(z_k[0, 0]),
+                                    T.address_of(drop_s[at_k, 0]),
+                                    T.float32(1),
+                                    T.address_of(key_pairs[0]),
+                                    T.address_of(dots[0]),
+                                )
+                                if part + 1 < K // 64:
+                                    T.wgmma_gemm(dx_s[at_k, :, :], h_s[:, 64:128], z_k, clear_accum=True)
+                                    T.wait_wgmma(1)
+                                else:
+                                    T.wait_wgmma(0)
+                                T.call_extern(
+                                    "handle",
+                                    f"jax_qla_add_rows<{ctype}>",
+                                    T.address_of(dk_f[0, part * 64]),
+                                    T.address_of(y_k[0, 0]),
+                                    T.address_of(fall_s[at_k, 0]),
+                                    T.float32(1),
+                                    T.address_of(key_pairs[0]),
+                                    T.address_of(dots[2]),
+                                )
+                                if part + 1 < K // 64:
+                                    T.wgmma_gemm(vd_s[at_k, :, :], dh_s[:, 64:128], y_k, clear_accum=True)
+                            T.barrier_arrive(h_free[0])
+                            T.barrier_arrive(dh_free[0])
+                            T.call_extern(
+                                "handle", "jax_qla_write_rows", T.address_of(dots[0]), T.address_of(z_dots_s[at_k, 0])
+                            )
+                            T.call_extern(
+                                "handle", "jax_qla_write_rows", T.address_of(dots[2]), T.address_of(y_dots_s[at_k, 0])
+                            )
+                            T.barrier_wait(e_ready[0], at_k)
+                            T.wgmma_gemm(f_s, k_s[0, :, :], dk_f)
+                            T.wgmma_gemm(f_s, k_s[0, :, :], dk_f, transpose_A=True)
+                            T.wgmma_gemm(e_s, q_s[0, :, :], dk_f, transpose_A=True)
+                            T.wait_wgmma(0)
+                            T.barrier_arrive(e_free[0])
+                            T.barrier_arrive(parts_ready[0])
+                        T.sync_threads(4, 256)  # nobody reads Q or K any more
+                        for i, j in T.Parallel(C, K):
+                            k_s[0, i, j] = T.cast(dk_f[i, j], dtype)
                         T.fence_proxy_async()
                         T.sync_threads(2, 128)
-                        for x in T.unroll(4):
-                            dots[x] = 0.0
-                        T.barrier_wait(h_loaded[0], at_k)
-                        T.barrier_wait(dh_loaded[0], at_k)
-                        # Z and Y by turns: one is computed while the other is used
-                        T.wgmma_gemm(dx_s[at_k, :, :], h_s[:, 0:64], z_k, clear_accum=True)
-                        T.wgmma_gemm(vd_s[at_k, :, :], dh_s[:, 0:64], y_k, clear_accum=True)
-                        for part in tuple(range(K // 64)):
-                            T.call_extern(
-                                "handle",
-                                "jax_qla_load_tile",
-                                T.address_of(keys[0]),
-                                T.address_of(k_s[0, 0, part * 64]),
-                            )
-                            T.wait_wgmma(1)
-                            T.call_extern(
-                                "handle",
-                                f"jax_qla_add_rows<{ctype}>",
-                                T.address_of(dk_f[0, part * 64]),
-                                T.address_of(z_k[0, 0]),
-                                T.address_of(drop_s[at_k, 0]),
-                                T.float32(1),
-                                T.address_of(keys[0]),
-                                T.address_of(dots[0]),
-                            )
-                            if part + 1 < K // 64:
-                                T.wgmma_gemm(dx_s[at_k, :, :], h_s[:, 64:128], z_k, clear_accum=True)
-                                T.wait_wgmma(1)
-                            else:
-                                T.wait_wgmma(0)
-                            T.call_extern(
-                                "handle",
-                                f"jax_qla_add_rows<{ctype}>",
-                                T.address_of(dk_f[0, part * 64]),
-                                T.address_of(y_k[0, 0]),
-                                T.address_of(fall_s[at_k, 0]),
-                                T.float32(1),
-                                T.address_of(keys[0]),
-                                T.address_of(dots[2]),
-                            )
-                            if part + 1 < K // 64:
-                                T.wgmma_gemm(vd_s[at_k, :, :], dh_s[:, 64:128], y_k, clear_accum=True)
-                        T.barrier_arrive(h_free[0])
-                        T.barrier_arrive(dh_free[0])
-                        T.call_extern(
-                            "handle", "jax_qla_write_rows", T.address_of(dots[0]), T.address_of(z_dots_s[at_k, 0])
-                        )
-                        T.call_extern(
-                            "handle", "jax_qla_write_rows", T.address_of(dots[2]), T.address_of(y_dots_s[at_k, 0])
-                        )
-                        T.barrier_wait(e_ready[0], at_k)
-                        T.wgmma_gemm(f_s, k_s[0, :, :], dk_f)
-                        T.wgmma_gemm(f_s, k_s[0, :, :], dk_f, transpose_A=True)
-                        T.wgmma_gemm(e_s, q_s[0, :, :], dk_f, transpose_A=True)
-                        T.wait_wgmma(0)
-                        T.barrier_arrive(e_free[0])
-                        T.barrier_arrive(parts_ready[0])
-                    T.sync_threads(4, 256)  # nobody reads Q or K any more
-                    for i, j in T.Parallel(C, K):
-                        k_s[0, i, j] = T.cast(dk_f[i, j], dtype)
-                    T.fence_proxy_async()
-                    T.sync_threads(2, 128)
-                    if rows == C:
-                        T.tma_copy(k_s[0, :, :], dk[row : row + C, key_head, 0:K], leader_scope_threads=128)
-                        T.tma_store_wait(0)
-                    else:
-                        for part in T.serial(K // 64):
-                            m.store_rows(k_s, 0, dk, row, rows, key_head, 0, part * 64, tx - 128)
+                        if rows == C:
+                            T.tma_copy(k_s[0, :, :], dk[row : row + C, first + key_k, 0:K], leader_scope_threads=128)
+                            T.tma_store_wait(0)
+                        else:
+                            for part in T.serial(K // 64):
+                                m.store_rows(k_s, 0, dk, row, rows, first + key_k, 0, part * 64, tx - 128)
+                        T.barrier_arrive(keys_free[0])
             else:
                 T.set_max_nreg(184, 1)
                 if rows > 0:
@@ -679,74 +701,76 @@ def program(config: Config):
                     dots_q = T.alloc_local((2,), "float32")
                     queries = T.alloc_local((16,), "uint32")
                     T.annotate_layout({x: accumulator_layout(x.shape[1]) for x in (s_q, p, dq_f, t_q)})
-                    T.clear(dq_f)
-                    T.barrier_wait(keys_ready[0], 0)
-                    for r_q in T.serial(ratio):
-                        at_q = r_q % 2
-                        T.barrier_wait(gates_ready[at_q], r_q // 2 % 2)
-                        T.barrier_wait(rows_loaded[at_q], r_q // 2 % 2)
-                        T.wgmma_gemm(do_s[at_q, :, :], vd_s[at_q, :, :], s_q, transpose_B=True, clear_accum=True)
-                        T.wgmma_gemm(q_s[0, :, :], k_s[0, :, :], p, transpose_B=True, clear_accum=True)
-                        T.wait_wgmma(0)
-                        # E = scale (dO Vd^T o G)
-                        T.call_extern(
-                            "handle",
-                            "jax_qla_decayed<false>",
-                            T.address_of(s_q[0, 0]),
-                            T.address_of(p[0, 0]),
-                            T.address_of(gamma_s[at_q, 0]),
-                            T.address_of(beta_s[at_q, 0]),
-                            scale,
-                            rows,
-                            T.address_of(rows_q_s[at_q, 0]),
-                            T.address_of(columns_q_s[at_q, 0, 0]),
-                        )
-                        if r_q > 0:
-                            T.barrier_wait(e_free[0], (r_q + 1) % 2)
-                        for i, j in T.Parallel(C, C):
-                            e_s[i, j] = T.cast(s_q[i, j], dtype)
+                    for key_q in T.serial(keys):
+                        T.clear(dq_f)
+                        T.barrier_wait(keys_ready[0], key_q % 2)
+                        for r_q in T.serial(ratio):
+                            at_q = (key_q * ratio + r_q) % 2
+                            T.barrier_wait(gates_ready[at_q], (key_q * ratio + r_q) // 2 % 2)
+                            T.barrier_wait(rows_loaded[at_q], (key_q * ratio + r_q) // 2 % 2)
+                            T.wgmma_gemm(do_s[at_q, :, :], vd_s[at_q, :, :], s_q, transpose_B=True, clear_accum=True)
+                            T.wgmma_gemm(q_s[0, :, :], k_s[0, :, :], p, transpose_B=True, clear_accum=True)
+                            T.wait_wgmma(0)
+                            # E = scale (dO Vd^T o G)
+                            T.call_extern(
+                                "handle",
+                                "jax_qla_decayed<false>",
+                                T.address_of(s_q[0, 0]),
+                                T.address_of(p[0, 0]),
+                                T.address_of(gamma_s[at_q, 0]),
+                                T.address_of(beta_s[at_q, 0]),
+                                scale,
+                                rows,
+                                T.address_of(rows_q_s[at_q, 0]),
+                                T.address_of(columns_q_s[at_q, 0, 0]),
+                            )
+                            if key_q * ratio + r_q > 0:
+                                T.barrier_wait(e_free[0], (key_q * ratio + r_q + 1) % 2)
+                            for i, j in T.Parallel(C, C):
+                                e_s[i, j] = T.cast(s_q[i, j], dtype)
+                            T.fence_proxy_async()
+                            T.sync_threads(1, 128)
+                            T.barrier_arrive(e_ready[0])
+                            T.wgmma_gemm(e_s, k_s[0, :, :], dq_f)
+                            T.barrier_wait(h_loaded[0], at_q)
+                            T.wgmma_gemm(do_s[at_q, :, :], h_s, t_q, clear_accum=True)
+                            T.wait_wgmma(0)
+                            T.barrier_arrive(h_free[0])
+                            for x in T.unroll(2):
+                                dots_q[x] = 0.0
+                            for part_q in tuple(range(K // 64)):
+                                T.call_extern(
+                                    "handle",
+                                    "jax_qla_load_tile",
+                                    T.address_of(queries[0]),
+                                    T.address_of(q_s[0, 0, part_q * 64]),
+                                )
+                                T.call_extern(
+                                    "handle",
+                                    f"jax_qla_add_rows<{ctype}>",
+                                    T.address_of(dq_f[0, part_q * 64]),
+                                    T.address_of(t_q[0, part_q * 64]),
+                                    T.address_of(rise_s[at_q, 0]),
+                                    scale,
+                                    T.address_of(queries[0]),
+                                    T.address_of(dots_q[0]),
+                                )
+                            T.call_extern(
+                                "handle", "jax_qla_write_rows", T.address_of(dots_q[0]), T.address_of(q_dots_s[at_q, 0])
+                            )
+                            T.barrier_arrive(parts_ready[0])
+                        T.sync_threads(4, 256)  # nobody reads Q or K any more
+                        for i, j in T.Parallel(C, K):
+                            q_s[0, i, j] = T.cast(dq_f[i, j], dtype)
                         T.fence_proxy_async()
                         T.sync_threads(1, 128)
-                        T.barrier_arrive(e_ready[0])
-                        T.wgmma_gemm(e_s, k_s[0, :, :], dq_f)
-                        T.barrier_wait(h_loaded[0], at_q)
-                        T.wgmma_gemm(do_s[at_q, :, :], h_s, t_q, clear_accum=True)
-                        T.wait_wgmma(0)
-                        T.barrier_arrive(h_free[0])
-                        for x in T.unroll(2):
-                            dots_q[x] = 0.0
-                        for part_q in tuple(range(K // 64)):
-                            T.call_extern(
-                                "handle",
-                                "jax_qla_load_tile",
-                                T.address_of(queries[0]),
-                                T.address_of(q_s[0, 0, part_q * 64]),
-                            )
-                            T.call_extern(
-                                "handle",
-                                f"jax_qla_add_rows<{ctype}>",
-                                T.address_of(dq_f[0, part_q * 64]),
-                                T.address_of(t_q[0, part_q * 64]),
-                                T.address_of(rise_s[at_q, 0]),
-                                scale,
-                                T.address_of(queries[0]),
-                                T.address_of(dots_q[0]),
-                            )
-                        T.call_extern(
-                            "handle", "jax_qla_write_rows", T.address_of(dots_q[0]), T.address_of(q_dots_s[at_q, 0])
-                        )
-                        T.barrier_arrive(parts_ready[0])
-                    T.sync_threads(4, 256)  # nobody reads Q or K any more
-                    for i, j in T.Parallel(C, K):
-                        q_s[0, i, j] = T.cast(dq_f[i, j], dtype)
-                    T.fence_proxy_async()
-                    T.sync_threads(1, 128)
-                    if rows == C:
-                        T.tma_copy(q_s[0, :, :], dq[row : row + C, key_head, 0:K], leader_scope_threads=128)
-                        T.tma_store_wait(0)
-                    else:
-                        for part in T.serial(K // 64):
-                            m.store_rows(q_s, 0, dq, row, rows, key_head, 0, part * 64, tx)
+                        if rows == C:
+                            T.tma_copy(q_s[0, :, :], dq[row : row + C, first + key_q, 0:K], leader_scope_threads=128)
+                            T.tma_store_wait(0)
+                        else:
+                            for part in T.serial(K // 64):
+                                m.store_rows(q_s, 0, dq, row, rows, first + key_q, 0, part * 64, tx)
+                        T.barrier_arrive(keys_free[0])
 
     return gradients
 
