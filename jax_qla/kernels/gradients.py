@@ -672,13 +672,13 @@ def program(config: Config):
                             T.call_extern(
                                 "handle", "jax_qla_write_rows", T.address_of(dots[2]), T.address_of(y_dots_s[at_k, 0])
                             )
+                            T.barrier_arrive(parts_ready[0])  # what follows reads neither rows nor gates
                             T.barrier_wait(e_ready[0], at_k)
                             T.wgmma_gemm(f_s, k_s[0, :, :], dk_f)
                             T.wgmma_gemm(f_s, k_s[0, :, :], dk_f, transpose_A=True)
                             T.wgmma_gemm(e_s, q_s[0, :, :], dk_f, transpose_A=True)
                             T.wait_wgmma(0)
                             T.barrier_arrive(e_free[0])
-                            T.barrier_arrive(parts_ready[0])
                         T.sync_threads(4, 256)  # nobody reads Q or K any more
                         for i, j in T.Parallel(C, K):
                             k_s[0, i, j] = T.cast(dk_f[i, j], dtype)
