@@ -42,28 +42,56 @@ __device__ __forceinline__ void jax_qla_load_transposed(void* registers, const v
                  : "r"(jax_qla_matrix_row(tile, n)) : "memory");
   }
 }
-// Two numbers rounded to bf16 or fp16, x in the lower half.
-template <bool bf16>
-__device__ __forceinline__ unsigned jax_qla_pack(float x, float y) {
-  unsigned r;
-  if (bf16) {
-    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(y), "f"(x));
-  } else {
-    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(y), "f"(x));
-  }
-  return r;
+"""
+
+
+TILE_PRELUDE = r"""
+#include <tl_templates/cuda/common.h>  // half_t
+// What follows works on wgmma accumulators [64, 64] of a warpgroup: register 4 n + 2 h + e of lane l in warp w is at row 16 w + 8 h + l / 4,
+// column 8 n + 2 (l % 4) + e. Tiles in shared memory are [64][64] of 16-bit elements, 128-byte swizzled.
+__device__ __forceinline__ float jax_qla_exp2(float x) {  // exp2f without its care for results below 2^-126, which are 0 here
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
 }
-// The transpose of a wgmma accumulator [64 columns][64 tokens], rounded, into such a tile. Every warp writes its own 16 columns.
-template <bool bf16>
-__device__ __forceinline__ void jax_qla_store_transposed(const void* registers, void* tile) {
+// Two numbers rounded to 16 bits, the first in the lower half.
+template <typename T>
+__device__ __forceinline__ unsigned jax_qla_pack(float low, float high) {
+  unsigned y;
+  if constexpr (std::is_same_v<T, half_t>) {
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(y) : "f"(high), "f"(low));
+  } else {
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(y) : "f"(high), "f"(low));
+  }
+  return y;
+}
+// tile_ij = x_ij.
+template <typename T>
+__device__ __forceinline__ void jax_qla_store_tile(const void* registers, T* tile) {
   const float* x = static_cast<const float*>(registers);
+  const int lane = threadIdx.x & 31, warp = (threadIdx.x >> 5) & 3, matrix = lane >> 3;
+  const unsigned row = static_cast<unsigned>(__cvta_generic_to_shared(tile)) + (warp * 16 + (matrix & 1) * 8 + (lane & 7)) * 128;
 #pragma unroll
   for (int n = 0; n < 4; ++n) {
-    unsigned r[4];
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%4], {%0, %1, %2, %3};"
+                 :: "r"(jax_qla_pack<T>(x[8 * n], x[8 * n + 1])), "r"(jax_qla_pack<T>(x[8 * n + 2], x[8 * n + 3])),
+                    "r"(jax_qla_pack<T>(x[8 * n + 4], x[8 * n + 5])), "r"(jax_qla_pack<T>(x[8 * n + 6], x[8 * n + 7])),
+                    "r"(row + (((2 * n + (matrix >> 1)) ^ (lane & 7)) << 4)) : "memory");
+  }
+}
+// tile_ji = x_ij.
+template <typename T>
+__device__ __forceinline__ void jax_qla_store_transposed(const void* registers, T* tile) {
+  const float* x = static_cast<const float*>(registers);
+  const int lane = threadIdx.x & 31, warp = (threadIdx.x >> 5) & 3, matrix = lane >> 3;
+  const unsigned corner = static_cast<unsigned>(__cvta_generic_to_shared(tile)) + ((matrix >> 1) * 8 + (lane & 7)) * 128 +
+                          (((warp * 2 + (matrix & 1)) ^ (lane & 7)) << 4);
 #pragma unroll
-    for (int i = 0; i < 4; ++i) r[i] = jax_qla_pack<bf16>(x[8 * n + 2 * i], x[8 * n + 2 * i + 1]);
-    asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(jax_qla_matrix_row(tile, n)),
-                 "r"(r[0]), "r"(r[1]), "r"(r[2]), "r"(r[3]) : "memory");
+  for (int n = 0; n < 4; ++n) {
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%4], {%0, %1, %2, %3};"
+                 :: "r"(jax_qla_pack<T>(x[8 * n], x[8 * n + 1])), "r"(jax_qla_pack<T>(x[8 * n + 2], x[8 * n + 3])),
+                    "r"(jax_qla_pack<T>(x[8 * n + 4], x[8 * n + 5])), "r"(jax_qla_pack<T>(x[8 * n + 6], x[8 * n + 7])),
+                    "r"(corner + n * 2048) : "memory");
   }
 }
 """
@@ -133,7 +161,7 @@ def macros():
 
     @T.macro
     def fetch_gates(gamma, beta, row, rows, head, thread, fetched):
-        """Threads 0..63 read gamma of their row and of the last, and beta, into `fetched` [3] (registers), and do not wait for them."""
+        """Threads 0..63 read gamma of their row and of the last, and beta, into `fetched` [3] (registers): nothing here waits for them."""
         if thread < rows:
             fetched[0] = gamma[row + thread, head]
             fetched[1] = gamma[row + rows - 1, head]
@@ -146,7 +174,7 @@ def macros():
             if thread < rows:
                 gamma_s[stage, thread] = fetched[0] * T.float32(LOG2_E)
                 rise_s[stage, thread] = T.exp2(fetched[0] * T.float32(LOG2_E))
-                fall_s[stage, thread] = T.exp2((fetched[1] - fetched[0]) * T.float32(LOG2_E))
+                fall_s[stage, thread] = T.exp2(fetched[1] * T.float32(LOG2_E) - fetched[0] * T.float32(LOG2_E))
                 beta_s[stage, thread] = fetched[2]
             else:
                 gamma_s[stage, thread] = 0.0

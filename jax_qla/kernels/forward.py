@@ -34,7 +34,7 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 
-from jax_qla.kernels.common import CHUNK, LOG2_E, PASS_CONFIGS, PRELUDE, accumulator_layout, macros
+from jax_qla.kernels.common import CHUNK, LOG2_E, PASS_CONFIGS, PRELUDE, TILE_PRELUDE, accumulator_layout, macros
 from jax_qla.kernels.specification import decay, gather_chunks, last_row, scan_slots, scatter_chunks
 
 __all__ = ["PASS_CONFIGS", "Config", "program", "specification"]
@@ -43,8 +43,8 @@ __all__ = ["PASS_CONFIGS", "Config", "program", "specification"]
 P_PRELUDE = r"""
 // P = scale product o G of one chunk, for i >= j, else 0. `product`: this thread's part of Q K^T, a wgmma accumulator [64, 64];
 // gamma in units of log2; `tile` [64][64] in shared memory, 128-byte swizzled, in the layout that wgmma reads.
-template <bool bf16>
-__device__ __forceinline__ void jax_qla_decayed(const void* product, const float* gamma, float scale, void* tile) {
+template <typename T>
+__device__ __forceinline__ void jax_qla_decayed(const void* product, const float* gamma, float scale, T* tile) {
   const float* p = static_cast<const float*>(product);
   const int lane = threadIdx.x & 31, warp = (threadIdx.x >> 5) & 3, top = warp * 16 + lane / 4;
   const float near = gamma[top], far = gamma[top + 8];
@@ -59,12 +59,12 @@ __device__ __forceinline__ void jax_qla_decayed(const void* product, const float
         const int column = (n + m) * 8 + lane % 4 * 2;
         const float2 from = *reinterpret_cast<const float2*>(gamma + column);
         const float* x = p + (n + m) * 4;
-        const float a = top >= column ? x[0] * scale * exp2f(near - from.x) : 0.f;
-        const float b = top > column ? x[1] * scale * exp2f(near - from.y) : 0.f;
-        const float c = top + 8 >= column ? x[2] * scale * exp2f(far - from.x) : 0.f;
-        const float d = top + 8 > column ? x[3] * scale * exp2f(far - from.y) : 0.f;
-        r[m * 2] = jax_qla_pack<bf16>(a, b);
-        r[m * 2 + 1] = jax_qla_pack<bf16>(c, d);
+        const float a = top >= column ? x[0] * scale * jax_qla_exp2(near - from.x) : 0.f;
+        const float b = top > column ? x[1] * scale * jax_qla_exp2(near - from.y) : 0.f;
+        const float c = top + 8 >= column ? x[2] * scale * jax_qla_exp2(far - from.x) : 0.f;
+        const float d = top + 8 > column ? x[3] * scale * jax_qla_exp2(far - from.y) : 0.f;
+        r[m * 2] = jax_qla_pack<T>(a, b);
+        r[m * 2 + 1] = jax_qla_pack<T>(c, d);
       }
     }
     asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(row + (((n + (lane >> 4)) ^ (to & 7)) << 4)),
@@ -95,7 +95,6 @@ def program(config: Config):
     stages = 3
     S = 2 * W  # threads that hold the state: one warpgroup for every 64 value columns
     m = macros()
-    bf16 = "true" if dtype == "bfloat16" else "false"
     tokens, key_heads, value_heads, sequences = T.dynamic("tokens, key_heads, value_heads, sequences")
     initial_states, final_states = T.dynamic("initial_states, final_states")  # sequences, or 0: not given, not wanted
 
@@ -114,7 +113,7 @@ def program(config: Config):
         ratio: T.int32,
         scale: T.float32,
     ):
-        with T.Kernel(sequences * tiles, value_heads, threads=S + 256, prelude=PRELUDE + P_PRELUDE) as (block, head):
+        with T.Kernel(sequences * tiles, value_heads, threads=S + 256, prelude=PRELUDE + TILE_PRELUDE + P_PRELUDE) as (block, head):
             T.annotate_min_blocks_per_sm(1)
             T.pdl_sync()  # `prepare` has ended
             n = T.alloc_var("int32")
@@ -192,7 +191,7 @@ def program(config: Config):
                     T.gemm(q_s[at, :, :], k_s[at, :, :], p, transpose_B=True, clear_accum=True)
                     T.call_extern(
                         "handle",
-                        f"jax_qla_decayed<{bf16}>",
+                        "jax_qla_decayed",
                         T.address_of(p[0, 0]),
                         T.address_of(gamma_s[at, 0]),
                         scale,
@@ -261,7 +260,7 @@ def program(config: Config):
                             T.barrier_arrive(free[at])
                             T.call_extern(
                                 "handle",
-                                f"jax_qla_store_transposed<{bf16}>",
+                                "jax_qla_store_transposed",
                                 T.address_of(acc[0, 0]),
                                 T.address_of(o_s[wg, 0, 0]),
                             )

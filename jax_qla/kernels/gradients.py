@@ -15,17 +15,19 @@ E = scale (dO Vd^T o G), F = -(dX Vd^T o G) strictly lower, M = diag(beta) F, Z 
 What dg would add and subtract again (the diagonal of R, <Y_j, K_j> of the rows from i on) is left out: where the decay is
 strong, dg is smaller than the rounding of these. R is summed in float32 and never rounded.
 
-Plan, one block per (chunk slot, key head), 384 threads, a loop over the key head's value heads. A head's rows (dO, Vd, dX) have
-two stages of tiles; h and dh have one each, loaded for the next head as soon as their last reader is done:
+Plan, one block per (chunk slot, `group` key heads), 384 threads, a loop over the key heads and their value heads. A value head's rows
+(dO, Vd, dX) have two stages of tiles; h and dh have one each, loaded for the next head as soon as their last reader is done, also
+where that belongs to the next key head. Q and K are loaded when dQ and dK have left their tiles:
 
     warpgroup   registers   work
-    0           200         E, P; dq in registers over all value heads
+    0           184         E, P; dq in registers over all value heads
     1           208         F, K K^T, Z and Y (64 key columns at a time); dk in registers over all value heads
-    2           96          warp 0 loads with TMA; gates, dv, <dX, Vd>, <dh, h>; puts dbeta and dg together; zero rows of gaps
+    2           112         warp 0 loads with TMA; gates, dv, <dX, Vd>, <dh, h>; puts dbeta and dg together; zero rows of gaps
 
     barrier              arrives   waits   says
     keys_loaded          TMA       2       Q and K are there
     keys_ready           2         0, 1    their rows beyond the sequence are zero
+    keys_free            0, 1      2       dQ and dK have left: Q and K may be overwritten
     rows_loaded[stage]   TMA       all     this value head's dO, Vd and dX are there
     gates_ready[stage]   2         0, 1    and its gates
     h_loaded, dh_loaded  TMA       all     and its states
@@ -43,13 +45,15 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 
-from jax_qla.kernels.common import CHUNK, MIN_LOG_DECAY, PASS_CONFIGS, accumulator_layout, macros
+from jax_qla.kernels.common import CHUNK, MIN_LOG_DECAY, PASS_CONFIGS, TILE_PRELUDE, accumulator_layout, macros
 from jax_qla.kernels.specification import decay, gather_chunks, last_row, scatter_chunks
 
 __all__ = ["PASS_CONFIGS", "Config", "program", "specification"]
 
 
-PRELUDE = r"""
+PRELUDE = (
+    TILE_PRELUDE
+    + r"""
 __device__ __forceinline__ int jax_qla_any(int x) { return __any_sync(0xffffffffu, x); }
 
 // Lanes that differ in bit 2 * left exchange halves of their 2 * left sums.
@@ -62,37 +66,146 @@ __device__ __forceinline__ void jax_qla_exchange(float* sum) {
     sum[n] = (upper ? high : low) + __shfl_xor_sync(0xffffffffu, upper ? low : high, 2 * left);
   }
 }
-// sum_ij += factor_i x_ij of two wgmma accumulators [64, 64].
-__device__ __forceinline__ void jax_qla_add_rows(void* sum_registers, const void* registers, const float* factor) {
-  float* sum = static_cast<float*>(sum_registers);
-  const float* x = static_cast<const float*>(registers);
-  const int lane = threadIdx.x & 31, warp = (threadIdx.x >> 5) & 3;
-#pragma unroll
-  for (int h = 0; h < 2; ++h) {
-    const float f = factor[warp * 16 + lane / 4 + h * 8];
-#pragma unroll
-    for (int n = 0; n < 8; ++n) {
-#pragma unroll
-      for (int e = 0; e < 2; ++e) sum[4 * n + 2 * h + e] += f * x[4 * n + 2 * h + e];
-    }
-  }
-}
 // The inner product of two tiles of `vectors` 16-byte vectors in shared memory with the same layout, each warp's part in out [4].
 template <typename T, int vectors>
 __device__ __forceinline__ void jax_qla_inner(const void* x, const void* y, float* out) {
-  float sum = 0.f;
-#pragma unroll 2
-  for (int i = threadIdx.x & 127; i < vectors; i += 128) {
-    const uint4 a = static_cast<const uint4*>(x)[i], b = static_cast<const uint4*>(y)[i];
+  float sum[2] = {0.f, 0.f};
+#pragma unroll 1
+  for (int i = threadIdx.x & 127; i < vectors; i += 512) {  // eight loads in flight
+    uint4 a[4], b[4];
+#pragma unroll
+    for (int n = 0; n < 4; ++n) {
+      a[n] = static_cast<const uint4*>(x)[i + n * 128];
+      b[n] = static_cast<const uint4*>(y)[i + n * 128];
+    }
+#pragma unroll
+    for (int n = 0; n < 4; ++n) {
+      T p[8], q[8];
+      memcpy(p, &a[n], 16);
+      memcpy(q, &b[n], 16);
+#pragma unroll
+      for (int e = 0; e < 8; ++e) sum[e % 2] += static_cast<float>(p[e]) * static_cast<float>(q[e]);
+    }
+  }
+  float total = sum[0] + sum[1];
+#pragma unroll
+  for (int step = 16; step > 0; step /= 2) total += __shfl_xor_sync(0xffffffffu, total, step);
+  if (threadIdx.x % 32 == 0) out[(threadIdx.x >> 5) & 3] = total;
+}
+// Sum n of `count` over 2 count lanes, to the two lanes l with l / 2 = n mod count.
+template <int count>
+__device__ __forceinline__ float jax_qla_gather(float* sum) {
+  if constexpr (count == 1) {
+    return sum[0] + __shfl_xor_sync(0xffffffffu, sum[0], 1);
+  } else {
+    const bool upper = threadIdx.x & count;
+#pragma unroll
+    for (int n = 0; n < count / 2; ++n) {
+      const float low = sum[n], high = sum[n + count / 2];
+      sum[n] = (upper ? high : low) + __shfl_xor_sync(0xffffffffu, upper ? low : high, count);
+    }
+    return jax_qla_gather<count / 2>(sum);
+  }
+}
+// How 128 threads share a tile [64, columns] (halves of 64 columns, 128-byte swizzled): a thread has 16-byte vector `vector` of rows
+// first + step n, n < passes. step is a multiple of 8, so that all these are swizzled alike.
+template <int columns>
+struct jax_qla_share {
+  static constexpr int vectors = columns / 8, step = 128 / vectors, passes = 64 / step;
+  int vector, first, offset;
+  __device__ __forceinline__ jax_qla_share() {
+    const int thread = threadIdx.x & 127;
+    vector = thread % vectors;
+    first = thread / vectors;
+    offset = vector / 8 * 8192 + first * 128 + (vector % 8 ^ (first & 7)) * 16;
+  }
+  __device__ __forceinline__ uint4 of(const void* tile, int n) const {
+    return *reinterpret_cast<const uint4*>(static_cast<const char*>(tile) + offset + n * (step * 128));
+  }
+  // Sums by row, sum[n] this thread's part of row first + step n, to out [64].
+  __device__ __forceinline__ void write(float* sum, float* out) const {
+    const float total = jax_qla_gather<passes>(sum);
+    if (vector % 2 == 0) out[first + step * (vector / 2)] = total;
+  }
+};
+// Rows i < rows of out [.., heads, columns] become factor_i x_i, and dots_i = <x_i, y_i>, of tiles x and y in shared memory.
+template <typename T, int columns>
+__device__ __forceinline__ void jax_qla_scale_and_dot(const void* x, const void* y, const float* factor, int rows, int heads, T* out,
+                                                      float* dots) {
+  using Share = jax_qla_share<columns>;
+  const Share share;
+  const long long step = static_cast<long long>(Share::step * columns) * heads;
+  out += static_cast<long long>(share.first) * (heads * columns) + share.vector * 8;
+  factor += share.first;
+  float sum[Share::passes];
+#pragma unroll
+  for (int base = 0; base < Share::passes; base += 4) {
+    uint4 a[4], b[4];
+#pragma unroll
+    for (int n = 0; n < 4; ++n) {
+      a[n] = share.of(x, base + n);
+      b[n] = share.of(y, base + n);
+    }
+#pragma unroll
+    for (int n = 0; n < 4; ++n) {
+      const float f = factor[Share::step * (base + n)];
+      T p[8], q[8];
+      memcpy(p, &a[n], 16);
+      memcpy(q, &b[n], 16);
+      unsigned scaled[4];
+      sum[base + n] = 0.f;
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        const float low = static_cast<float>(p[2 * e]), high = static_cast<float>(p[2 * e + 1]);
+        scaled[e] = jax_qla_pack<T>(f * low, f * high);
+        sum[base + n] += low * static_cast<float>(q[2 * e]);
+        sum[base + n] += high * static_cast<float>(q[2 * e + 1]);
+      }
+      if (share.first + Share::step * (base + n) < rows) {
+        *reinterpret_cast<uint4*>(out) = make_uint4(scaled[0], scaled[1], scaled[2], scaled[3]);
+      }
+      out += step;
+    }
+  }
+  share.write(sum, dots);
+}
+// dots_i = <x_i, y_i> for i < rows of a tile x in shared memory and y [.., heads, columns] in global memory.
+template <typename T, int columns>
+__device__ __forceinline__ void jax_qla_dots(const void* x, const T* y, int rows, int heads, float* dots) {
+  using Share = jax_qla_share<columns>;
+  const Share share;
+  float sum[Share::passes];
+#pragma unroll
+  for (int n = 0; n < Share::passes; ++n) {
+    const int row = min(share.first + Share::step * n, rows - 1);
+    const uint4 a = share.of(x, n);
+    const uint4 b = *reinterpret_cast<const uint4*>(y + static_cast<long long>(row) * (heads * columns) + share.vector * 8);
     T p[8], q[8];
     memcpy(p, &a, 16);
     memcpy(q, &b, 16);
+    sum[n] = 0.f;
 #pragma unroll
-    for (int e = 0; e < 8; ++e) sum += static_cast<float>(p[e]) * static_cast<float>(q[e]);
+    for (int e = 0; e < 8; ++e) sum[n] += static_cast<float>(p[e]) * static_cast<float>(q[e]);
   }
+  share.write(sum, dots);
+}
+// The sum over this lane and those above it; the sum over the lanes below it.
+__device__ __forceinline__ float jax_qla_from(float x) {
 #pragma unroll
-  for (int step = 16; step > 0; step /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, step);
-  if (threadIdx.x % 32 == 0) out[(threadIdx.x >> 5) & 3] = sum;
+  for (int step = 1; step < 32; step *= 2) {
+    const float other = __shfl_down_sync(0xffffffffu, x, step);
+    if (threadIdx.x % 32 + step < 32) x += other;
+  }
+  return x;
+}
+__device__ __forceinline__ float jax_qla_below(float x) {
+#pragma unroll
+  for (int step = 1; step < 32; step *= 2) {
+    const float other = __shfl_up_sync(0xffffffffu, x, step);
+    if (threadIdx.x % 32 >= step) x += other;
+  }
+  const float below = __shfl_up_sync(0xffffffffu, x, 1);
+  return threadIdx.x % 32 > 0 ? below : 0.f;
 }
 // Writes the sums over the four lanes of each row to out [64].
 __device__ __forceinline__ void jax_qla_write_rows(const float* sums, float* out) {
@@ -114,29 +227,38 @@ __device__ __forceinline__ void jax_qla_decayed(void* x_registers, const void* y
   float* x = static_cast<float*>(x_registers);
   const float* y = static_cast<const float*>(y_registers);
   const int lane = threadIdx.x & 31, warp = (threadIdx.x >> 5) & 3, top = warp * 16 + lane / 4;
-  float of_row[2] = {0.f, 0.f}, of_column[16];
+  const float at_row[2] = {gamma[top], gamma[top + 8]};
+  const float of_sum[2] = {strict ? weight[top] : 1.f, strict ? weight[top + 8] : 1.f};
+  float at_column[16];
 #pragma unroll
   for (int n = 0; n < 8; ++n) {
-    of_column[2 * n] = of_column[2 * n + 1] = 0.f;
-    if (n > warp * 2 + 1) {  // above the diagonal
+    const float2 pair = *reinterpret_cast<const float2*>(gamma + n * 8 + lane % 4 * 2);
+    at_column[2 * n] = pair.x;
+    at_column[2 * n + 1] = pair.y;
+  }
+  float of_row[2] = {0.f, 0.f}, of_column[16];
 #pragma unroll
-      for (int r = 0; r < 4; ++r) x[4 * n + r] = 0.f;
+  for (int block = 0; block < 4; ++block) {  // of 16 columns
+    if (block > warp) {                      // above the diagonal
+#pragma unroll
+      for (int r = 0; r < 8; ++r) x[8 * block + r] = 0.f;
+#pragma unroll
+      for (int r = 0; r < 4; ++r) of_column[4 * block + r] = 0.f;
       continue;
     }
-    const float2 at_column = *reinterpret_cast<const float2*>(gamma + n * 8 + lane % 4 * 2);
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      const int row = top + h * 8;
+      // columns of the block below this one are wanted: all below the diagonal, none beyond the sequence
+      const int limit = top + h * 8 >= rows ? -1 : block < warp ? 16 : lane / 4 + h * 8;
 #pragma unroll
-      for (int e = 0; e < 2; ++e) {
-        const int column = n * 8 + lane % 4 * 2 + e;
-        float& value = x[4 * n + 2 * h + e];
-        const float decay = exp2f(fminf(gamma[row] - (e ? at_column.y : at_column.x), 0.f));
-        const bool below = row > column && row < rows;
-        value = below || (!strict && row == column && row < rows) ? factor * value * decay : 0.f;
-        const float product = below ? value * y[4 * n + 2 * h + e] : 0.f;
+      for (int n = 0; n < 4; ++n) {
+        const int column = n / 2 * 8 + lane % 4 * 2 + n % 2;
+        float& value = x[8 * block + n / 2 * 4 + 2 * h + n % 2];
+        const float decayed = value * (factor * jax_qla_exp2(fminf(at_row[h] - at_column[4 * block + n], 0.f)));
+        value = column < limit || (!strict && column == limit) ? decayed : 0.f;
+        const float product = column < limit ? value * y[8 * block + n / 2 * 4 + 2 * h + n % 2] : 0.f;
         of_row[h] += product;
-        of_column[2 * n + e] += strict ? weight[row] * product : product;
+        of_column[4 * block + n] = h ? of_column[4 * block + n] + of_sum[h] * product : of_sum[h] * product;
       }
     }
   }
@@ -146,27 +268,47 @@ __device__ __forceinline__ void jax_qla_decayed(void* x_registers, const void* y
   jax_qla_exchange<2>(of_column);
   *reinterpret_cast<float2*>(column_sums + warp * 64 + 2 * lane) = make_float2(of_column[0], of_column[1]);
 }
-// Adds to sums [2] this lane's part of <x_i, t_i> for its two rows i of x, a wgmma accumulator [64, columns], and of the 16-bit tile t
-// in shared memory: halves of [64, 64], 128-byte swizzled.
-template <typename T, int columns>
-__device__ __forceinline__ void jax_qla_row_dots(const void* registers, const T* tile, float* sums) {
+// A warpgroup's part of a 16-bit tile [64, 64] in shared memory, 128-byte swizzled, in the layout of an accumulator: register 2 n + h of
+// lane l in warp w has row 16 w + 8 h + l / 4, columns 8 n + 2 (l % 4) and the next.
+__device__ __forceinline__ void jax_qla_load_tile(unsigned* registers, const void* tile) {
+  const int lane = threadIdx.x & 31, warp = (threadIdx.x >> 5) & 3, matrix = lane >> 3;
+  unsigned row = static_cast<unsigned>(__cvta_generic_to_shared(tile)) + (warp * 16 + (matrix & 1) * 8 + (lane & 7)) * 128;
+  const unsigned first = (matrix >> 1) ^ (lane & 7);
+  asm volatile("" : "+r"(row));  // not to be known in the loop around: addresses kept from head to head would cost registers
+#pragma unroll
+  for (int n = 0; n < 4; ++n) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(registers[4 * n]), "=r"(registers[4 * n + 1]), "=r"(registers[4 * n + 2]), "=r"(registers[4 * n + 3])
+                 : "r"(row + ((first ^ (2 * n)) << 4)));
+  }
+}
+// Of x, a wgmma accumulator [64, 64], and t, a tile as above: sum_ij += scale factor_i x_ij, and this lane's part of <x_i, t_i> for its two rows i
+// is added to dots [2].
+template <typename T>
+__device__ __forceinline__ void jax_qla_add_rows(void* sum_registers, const void* registers, const float* factor, float scale,
+                                                 const unsigned* t, float* dots) {
+  float* sum = static_cast<float*>(sum_registers);
   const float* x = static_cast<const float*>(registers);
-  const int lane = threadIdx.x & 31, warp = (threadIdx.x >> 5) & 3;
-  unsigned first = static_cast<unsigned>(__cvta_generic_to_shared(tile)) + (warp * 16 + lane / 4) * 128 + (lane / 4) * 16 + lane % 4 * 4;
-  asm volatile("" : "+r"(first));  // not to be known in the loop around: addresses kept from head to head would cost registers
+  const int row = (threadIdx.x >> 5 & 3) * 16 + threadIdx.x % 32 / 4;
 #pragma unroll
-  for (int n = 0; n < columns / 8; ++n) {
+  for (int h = 0; h < 2; ++h) {
+    const float f = factor[row + h * 8] * scale;
+    float dot[2] = {0.f, 0.f};
 #pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      unsigned bits;
-      asm volatile("ld.shared.b32 %0, [%1];" : "=r"(bits) : "r"((first ^ (n % 8 * 16)) + n / 8 * 8192 + h * 1024));
+    for (int n = 0; n < 8; ++n) {
       T pair[2];
-      memcpy(pair, &bits, 4);
-      sums[h] += x[4 * n + 2 * h] * static_cast<float>(pair[0]) + x[4 * n + 2 * h + 1] * static_cast<float>(pair[1]);
+      memcpy(pair, &t[2 * n + h], 4);
+#pragma unroll
+      for (int e = 0; e < 2; ++e) {
+        sum[4 * n + 2 * h + e] += f * x[4 * n + 2 * h + e];
+        dot[e] += x[4 * n + 2 * h + e] * static_cast<float>(pair[e]);
+      }
     }
+    dots[h] += dot[0] + dot[1];
   }
 }
 """
+)
 
 
 @dataclass(frozen=True)
@@ -186,6 +328,24 @@ def program(config: Config):
     ctype = {"bfloat16": "bfloat16_t", "float16": "half_t"}[dtype]
     m = macros()
     tokens, key_heads, value_heads, slots = T.dynamic("tokens, key_heads, value_heads, slots")
+
+    # Key heads of a block: so many that eight rounds of blocks fill an H200's 132 multiprocessors, for a block begins with a wait.
+    group = T.max(1, T.min(key_heads, slots * key_heads // (8 * 132)))
+
+    @T.macro
+    def load_keys(q, k, q_s, k_s, row, key_head, loaded):
+        T.tma_copy(q[row : row + C, key_head, 0:K], q_s[0, :, :], barrier=loaded[0], leader_scope_threads=32)
+        T.tma_copy(k[row : row + C, key_head, 0:K], k_s[0, :, :], barrier=loaded[0], leader_scope_threads=32)
+        T.barrier_arrive(loaded[0])
+
+    @T.macro
+    def finish_keys(q_s, k_s, rows, thread, parity, loaded, ready):
+        T.barrier_wait(loaded[0], parity)
+        if rows < C:
+            m.zero_tail(q_s, 0, rows, K, thread, 128)
+            m.zero_tail(k_s, 0, rows, K, thread, 128)
+            T.fence_proxy_async()
+        T.barrier_arrive(ready[0])
 
     @T.macro
     def load_rows(do, vd, dx, do_s, vd_s, dx_s, row, head, stage, loaded):
@@ -221,7 +381,7 @@ def program(config: Config):
         ratio: T.int32,
         scale: T.float32,
     ):
-        with T.Kernel(slots, key_heads, threads=384, prelude=PRELUDE) as (slot, key_head):
+        with T.Kernel(slots, T.ceildiv(key_heads, group), threads=384, prelude=PRELUDE) as (slot, part_of_heads):
             T.annotate_min_blocks_per_sm(1)
             T.pdl_sync()  # `state_gradients` has ended, and with it `states`
             row = T.alloc_var("int32")
@@ -230,6 +390,12 @@ def program(config: Config):
             row = chunks[slot, 1]
             rows = chunks[slot, 2]
             fill = chunks[slot, 3]
+            first = T.alloc_var("int32")  # first key head of this block
+            keys = T.alloc_var("int32")  # their number
+            heads = T.alloc_var("int32")  # and that of their value heads
+            first = part_of_heads * group
+            keys = T.min(group, key_heads - first)
+            heads = keys * ratio
             tx = T.get_thread_binding()
 
             q_s = T.alloc_shared((1, C, K), dtype)  # Q, then dQ on its way out
@@ -255,13 +421,13 @@ def program(config: Config):
             rows_k_s = T.alloc_shared((2, C), "float32")
             columns_q_s = T.alloc_shared((2, 4, C), "float32")  # column sums over the 16 rows of each warp
             columns_k_s = T.alloc_shared((2, 4, C), "float32")
-            dgamma_s = T.alloc_shared((C,), "float32")
-            y_s = T.alloc_shared((C,), "float32")
+            halves_s = T.alloc_shared((2,), "float32")  # sums over rows: of <Y, K> of 0..31, of dgamma of 32..63
             states_dot_s = T.alloc_shared((4,), "float32")  # <dh, h> by warp
             dot_s = T.alloc_shared((C,), "float32")
             dot_v_s = T.alloc_shared((C,), "float32")
             keys_loaded = T.alloc_barrier([32])
             keys_ready = T.alloc_barrier([128])
+            keys_free = T.alloc_barrier([256])
             rows_loaded = T.alloc_barrier([32] * 2)
             gates_ready = T.alloc_barrier([128] * 2)
             h_loaded = T.alloc_barrier([32])
@@ -273,37 +439,30 @@ def program(config: Config):
             parts_ready = T.alloc_barrier([256])
 
             if tx >= 256:
-                T.set_max_nreg(96, 0)
+                T.set_max_nreg(112, 0)
                 i = tx - 256
                 total = T.alloc_var("float32")
                 inner = T.alloc_var("float32")
                 gates = T.alloc_local((3,), "float32")
-                x_f = T.alloc_fragment((C, 32), "float32")
-                y_f = T.alloc_fragment((C, 32), "float32")
-                dot = T.alloc_fragment((C,), "float32")
-                dot_v = T.alloc_fragment((C,), "float32")
+                second = T.alloc_local((3,), "float32")
+                decay = T.alloc_var("float32")
+                later = T.alloc_var("float32")
+                earlier = T.alloc_var("float32")
                 if rows > 0:
+                    m.fetch_gates(gamma, beta, row, rows, first * ratio, i, gates)
+                    if heads > 1:
+                        m.fetch_gates(gamma, beta, row, rows, first * ratio + 1, i, second)
                     if i < 32:
-                        T.tma_copy(
-                            q[row : row + C, key_head, 0:K],
-                            q_s[0, :, :],
-                            barrier=keys_loaded[0],
-                            leader_scope_threads=32,
-                        )
-                        T.tma_copy(
-                            k[row : row + C, key_head, 0:K],
-                            k_s[0, :, :],
-                            barrier=keys_loaded[0],
-                            leader_scope_threads=32,
-                        )
-                        T.barrier_arrive(keys_loaded[0])
-                        load_rows(do, vd, dx, do_s, vd_s, dx_s, row, key_head * ratio, 0, rows_loaded)
-                        load_states(h, h_s, slot, key_head * ratio, h_loaded)
-                        load_states(dh, dh_s, slot, key_head * ratio, dh_loaded)
-                        if ratio > 1:
-                            load_rows(do, vd, dx, do_s, vd_s, dx_s, row, key_head * ratio + 1, 1, rows_loaded)
-                    for r in T.serial(T.min(ratio, 2)):
-                        m.fetch_gates(gamma, beta, row, rows, key_head * ratio + r, i, gates)
+                        load_keys(q, k, q_s, k_s, row, first, keys_loaded)
+                        load_rows(do, vd, dx, do_s, vd_s, dx_s, row, first * ratio, 0, rows_loaded)
+                        load_states(h, h_s, slot, first * ratio, h_loaded)
+                        load_states(dh, dh_s, slot, first * ratio, dh_loaded)
+                        if heads > 1:
+                            load_rows(do, vd, dx, do_s, vd_s, dx_s, row, first * ratio + 1, 1, rows_loaded)
+                    for r in T.serial(T.min(heads, 2)):
+                        if r == 1:
+                            for x in T.unroll(3):
+                                gates[x] = second[x]
                         m.store_gates(gates, rows, i, r, gamma_s, rise_s, fall_s, beta_s)
                         if i < C:
                             drop_s[r, i] = -(rise_s[r, i] * beta_s[r, i])
@@ -311,108 +470,120 @@ def program(config: Config):
                             "int32", "jax_qla_any", T.cast(i < rows and gates[2] == 0, "int32")
                         )
                         T.barrier_arrive(gates_ready[r])
-                    T.barrier_wait(keys_loaded[0], 0)
-                    if rows < C:
-                        m.zero_tail(q_s, 0, rows, K, i, 128)
-                        m.zero_tail(k_s, 0, rows, K, i, 128)
-                        T.fence_proxy_async()
-                    T.barrier_arrive(keys_ready[0])
-                    for r in T.serial(ratio):
-                        at = r % 2
-                        head = key_head * ratio + r
-                        T.sync_threads(3, 128)
-                        T.barrier_wait(rows_loaded[at], r // 2 % 2)
-                        # dV = beta dX; <dX_i, Vd_i>, and where a beta is 0 <dX_i, V_i>, for dbeta
-                        T.clear(dot)
-                        T.clear(dot_v)
-                        for x in T.serial(V // 32):
-                            for y, z in T.Parallel(C, 32):
-                                x_f[y, z] = T.cast(dx_s[at, y, x * 32 + z], "float32")
-                            for y, z in T.Parallel(C, 32):
-                                if y < rows:
-                                    dv[row + y, head, x * 32 + z] = T.cast(beta_s[at, y] * x_f[y, z], dtype)
-                            for y, z in T.Parallel(C, 32):
-                                y_f[y, z] = x_f[y, z] * T.cast(vd_s[at, y, x * 32 + z], "float32")
-                            T.reduce_sum(y_f, dot, dim=1, clear=False)
+                    finish_keys(q_s, k_s, rows, i, 0, keys_loaded, keys_ready)
+                    for key in T.serial(keys):
+                        for r in T.serial(ratio):
+                            at = (key * ratio + r) % 2
+                            head = (first + key) * ratio + r
+                            if i < rows:  # what is used at the end
+                                decay = g[row + i, head]
+                            if key * ratio + r + 2 < heads:
+                                m.fetch_gates(gamma, beta, row, rows, head + 2, i, gates)
+                            T.sync_threads(3, 128)
+                            if r == 0 and key > 0:
+                                T.barrier_wait(keys_free[0], (key + 1) % 2)
+                                if i < 32:
+                                    load_keys(q, k, q_s, k_s, row, first + key, keys_loaded)
+                            T.barrier_wait(rows_loaded[at], (key * ratio + r) // 2 % 2)
+                            # dV = beta dX; <dX_i, Vd_i>, and where a beta is 0 <dX_i, V_i>, for dbeta
+                            T.call_extern(
+                                "handle",
+                                f"jax_qla_scale_and_dot<{ctype}, {V}>",
+                                T.address_of(dx_s[at, 0, 0]),
+                                T.address_of(vd_s[at, 0, 0]),
+                                T.address_of(beta_s[at, 0]),
+                                rows,
+                                value_heads,
+                                T.address_of(dv[row, head, 0]),
+                                T.address_of(dot_s[0]),
+                            )
                             if zero_s[at, 0] + zero_s[at, 1] > 0:
-                                for y, z in T.Parallel(C, 32):
-                                    y_f[y, z] = x_f[y, z] * T.cast(
-                                        v[row + T.min(y, rows - 1), head, x * 32 + z], "float32"
-                                    )
-                                T.reduce_sum(y_f, dot_v, dim=1, clear=False)
-                        for y in T.Parallel(C):
-                            dot_s[y] = dot[y]
-                            dot_v_s[y] = dot_v[y]
-                        T.barrier_wait(h_loaded[0], at)
-                        T.barrier_wait(dh_loaded[0], at)
-                        T.call_extern(
-                            "handle",
-                            f"jax_qla_inner<{ctype}, {V * K // 8}>",
-                            T.address_of(h_s[0, 0]),
-                            T.address_of(dh_s[0, 0]),
-                            T.address_of(states_dot_s[0]),
-                        )
-                        T.sync_threads(3, 128)
-                        if r + 1 < ratio:
-                            T.barrier_wait(h_free[0], at)
-                            if i < 32:
-                                load_states(h, h_s, slot, head + 1, h_loaded)
-                            T.barrier_wait(dh_free[0], at)
-                            if i < 32:
-                                load_states(dh, dh_s, slot, head + 1, dh_loaded)
-                        T.barrier_wait(parts_ready[0], at)
-                        T.sync_threads(3, 128)
-                        if i < C:
-                            total = 0.0
-                            if i < rows:
-                                inner = rows_k_s[at, i] - rise_s[at, i] * z_dots_s[at, i]
-                                total = (
-                                    rows_q_s[at, i] + scale * rise_s[at, i] * q_dots_s[at, i] + beta_s[at, i] * inner
+                                T.call_extern(
+                                    "handle",
+                                    f"jax_qla_dots<{ctype}, {V}>",
+                                    T.address_of(dx_s[at, 0, 0]),
+                                    T.address_of(v[row, head, 0]),
+                                    rows,
+                                    value_heads,
+                                    T.address_of(dot_v_s[0]),
                                 )
-                                for x in T.unroll(4):
-                                    total = total - (columns_q_s[at, x, i] + columns_k_s[at, x, i])
-                                if beta_s[at, i] != 0:
-                                    dbeta[row + i, head] = dot_s[i] / beta_s[at, i]
-                                else:
-                                    dbeta[row + i, head] = inner + dot_v_s[i]
-                            dgamma_s[i] = total
-                            y_s[i] = fall_s[at, i] * y_dots_s[at, i]
-                        T.sync_threads(3, 128)
-                        if i < rows:
-                            total = 0.0
-                            for x in T.unroll(4):
-                                total = total + rise_s[at, rows - 1] * states_dot_s[x]
-                            for x in T.serial(C):
-                                total = total + T.Select(x >= i, dgamma_s[x], y_s[x])
-                            dg[row + i, head] = T.Select(
-                                g[row + i, head] >= T.float32(MIN_LOG_DECAY), total, T.float32(0)
+                            if r == 0 and key > 0:
+                                finish_keys(q_s, k_s, rows, i, key % 2, keys_loaded, keys_ready)
+                            T.barrier_wait(h_loaded[0], at)
+                            T.barrier_wait(dh_loaded[0], at)
+                            T.call_extern(
+                                "handle",
+                                f"jax_qla_inner<{ctype}, {V * K // 8}>",
+                                T.address_of(h_s[0, 0]),
+                                T.address_of(dh_s[0, 0]),
+                                T.address_of(states_dot_s[0]),
                             )
-                        T.sync_threads(3, 128)
-                        if r + 2 < ratio:
-                            if i < 32:
-                                load_rows(do, vd, dx, do_s, vd_s, dx_s, row, head + 2, at, rows_loaded)
-                            m.fetch_gates(gamma, beta, row, rows, head + 2, i, gates)
-                            m.store_gates(gates, rows, i, at, gamma_s, rise_s, fall_s, beta_s)
+                            T.sync_threads(3, 128)
+                            if key * ratio + r + 1 < heads:
+                                T.barrier_wait(h_free[0], at)
+                                if i < 32:
+                                    load_states(h, h_s, slot, head + 1, h_loaded)
+                                T.barrier_wait(dh_free[0], at)
+                                if i < 32:
+                                    load_states(dh, dh_s, slot, head + 1, dh_loaded)
+                            T.barrier_wait(parts_ready[0], at)
+                            T.sync_threads(3, 128)
                             if i < C:
-                                drop_s[at, i] = -(rise_s[at, i] * beta_s[at, i])
-                            zero_s[at, i // 32] = T.call_extern(
-                                "int32", "jax_qla_any", T.cast(i < rows and gates[2] == 0, "int32")
-                            )
-                            T.barrier_arrive(gates_ready[at])
+                                total = 0.0
+                                earlier = 0.0
+                                if i < rows:
+                                    inner = rows_k_s[at, i] - rise_s[at, i] * z_dots_s[at, i]
+                                    total = (
+                                        rows_q_s[at, i]
+                                        + scale * rise_s[at, i] * q_dots_s[at, i]
+                                        + beta_s[at, i] * inner
+                                    )
+                                    for x in T.unroll(4):
+                                        total = total - (columns_q_s[at, x, i] + columns_k_s[at, x, i])
+                                    if beta_s[at, i] != 0:
+                                        dbeta[row + i, head] = dot_s[i] / beta_s[at, i]
+                                    else:
+                                        dbeta[row + i, head] = inner + dot_v_s[i]
+                                    earlier = fall_s[at, i] * y_dots_s[at, i]
+                                later = T.call_extern("float32", "jax_qla_from", total)
+                                total = earlier
+                                earlier = T.call_extern("float32", "jax_qla_below", total)
+                                if i == 31:
+                                    halves_s[0] = earlier + total
+                                if i == 32:
+                                    halves_s[1] = later
+                            T.sync_threads(3, 128)
+                            if i < rows:
+                                total = later + earlier + halves_s[1 - i // 32]
+                                for x in T.unroll(4):
+                                    total = total + rise_s[at, rows - 1] * states_dot_s[x]
+                                dg[row + i, head] = T.Select(decay >= T.float32(MIN_LOG_DECAY), total, T.float32(0))
+                            T.sync_threads(3, 128)
+                            if key * ratio + r + 2 < heads:
+                                if i < 32:
+                                    load_rows(do, vd, dx, do_s, vd_s, dx_s, row, head + 2, at, rows_loaded)
+                                m.store_gates(gates, rows, i, at, gamma_s, rise_s, fall_s, beta_s)
+                                if i < C:
+                                    drop_s[at, i] = -(rise_s[at, i] * beta_s[at, i])
+                                zero_s[at, i // 32] = T.call_extern(
+                                    "int32", "jax_qla_any", T.cast(i < rows and gates[2] == 0, "int32")
+                                )
+                                T.barrier_arrive(gates_ready[at])
                 for x in T.serial(fill):
-                    for y in T.serial(K // 32):
-                        if i // 32 == 0:
-                            dq[row + rows + x, key_head, y * 32 + i % 32] = T.cast(0, dtype)
-                        if i // 32 == 1:
-                            dk[row + rows + x, key_head, y * 32 + i % 32] = T.cast(0, dtype)
-                    for r in T.serial(ratio):
+                    for key in T.serial(keys):
+                        for y in T.serial(K // 32):
+                            if i // 32 == 0:
+                                dq[row + rows + x, first + key, y * 32 + i % 32] = T.cast(0, dtype)
+                            if i // 32 == 1:
+                                dk[row + rows + x, first + key, y * 32 + i % 32] = T.cast(0, dtype)
+                    for r in T.serial(heads):
                         if i < V // 2:
-                            dv[row + rows + x, key_head * ratio + r, i * 2] = T.cast(0, dtype)
-                            dv[row + rows + x, key_head * ratio + r, i * 2 + 1] = T.cast(0, dtype)
+                            dv[row + rows + x, first * ratio + r, i * 2] = T.cast(0, dtype)
+                            dv[row + rows + x, first * ratio + r, i * 2 + 1] = T.cast(0, dtype)
                         if i == 126:
-                            dg[row + rows + x, key_head * ratio + r] = 0.0
+                            dg[row + rows + x, first * ratio + r] = 0.0
                         if i == 127:
-                            dbeta[row + rows + x, key_head * ratio + r] = 0.0
+                            dbeta[row + rows + x, first * ratio + r] = 0.0
             elif tx >= 128:
                 T.set_max_nreg(208, 1)
                 if rows > 0:
@@ -422,167 +593,184 @@ def program(config: Config):
                     z_k = T.alloc_fragment((C, 64), "float32")
                     y_k = T.alloc_fragment((C, 64), "float32")
                     dots = T.alloc_local((4,), "float32")
+                    key_pairs = T.alloc_local((16,), "uint32")
                     T.annotate_layout({x: accumulator_layout(x.shape[1], 128) for x in (s_k, kk, z_k, y_k, dk_f)})
-                    T.clear(dk_f)
-                    T.barrier_wait(keys_ready[0], 0)
-                    for r_k in T.serial(ratio):
-                        at_k = r_k % 2
-                        T.barrier_wait(gates_ready[at_k], r_k // 2 % 2)
-                        T.barrier_wait(rows_loaded[at_k], r_k // 2 % 2)
-                        T.wgmma_gemm(dx_s[at_k, :, :], vd_s[at_k, :, :], s_k, transpose_B=True, clear_accum=True)
-                        T.wgmma_gemm(k_s[0, :, :], k_s[0, :, :], kk, transpose_B=True, clear_accum=True)
-                        T.wait_wgmma(0)
-                        # F = -(dX Vd^T o G), strictly lower
-                        T.call_extern(
-                            "handle",
-                            "jax_qla_decayed<true>",
-                            T.address_of(s_k[0, 0]),
-                            T.address_of(kk[0, 0]),
-                            T.address_of(gamma_s[at_k, 0]),
-                            T.address_of(beta_s[at_k, 0]),
-                            T.float32(-1),
-                            rows,
-                            T.address_of(rows_k_s[at_k, 0]),
-                            T.address_of(columns_k_s[at_k, 0, 0]),
-                        )
-                        for i, j in T.Parallel(C, C):
-                            f_s[i, j] = T.cast(s_k[i, j] * beta_s[at_k, i], dtype)
+                    for key_k in T.serial(keys):
+                        T.clear(dk_f)
+                        T.barrier_wait(keys_ready[0], key_k % 2)
+                        for r_k in T.serial(ratio):
+                            at_k = (key_k * ratio + r_k) % 2
+                            T.barrier_wait(gates_ready[at_k], (key_k * ratio + r_k) // 2 % 2)
+                            T.barrier_wait(rows_loaded[at_k], (key_k * ratio + r_k) // 2 % 2)
+                            T.wgmma_gemm(dx_s[at_k, :, :], vd_s[at_k, :, :], s_k, transpose_B=True, clear_accum=True)
+                            T.wgmma_gemm(k_s[0, :, :], k_s[0, :, :], kk, transpose_B=True, clear_accum=True)
+                            T.wait_wgmma(0)
+                            # F = -(dX Vd^T o G), strictly lower
+                            T.call_extern(
+                                "handle",
+                                "jax_qla_decayed<true>",
+                                T.address_of(s_k[0, 0]),
+                                T.address_of(kk[0, 0]),
+                                T.address_of(gamma_s[at_k, 0]),
+                                T.address_of(beta_s[at_k, 0]),
+                                T.float32(-1),
+                                rows,
+                                T.address_of(rows_k_s[at_k, 0]),
+                                T.address_of(columns_k_s[at_k, 0, 0]),
+                            )
+                            for i, j in T.Parallel(C, C):
+                                f_s[i, j] = T.cast(s_k[i, j] * beta_s[at_k, i], dtype)
+                            T.fence_proxy_async()
+                            T.sync_threads(2, 128)
+                            for x in T.unroll(4):
+                                dots[x] = 0.0
+                            T.barrier_wait(h_loaded[0], at_k)
+                            T.barrier_wait(dh_loaded[0], at_k)
+                            # Z and Y by turns: one is computed while the other is used
+                            T.wgmma_gemm(dx_s[at_k, :, :], h_s[:, 0:64], z_k, clear_accum=True)
+                            T.wgmma_gemm(vd_s[at_k, :, :], dh_s[:, 0:64], y_k, clear_accum=True)
+                            for part in tuple(range(K // 64)):
+                                T.call_extern(
+                                    "handle",
+                                    "jax_qla_load_tile",
+                                    T.address_of(key_pairs[0]),
+                                    T.address_of(k_s[0, 0, part * 64]),
+                                )
+                                T.wait_wgmma(1)
+                                T.call_extern(
+                                    "handle",
+                                    f"jax_qla_add_rows<{ctype}>",
+                                    T.address_of(dk_f[0, part * 64]),
+                                    T.address_of(z_k[0, 0]),
+                                    T.address_of(drop_s[at_k, 0]),
+                                    T.float32(1),
+                                    T.address_of(key_pairs[0]),
+                                    T.address_of(dots[0]),
+                                )
+                                if part + 1 < K // 64:
+                                    T.wgmma_gemm(dx_s[at_k, :, :], h_s[:, 64:128], z_k, clear_accum=True)
+                                    T.wait_wgmma(1)
+                                else:
+                                    T.wait_wgmma(0)
+                                T.call_extern(
+                                    "handle",
+                                    f"jax_qla_add_rows<{ctype}>",
+                                    T.address_of(dk_f[0, part * 64]),
+                                    T.address_of(y_k[0, 0]),
+                                    T.address_of(fall_s[at_k, 0]),
+                                    T.float32(1),
+                                    T.address_of(key_pairs[0]),
+                                    T.address_of(dots[2]),
+                                )
+                                if part + 1 < K // 64:
+                                    T.wgmma_gemm(vd_s[at_k, :, :], dh_s[:, 64:128], y_k, clear_accum=True)
+                            T.barrier_arrive(h_free[0])
+                            T.barrier_arrive(dh_free[0])
+                            T.call_extern(
+                                "handle", "jax_qla_write_rows", T.address_of(dots[0]), T.address_of(z_dots_s[at_k, 0])
+                            )
+                            T.call_extern(
+                                "handle", "jax_qla_write_rows", T.address_of(dots[2]), T.address_of(y_dots_s[at_k, 0])
+                            )
+                            T.barrier_arrive(parts_ready[0])  # what follows reads neither rows nor gates
+                            T.barrier_wait(e_ready[0], at_k)
+                            T.wgmma_gemm(f_s, k_s[0, :, :], dk_f)
+                            T.wgmma_gemm(f_s, k_s[0, :, :], dk_f, transpose_A=True)
+                            T.wgmma_gemm(e_s, q_s[0, :, :], dk_f, transpose_A=True)
+                            T.wait_wgmma(0)
+                            T.barrier_arrive(e_free[0])
+                        T.sync_threads(4, 256)  # nobody reads Q or K any more
+                        for i, j in T.Parallel(C, K):
+                            k_s[0, i, j] = T.cast(dk_f[i, j], dtype)
                         T.fence_proxy_async()
                         T.sync_threads(2, 128)
-                        for x in T.unroll(4):
-                            dots[x] = 0.0
-                        T.barrier_wait(h_loaded[0], at_k)
-                        T.barrier_wait(dh_loaded[0], at_k)
-                        for part in tuple(range(K // 64)):
-                            T.wgmma_gemm(dx_s[at_k, :, :], h_s[:, part * 64 : part * 64 + 64], z_k, clear_accum=True)
-                            T.wgmma_gemm(vd_s[at_k, :, :], dh_s[:, part * 64 : part * 64 + 64], y_k, clear_accum=True)
-                            T.wait_wgmma(1)
-                            T.call_extern(
-                                "handle",
-                                "jax_qla_add_rows",
-                                T.address_of(dk_f[0, part * 64]),
-                                T.address_of(z_k[0, 0]),
-                                T.address_of(drop_s[at_k, 0]),
-                            )
-                            T.call_extern(
-                                "handle",
-                                f"jax_qla_row_dots<{ctype}, 64>",
-                                T.address_of(z_k[0, 0]),
-                                T.address_of(k_s[0, 0, part * 64]),
-                                T.address_of(dots[0]),
-                            )
-                            T.wait_wgmma(0)
-                            T.call_extern(
-                                "handle",
-                                "jax_qla_add_rows",
-                                T.address_of(dk_f[0, part * 64]),
-                                T.address_of(y_k[0, 0]),
-                                T.address_of(fall_s[at_k, 0]),
-                            )
-                            T.call_extern(
-                                "handle",
-                                f"jax_qla_row_dots<{ctype}, 64>",
-                                T.address_of(y_k[0, 0]),
-                                T.address_of(k_s[0, 0, part * 64]),
-                                T.address_of(dots[2]),
-                            )
-                        T.barrier_arrive(h_free[0])
-                        T.barrier_arrive(dh_free[0])
-                        T.call_extern(
-                            "handle", "jax_qla_write_rows", T.address_of(dots[0]), T.address_of(z_dots_s[at_k, 0])
-                        )
-                        T.call_extern(
-                            "handle", "jax_qla_write_rows", T.address_of(dots[2]), T.address_of(y_dots_s[at_k, 0])
-                        )
-                        T.barrier_wait(e_ready[0], at_k)
-                        T.wgmma_gemm(f_s, k_s[0, :, :], dk_f)
-                        T.wgmma_gemm(f_s, k_s[0, :, :], dk_f, transpose_A=True)
-                        T.wgmma_gemm(e_s, q_s[0, :, :], dk_f, transpose_A=True)
-                        T.wait_wgmma(0)
-                        T.barrier_arrive(e_free[0])
-                        T.barrier_arrive(parts_ready[0])
-                    T.sync_threads(4, 256)  # nobody reads Q or K any more
-                    for i, j in T.Parallel(C, K):
-                        k_s[0, i, j] = T.cast(dk_f[i, j], dtype)
-                    T.fence_proxy_async()
-                    T.sync_threads(2, 128)
-                    if rows == C:
-                        T.tma_copy(k_s[0, :, :], dk[row : row + C, key_head, 0:K], leader_scope_threads=128)
-                        T.tma_store_wait(0)
-                    else:
-                        for part in T.serial(K // 64):
-                            m.store_rows(k_s, 0, dk, row, rows, key_head, 0, part * 64, tx - 128)
+                        if rows == C:
+                            T.tma_copy(k_s[0, :, :], dk[row : row + C, first + key_k, 0:K], leader_scope_threads=128)
+                            T.tma_store_wait(0)
+                        else:
+                            for part in T.serial(K // 64):
+                                m.store_rows(k_s, 0, dk, row, rows, first + key_k, 0, part * 64, tx - 128)
+                        T.barrier_arrive(keys_free[0])
             else:
-                T.set_max_nreg(200, 1)
+                T.set_max_nreg(184, 1)
                 if rows > 0:
                     p = T.alloc_fragment((C, C), "float32")
                     s_q = T.alloc_fragment((C, C), "float32")
                     dq_f = T.alloc_fragment((C, K), "float32")
                     t_q = T.alloc_fragment((C, K), "float32")
                     dots_q = T.alloc_local((2,), "float32")
-                    T.annotate_layout(
-                        {s_q: accumulator_layout(C), p: accumulator_layout(C), t_q: accumulator_layout(K)}
-                    )
-                    T.clear(dq_f)
-                    T.barrier_wait(keys_ready[0], 0)
-                    for r_q in T.serial(ratio):
-                        at_q = r_q % 2
-                        T.barrier_wait(gates_ready[at_q], r_q // 2 % 2)
-                        T.barrier_wait(rows_loaded[at_q], r_q // 2 % 2)
-                        T.wgmma_gemm(do_s[at_q, :, :], vd_s[at_q, :, :], s_q, transpose_B=True, clear_accum=True)
-                        T.wgmma_gemm(q_s[0, :, :], k_s[0, :, :], p, transpose_B=True, clear_accum=True)
-                        T.wait_wgmma(0)
-                        # E = scale (dO Vd^T o G)
-                        T.call_extern(
-                            "handle",
-                            "jax_qla_decayed<false>",
-                            T.address_of(s_q[0, 0]),
-                            T.address_of(p[0, 0]),
-                            T.address_of(gamma_s[at_q, 0]),
-                            T.address_of(beta_s[at_q, 0]),
-                            scale,
-                            rows,
-                            T.address_of(rows_q_s[at_q, 0]),
-                            T.address_of(columns_q_s[at_q, 0, 0]),
-                        )
-                        if r_q > 0:
-                            T.barrier_wait(e_free[0], (r_q + 1) % 2)
-                        for i, j in T.Parallel(C, C):
-                            e_s[i, j] = T.cast(s_q[i, j], dtype)
+                    queries = T.alloc_local((16,), "uint32")
+                    T.annotate_layout({x: accumulator_layout(x.shape[1]) for x in (s_q, p, dq_f, t_q)})
+                    for key_q in T.serial(keys):
+                        T.clear(dq_f)
+                        T.barrier_wait(keys_ready[0], key_q % 2)
+                        for r_q in T.serial(ratio):
+                            at_q = (key_q * ratio + r_q) % 2
+                            T.barrier_wait(gates_ready[at_q], (key_q * ratio + r_q) // 2 % 2)
+                            T.barrier_wait(rows_loaded[at_q], (key_q * ratio + r_q) // 2 % 2)
+                            T.wgmma_gemm(do_s[at_q, :, :], vd_s[at_q, :, :], s_q, transpose_B=True, clear_accum=True)
+                            T.wgmma_gemm(q_s[0, :, :], k_s[0, :, :], p, transpose_B=True, clear_accum=True)
+                            T.wait_wgmma(0)
+                            # E = scale (dO Vd^T o G)
+                            T.call_extern(
+                                "handle",
+                                "jax_qla_decayed<false>",
+                                T.address_of(s_q[0, 0]),
+                                T.address_of(p[0, 0]),
+                                T.address_of(gamma_s[at_q, 0]),
+                                T.address_of(beta_s[at_q, 0]),
+                                scale,
+                                rows,
+                                T.address_of(rows_q_s[at_q, 0]),
+                                T.address_of(columns_q_s[at_q, 0, 0]),
+                            )
+                            if key_q * ratio + r_q > 0:
+                                T.barrier_wait(e_free[0], (key_q * ratio + r_q + 1) % 2)
+                            for i, j in T.Parallel(C, C):
+                                e_s[i, j] = T.cast(s_q[i, j], dtype)
+                            T.fence_proxy_async()
+                            T.sync_threads(1, 128)
+                            T.barrier_arrive(e_ready[0])
+                            T.wgmma_gemm(e_s, k_s[0, :, :], dq_f)
+                            T.barrier_wait(h_loaded[0], at_q)
+                            T.wgmma_gemm(do_s[at_q, :, :], h_s, t_q, clear_accum=True)
+                            T.wait_wgmma(0)
+                            T.barrier_arrive(h_free[0])
+                            for x in T.unroll(2):
+                                dots_q[x] = 0.0
+                            for part_q in tuple(range(K // 64)):
+                                T.call_extern(
+                                    "handle",
+                                    "jax_qla_load_tile",
+                                    T.address_of(queries[0]),
+                                    T.address_of(q_s[0, 0, part_q * 64]),
+                                )
+                                T.call_extern(
+                                    "handle",
+                                    f"jax_qla_add_rows<{ctype}>",
+                                    T.address_of(dq_f[0, part_q * 64]),
+                                    T.address_of(t_q[0, part_q * 64]),
+                                    T.address_of(rise_s[at_q, 0]),
+                                    scale,
+                                    T.address_of(queries[0]),
+                                    T.address_of(dots_q[0]),
+                                )
+                            T.call_extern(
+                                "handle", "jax_qla_write_rows", T.address_of(dots_q[0]), T.address_of(q_dots_s[at_q, 0])
+                            )
+                            T.barrier_arrive(parts_ready[0])
+                        T.sync_threads(4, 256)  # nobody reads Q or K any more
+                        for i, j in T.Parallel(C, K):
+                            q_s[0, i, j] = T.cast(dq_f[i, j], dtype)
                         T.fence_proxy_async()
                         T.sync_threads(1, 128)
-                        T.barrier_arrive(e_ready[0])
-                        T.wgmma_gemm(e_s, k_s[0, :, :], dq_f)
-                        T.barrier_wait(h_loaded[0], at_q)
-                        T.wgmma_gemm(do_s[at_q, :, :], h_s, t_q, clear_accum=True)
-                        T.wait_wgmma(0)
-                        T.barrier_arrive(h_free[0])
-                        for i, j in T.Parallel(C, K):
-                            dq_f[i, j] = dq_f[i, j] + t_q[i, j] * (rise_s[at_q, i] * scale)
-                        for x in T.unroll(2):
-                            dots_q[x] = 0.0
-                        T.call_extern(
-                            "handle",
-                            f"jax_qla_row_dots<{ctype}, {K}>",
-                            T.address_of(t_q[0, 0]),
-                            T.address_of(q_s[0, 0, 0]),
-                            T.address_of(dots_q[0]),
-                        )
-                        T.call_extern(
-                            "handle", "jax_qla_write_rows", T.address_of(dots_q[0]), T.address_of(q_dots_s[at_q, 0])
-                        )
-                        T.barrier_arrive(parts_ready[0])
-                    T.sync_threads(4, 256)  # nobody reads Q or K any more
-                    for i, j in T.Parallel(C, K):
-                        q_s[0, i, j] = T.cast(dq_f[i, j], dtype)
-                    T.fence_proxy_async()
-                    T.sync_threads(1, 128)
-                    if rows == C:
-                        T.tma_copy(q_s[0, :, :], dq[row : row + C, key_head, 0:K], leader_scope_threads=128)
-                        T.tma_store_wait(0)
-                    else:
-                        for part in T.serial(K // 64):
-                            m.store_rows(q_s, 0, dq, row, rows, key_head, 0, part * 64, tx)
+                        if rows == C:
+                            T.tma_copy(q_s[0, :, :], dq[row : row + C, first + key_q, 0:K], leader_scope_threads=128)
+                            T.tma_store_wait(0)
+                        else:
+                            for part in T.serial(K // 64):
+                                m.store_rows(q_s, 0, dq, row, rows, first + key_q, 0, part * 64, tx)
+                        T.barrier_arrive(keys_free[0])
 
     return gradients
 

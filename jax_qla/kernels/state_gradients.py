@@ -8,14 +8,17 @@ P = scale Q K^T o G (notation of kernels/forward.py):
     dX  = a^T dVd                                                                   [64, V]
     dS' = exp(gamma_C) dS + Q^T diag(scale exp(gamma)) dO - K^T diag(exp(gamma) beta) dX   [K, V]
 
-Plan, one block per (sequence, value head, tile of `value_tile` value columns), two stages of chunk tiles; dS^T, dVd^T and
-dX^T stay in registers as the A operands of the next wgmma, dO^T is read from shared memory as a transposed A operand:
+Plan, one block per (sequence, value head, tile of `value_tile` value columns), three stages of chunk tiles (two of P); dS^T,
+dVd^T and dX^T stay in registers as the A operands of the next wgmma, dO^T is read from shared memory as a transposed A operand:
 
     warpgroup       registers  work
     0 (and 1)       200        64 value columns each: dS^T in float32; dh leaves through a tile of its own while K dS runs, dX
                                through dO's tile
-    last            104        warp 0 loads Q, K, dO, a with TMA; all: gates, P into shared memory, Q scaled in place
+    last            104        warp 0 loads Q, K, dO, a with TMA, two chunks ahead of what all prepare: gates, P into shared
+                               memory, Q scaled in place, a without its diagonal of ones
     (barriers as in kernels/forward.py; rows beyond the sequence are zero in Q, K, a and dO)
+
+The diagonal of a^T dVd is dVd itself, which stays in the accumulator in float32.
 """
 
 from dataclasses import dataclass
@@ -23,10 +26,62 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 
-from jax_qla.kernels.common import CHUNK, PASS_CONFIGS, macros
+from jax_qla.kernels.common import CHUNK, PASS_CONFIGS, TILE_PRELUDE, macros
 from jax_qla.kernels.specification import decay, gather_chunks, last_row, scan_slots, scatter_chunks
 
 __all__ = ["PASS_CONFIGS", "Config", "program", "specification"]
+
+
+PRELUDE = (
+    TILE_PRELUDE
+    + r"""
+// tile_ij = scale x_ij exp(gamma_i - gamma_j) for i >= j, else 0, of x, a wgmma accumulator [64, 64]; gamma in units of log2.
+template <typename T>
+__device__ __forceinline__ void jax_qla_store_decayed(void* registers, const float* gamma, float scale, T* tile) {
+  float* x = static_cast<float*>(registers);
+  const int lane = threadIdx.x & 31, warp = (threadIdx.x >> 5) & 3, top = warp * 16 + lane / 4;
+  const float at_row[2] = {gamma[top], gamma[top + 8]};
+#pragma unroll
+  for (int n = 0; n < 8; ++n) {
+    const float2 at_column = *reinterpret_cast<const float2*>(gamma + n * 8 + lane % 4 * 2);
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+#pragma unroll
+      for (int e = 0; e < 2; ++e) {
+        float& value = x[4 * n + 2 * h + e];
+        const float decay = jax_qla_exp2(fminf(at_row[h] - (e ? at_column.y : at_column.x), 0.f));
+        value = top + h * 8 >= n * 8 + lane % 4 * 2 + e ? value * scale * decay : 0.f;
+      }
+    }
+  }
+  jax_qla_store_tile(x, tile);
+}
+// Row i of a tile [64, columns] in shared memory (halves of 64 columns, 128-byte swizzled) becomes scale factor_i times itself.
+template <typename T, int columns>
+__device__ __forceinline__ void jax_qla_scale_rows(T* tile, const float* factor, float scale) {
+  const int thread = threadIdx.x & 127;
+  uint4* vectors = reinterpret_cast<uint4*>(tile) + thread;
+#pragma unroll
+  for (int base = 0; base < columns / 16; base += 4) {
+    uint4 x[4];
+#pragma unroll
+    for (int n = 0; n < 4; ++n) x[n] = vectors[(base + n) * 128];
+#pragma unroll
+    for (int n = 0; n < 4; ++n) {
+      const float f = factor[((base + n) * 16 + thread / 8) & 63] * scale;
+      T pairs[8];
+      memcpy(pairs, &x[n], 16);
+      unsigned out[4];
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        out[e] = jax_qla_pack<T>(static_cast<float>(pairs[2 * e]) * f, static_cast<float>(pairs[2 * e + 1]) * f);
+      }
+      vectors[(base + n) * 128] = make_uint4(out[0], out[1], out[2], out[3]);
+    }
+  }
+}
+"""
+)
 
 
 @dataclass(frozen=True)
@@ -46,7 +101,8 @@ def program(config: Config):
 
     C, K, V, W, dtype = CHUNK, config.key_dim, config.value_dim, config.value_tile, config.dtype
     tiles = V // W  # blocks a head
-    stages = 2
+    ctype = {"bfloat16": "bfloat16_t", "float16": "half_t"}[dtype]
+    stages = 3
     S = 2 * W  # threads that hold the gradient: one warpgroup for every 64 value columns
     m = macros()
     tokens, key_heads, value_heads, sequences, slots = T.dynamic("tokens, key_heads, value_heads, sequences, slots")
@@ -68,7 +124,7 @@ def program(config: Config):
         ratio: T.int32,
         scale: T.float32,
     ):
-        with T.Kernel(sequences * tiles, value_heads, threads=S + 128) as (block, head):
+        with T.Kernel(sequences * tiles, value_heads, threads=S + 128, prelude=PRELUDE) as (block, head):
             T.annotate_min_blocks_per_sm(1)
             T.pdl_trigger()  # `gradients` waits by itself
             n = T.alloc_var("int32")
@@ -87,13 +143,14 @@ def program(config: Config):
             q_s = T.alloc_shared((stages, C, K), dtype)  # Q, then scale exp(gamma) Q
             k_s = T.alloc_shared((stages, C, K), dtype)
             do_s = T.alloc_shared((stages, C, W), dtype)  # dO, then dX on its way out
-            a_s = T.alloc_shared((stages, C, C), dtype)
-            p_s = T.alloc_shared((stages, C, C), dtype)
+            a_s = T.alloc_shared((stages, C, C), dtype)  # without its diagonal
+            p_s = T.alloc_shared((2, C, C), dtype)  # a third would not fit
             dh_s = T.alloc_shared((W // 64, 64, K), dtype)
             gamma_s = T.alloc_shared((stages, C), "float32")
             rise_s = T.alloc_shared((stages, C), "float32")
             fall_s = T.alloc_shared((stages, C), "float32")
             beta_s = T.alloc_shared((stages, C), "float32")
+            drop_s = T.alloc_shared((stages, C), "float32")  # -exp(gamma) beta
             loaded = T.alloc_barrier([32] * stages)
             ready = T.alloc_barrier([128] * stages)
             free = T.alloc_barrier([S] * stages)
@@ -105,35 +162,16 @@ def program(config: Config):
                 p = T.alloc_fragment((C, C), "float32")
                 T.clear(gates)
                 for step in T.serial(count + 1):
-                    if step > 0:
-                        # prepare the chunk before, which has arrived
-                        stage = (step + stages - 1) % stages
-                        rows = T.min(end - (start + (count - 1 - (step - 1)) * C), C)
-                        m.store_gates(gates, rows, tx - S, stage, gamma_s, rise_s, fall_s, beta_s)
-                        T.barrier_wait(loaded[stage], (step - 1) // stages % 2)
-                        if rows < C:
-                            m.zero_tail(q_s, stage, rows, K, tx - S, 128)
-                            m.zero_tail(k_s, stage, rows, K, tx - S, 128)
-                            m.zero_tail(a_s, stage, rows, C, tx - S, 128)
-                            m.zero_tail(do_s, stage, rows, W, tx - S, 128)
-                            T.fence_proxy_async()
-                        T.sync_threads(3, 128)
-                        T.gemm(q_s[stage, :, :], k_s[stage, :, :], p, transpose_B=True, clear_accum=True)
-                        for i, j in T.Parallel(C, C):
-                            p[i, j] = (
-                                p[i, j] * scale * T.exp2(T.min(gamma_s[stage, i] - gamma_s[stage, j], T.float32(0)))
-                            )
-                        for i, j in T.Parallel(C, C):
-                            p_s[stage, i, j] = T.Select(i >= j, T.cast(p[i, j], dtype), T.cast(0, dtype))
-                        T.sync_threads(3, 128)  # every warp has read Q
-                        for i, j in T.Parallel(C, K):
-                            q_s[stage, i, j] = T.cast(
-                                T.cast(q_s[stage, i, j], "float32") * (rise_s[stage, i] * scale), dtype
-                            )
-                        T.fence_proxy_async()
-                        T.barrier_arrive(ready[stage])
+                    # The state leaves a stage when it has begun with the next, and then P's other tile is free too.
+                    if step >= stages:
+                        T.barrier_wait(free[step % stages], (step // stages + 1) % 2)
                     if step < count:
-                        # load a chunk as soon as the state has left the stage, which it does when it has begun with the other
+                        if tx < S + 32:
+                            m.load_rows(k, start + (count - 1 - step) * C, key_head, 0, K, k_s, step % stages, loaded)
+                            m.load_rows(q, start + (count - 1 - step) * C, key_head, 0, K, q_s, step % stages, loaded)
+                            m.load_rows(a, start + (count - 1 - step) * C, head, 0, C, a_s, step % stages, loaded)
+                            m.load_rows(do, start + (count - 1 - step) * C, head, first, W, do_s, step % stages, loaded)
+                            T.barrier_arrive(loaded[step % stages])
                         m.fetch_gates(
                             gamma,
                             beta,
@@ -143,14 +181,42 @@ def program(config: Config):
                             tx - S,
                             fetched,
                         )
-                        if step >= stages:
-                            T.barrier_wait(free[step % stages], (step // stages + 1) % 2)
-                        if tx < S + 32:
-                            m.load_rows(k, start + (count - 1 - step) * C, key_head, 0, K, k_s, step % stages, loaded)
-                            m.load_rows(q, start + (count - 1 - step) * C, key_head, 0, K, q_s, step % stages, loaded)
-                            m.load_rows(a, start + (count - 1 - step) * C, head, 0, C, a_s, step % stages, loaded)
-                            m.load_rows(do, start + (count - 1 - step) * C, head, first, W, do_s, step % stages, loaded)
-                            T.barrier_arrive(loaded[step % stages])
+                    if step > 0:
+                        # prepare the chunk before, which has arrived
+                        stage = (step + stages - 1) % stages
+                        rows = T.min(end - (start + (count - 1 - (step - 1)) * C), C)
+                        m.store_gates(gates, rows, tx - S, stage, gamma_s, rise_s, fall_s, beta_s)
+                        if tx < S + C:
+                            drop_s[stage, tx - S] = -(rise_s[stage, tx - S] * beta_s[stage, tx - S])
+                        T.barrier_wait(loaded[stage], (step - 1) // stages % 2)
+                        if rows < C:
+                            m.zero_tail(q_s, stage, rows, K, tx - S, 128)
+                            m.zero_tail(k_s, stage, rows, K, tx - S, 128)
+                            m.zero_tail(a_s, stage, rows, C, tx - S, 128)
+                            m.zero_tail(do_s, stage, rows, W, tx - S, 128)
+                            T.fence_proxy_async()
+                        if tx < S + C:
+                            a_s[stage, tx - S, tx - S] = T.cast(0, dtype)
+                        T.sync_threads(3, 128)
+                        T.gemm(q_s[stage, :, :], k_s[stage, :, :], p, transpose_B=True, clear_accum=True)
+                        T.call_extern(
+                            "handle",
+                            "jax_qla_store_decayed",
+                            p.data,
+                            T.address_of(gamma_s[stage, 0]),
+                            scale,
+                            T.address_of(p_s[(step + 1) % 2, 0, 0]),
+                        )
+                        T.sync_threads(3, 128)  # every warp has read Q
+                        T.call_extern(
+                            "handle",
+                            f"jax_qla_scale_rows<{ctype}, {K}>",
+                            T.address_of(q_s[stage, 0, 0]),
+                            T.address_of(rise_s[stage, 0]),
+                            scale,
+                        )
+                        T.fence_proxy_async()
+                        T.barrier_arrive(ready[stage])
                     for x in T.unroll(3):
                         gates[x] = fetched[x]
             else:
@@ -163,6 +229,9 @@ def program(config: Config):
                         u = T.alloc_fragment((64, C), "float32")
                         dvd_b = T.alloc_fragment((64, C), dtype)
                         dw_b = T.alloc_fragment((64, C), dtype)
+                        of_column = T.alloc_fragment(
+                            (C,), "float32"
+                        )  # factors of u's columns, read while a product runs
                         whole = T.alloc_var("float32")
                         line = T.alloc_var("int32")
                         lines = T.alloc_var("int32")
@@ -182,11 +251,8 @@ def program(config: Config):
                             T.barrier_wait(loaded[at], (c // stages) % 2)
                             # dVd = exp(gamma_C - gamma) K dS + P^T dO
                             T.wgmma_gemm(d_b, k_s[at, :, :], u, transpose_B=True, clear_accum=True)
-                            # by now the previous chunk's results have left, and its stage may be overwritten
-                            T.tma_store_wait(0)
-                            if c > 0:
-                                T.barrier_arrive(free[(c - 1) % stages])
-                            # the gradient of the state after the chunk leaves while the product runs
+                            # the gradient of the state after the chunk leaves while the product runs; the one before has left
+                            T.tma_store_wait(1)
                             T.sync_threads(4 + wg, 128)
                             T.copy(d_b, dh_s[wg, :, :])
                             T.fence_proxy_async()
@@ -196,29 +262,39 @@ def program(config: Config):
                                 dh[slot, head, first + part : first + part + 64, 0:K],
                                 leader_scope_threads=128,
                             )
+                            # by now the previous chunk's dX has left too, and its stage may be overwritten
+                            T.tma_store_wait(1)
+                            if c > 0:
+                                T.barrier_arrive(free[(c - 1) % stages])
+                            for j in T.Parallel(C):
+                                of_column[j] = fall_s[at, j]
                             T.wait_wgmma(0)
                             for i, j in T.Parallel(64, C):
-                                u[i, j] = u[i, j] * fall_s[at, j]
-                            T.wgmma_gemm(do_s[at, :, part : part + 64], p_s[at, :, :], u, transpose_A=True)
+                                u[i, j] = u[i, j] * of_column[j]
+                            T.wgmma_gemm(do_s[at, :, part : part + 64], p_s[c % 2, :, :], u, transpose_A=True)
                             whole = rise_s[at, lines - 1]
                             for i, j in T.Parallel(64, K):
                                 d[i, j] = d[i, j] * whole
+                            for j in T.Parallel(C):
+                                of_column[j] = drop_s[at, j]
                             T.wait_wgmma(0)
                             T.copy(u, dvd_b)
-                            # dX = A^T dVd, on the diagonal (of ones) without the rounding of dVd
-                            for i, j in T.Parallel(64, C):
-                                u[i, j] = u[i, j] - T.cast(dvd_b[i, j], "float32")
+                            # dX = A^T dVd, on the diagonal (of ones), which a_s lacks, without the rounding of dVd
                             T.wgmma_gemm(dvd_b, a_s[at, :, :], u)
                             # dS = exp(gamma_C) dS + Q^T scale exp(gamma) dO - K^T exp(gamma) beta dX
                             T.wgmma_gemm(do_s[at, :, part : part + 64], q_s[at, :, :], d, transpose_A=True)
                             T.wait_wgmma(1)
                             for i, j in T.Parallel(64, C):
-                                dw_b[i, j] = T.cast(-u[i, j] * (rise_s[at, j] * beta_s[at, j]), dtype)
+                                dw_b[i, j] = T.cast(u[i, j] * of_column[j], dtype)
                             T.wgmma_gemm(dw_b, k_s[at, :, :], d)
                             T.wait_wgmma(1)  # dO is no longer needed
                             T.sync_threads(4 + wg, 128)
-                            for i, j in T.Parallel(64, C):
-                                do_s[at, j, part + i] = T.cast(u[i, j], dtype)
+                            T.call_extern(
+                                "handle",
+                                "jax_qla_store_transposed",
+                                u.data,
+                                T.address_of(do_s[at, 0, part]),
+                            )
                             T.fence_proxy_async()
                             T.sync_threads(4 + wg, 128)
                             if lines == C:
@@ -229,6 +305,7 @@ def program(config: Config):
                                 )
                             else:
                                 m.store_rows(do_s, at, dx, line, lines, head, first, part, tx - wg * 128)
+                                T.tma_store_wait(0)  # one group less than the waits above count on
                             T.wait_wgmma(0)
                         T.tma_store_wait(0)
                         if initial_states > 0:

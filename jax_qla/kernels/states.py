@@ -22,7 +22,7 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 
-from jax_qla.kernels.common import CHUNK, PASS_CONFIGS, PRELUDE, accumulator_layout, macros
+from jax_qla.kernels.common import CHUNK, PASS_CONFIGS, PRELUDE, TILE_PRELUDE, macros
 from jax_qla.kernels.specification import gather_chunks, last_row, scan_slots, scatter_chunks
 
 __all__ = ["PASS_CONFIGS", "Config", "program", "specification"]
@@ -64,7 +64,7 @@ def program(config: Config):
         vd: T.Tensor((tokens, value_heads, V), dtype),
         ratio: T.int32,
     ):
-        with T.Kernel(sequences * tiles, value_heads, threads=S + 128, prelude=PRELUDE) as (block, head):
+        with T.Kernel(sequences * tiles, value_heads, threads=S + 128, prelude=PRELUDE + TILE_PRELUDE) as (block, head):
             T.annotate_min_blocks_per_sm(1)
             T.pdl_sync()  # what comes before has ended
             T.pdl_trigger()  # `state_gradients` reads nothing of this and may run beside it
@@ -89,6 +89,7 @@ def program(config: Config):
             rise_s = T.alloc_shared((stages, C), "float32")
             fall_s = T.alloc_shared((stages, C), "float32")
             beta_s = T.alloc_shared((stages, C), "float32")
+            drop_s = T.alloc_shared((stages, C), "float32")  # -exp(gamma) beta
             loaded = T.alloc_barrier([32] * stages)
             ready = T.alloc_barrier([128] * stages)
             free = T.alloc_barrier([S] * stages)
@@ -116,6 +117,8 @@ def program(config: Config):
                         stage = (step + stages - 1) % stages
                         rows = T.min(end - (start + (step - 1) * C), C)
                         m.store_gates(gates, rows, tx - S, stage, gamma_s, rise_s, fall_s, beta_s)
+                        if tx < S + C:
+                            drop_s[stage, tx - S] = -(rise_s[stage, tx - S] * beta_s[stage, tx - S])
                         T.barrier_wait(loaded[stage], (step - 1) // stages % 2)
                         if rows < C:
                             m.zero_tail(k_s, stage, rows, K, tx - S, 128)
@@ -136,7 +139,10 @@ def program(config: Config):
                         x_b = T.alloc_fragment((64, C), dtype)
                         vk_b = T.alloc_fragment((64, C), dtype)
                         v_t = T.alloc_fragment((64, C), dtype)
-                        T.annotate_layout({v_t: accumulator_layout(C)})
+                        v_beta = T.alloc_fragment((64, C), "float32")
+                        of_column = T.alloc_fragment(
+                            (C,), "float32"
+                        )  # factors of u's columns, read while a product runs
                         whole = T.alloc_var("float32")
                         line = T.alloc_var("int32")
                         lines = T.alloc_var("int32")
@@ -159,14 +165,11 @@ def program(config: Config):
                             T.call_extern(
                                 "handle",
                                 "jax_qla_load_transposed",
-                                T.address_of(v_t[0, 0]),
+                                v_t.data,
                                 T.address_of(v_s[at, 0, part]),
                             )
-                            # by now the previous chunk's results have left, and its stage may be overwritten
-                            T.tma_store_wait(0)
-                            if c > 0:
-                                T.barrier_arrive(free[(c - 1) % stages])
-                            # the state before the chunk leaves while the product runs
+                            # the state before the chunk leaves while the product runs; the one before has left
+                            T.tma_store_wait(1)
                             T.sync_threads(4 + wg, 128)
                             T.copy(state_b, h_s[wg, :, :])
                             T.fence_proxy_async()
@@ -176,23 +179,32 @@ def program(config: Config):
                                 h[slot, head, first + part : first + part + 64, 0:K],
                                 leader_scope_threads=128,
                             )
-                            T.wait_wgmma(0)
-                            # X = beta (V^T - exp(gamma) U)
+                            # by now the previous chunk's Vd has left too, and its stage may be overwritten
+                            T.tma_store_wait(1)
+                            if c > 0:
+                                T.barrier_arrive(free[(c - 1) % stages])
                             for i, j in T.Parallel(64, C):
-                                x_b[i, j] = beta_s[at, j] * (T.cast(v_t[i, j], "float32") - rise_s[at, j] * u[i, j])
+                                v_beta[i, j] = T.cast(v_t[i, j], "float32") * beta_s[at, j]
+                            for j in T.Parallel(C):
+                                of_column[j] = drop_s[at, j]
+                            T.wait_wgmma(0)
+                            # X = beta V^T - beta exp(gamma) U
+                            for i, j in T.Parallel(64, C):
+                                x_b[i, j] = v_beta[i, j] + of_column[j] * u[i, j]
                             # Vd = X A^T
                             T.wgmma_gemm(x_b, a_s[at, :, :], u, transpose_B=True, clear_accum=True)
                             whole = rise_s[at, lines - 1]
                             for i, j in T.Parallel(64, K):
                                 state[i, j] = state[i, j] * whole
+                            for j in T.Parallel(C):
+                                of_column[j] = fall_s[at, j]
                             T.wait_wgmma(0)
                             for i, j in T.Parallel(64, C):
-                                vk_b[i, j] = u[i, j] * fall_s[at, j]
+                                vk_b[i, j] = u[i, j] * of_column[j]
                             # S = exp(gamma_C) S + (exp(gamma_C - gamma) Vd) K
                             T.wgmma_gemm(vk_b, k_s[at, :, :], state)
                             T.sync_warp()  # V was read by other lanes
-                            for i, j in T.Parallel(64, C):
-                                v_s[at, j, part + i] = T.cast(u[i, j], dtype)
+                            T.call_extern("handle", "jax_qla_store_transposed", u.data, T.address_of(v_s[at, 0, part]))
                             T.fence_proxy_async()
                             T.sync_threads(4 + wg, 128)
                             if lines == C:
