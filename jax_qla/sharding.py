@@ -34,7 +34,7 @@ from jax.sharding import PartitionSpec as P
 
 from jax_qla import context_parallel, dispatch
 from jax_qla.context_parallel import Axes, Carry
-from jax_qla.implementations import Choice, Residuals
+from jax_qla.implementations import Choice, Pieces, Residuals
 from jax_qla.refusal import refuse_sharded_export
 from jax_qla.segments import segments_from_segment_ids
 
@@ -54,7 +54,8 @@ OPERANDS = ("bthk", "bthk", "btHv", "btH", "btH")
 """Shapes of q, k, v, g and beta."""
 
 _RESIDUALS = ("btHc", "btH")
-_CARRY = ("sbHkv", "sbHkj")
+_CARRY = ("sbHkv", "sbHkj", "sbHkv", "sbHckj", "sbH")
+"""Shapes of what `Carry` holds, the last three perhaps not. Pieces go with the rows of the batch that they are of."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -472,9 +473,10 @@ def forward(
     Shapes are those of `context_parallel`, of the whole batch as the caller sees it. Where `layout` says that the
     caller has cut the sequence (`manual_sequence`), final_state is this device's summand of it.
     """
-    with_residuals = with_residuals and choice.on_cuda == "cuda"
     # In Auto mode nothing can leave whose size is the number of shards: the backward repeats the exchange.
-    with_carry = bool(layout.sequence)
+    with_carry = bool(layout.sequence) and with_residuals
+    with_residuals = with_residuals and choice.on_cuda == "cuda"
+    carry_dims = _CARRY if with_residuals and segments is None else _CARRY[:2]
     states = _state_dims(segments)
 
     def local(axes: Axes, *operands: Any) -> tuple[jax.Array, ...]:
@@ -487,7 +489,7 @@ def forward(
             with_residuals=with_residuals,
             precision=precision,
         )
-        kept = (x[None] for x in carry) if with_carry and carry is not None else ()
+        kept = (x[None] for x in jax.tree.leaves(carry)) if with_carry else ()
         return o, *([final_state] if output_final_state else []), *(residuals or ()), *kept
 
     out_dims: tuple[str, ...] = ("btHv",)
@@ -495,7 +497,7 @@ def forward(
     for wanted, more, is_sum in (
         (output_final_state, (states,), True),
         (with_residuals, _RESIDUALS, False),
-        (with_carry, _CARRY, False),
+        (with_carry, carry_dims, False),
     ):
         if wanted:
             out_dims, sums = out_dims + more, sums + (is_sum,) * len(more)
@@ -513,7 +515,13 @@ def forward(
     o = results.pop(0)
     final_state = results.pop(0) if output_final_state else None
     residuals = (results.pop(0), results.pop(0)) if with_residuals else None
-    return o, final_state, residuals, Carry(*results) if with_carry else None
+    return o, final_state, residuals, _carry(results) if with_carry else None
+
+
+def _carry(arrays: Sequence[jax.Array]) -> Carry:
+    """From its leaves."""
+    incoming, transition, *pieces = arrays
+    return Carry(incoming, transition, Pieces(*pieces) if pieces else None)
 
 
 @functools.partial(jax.jit, static_argnames=("layout", "choice", "scale", "precision"))
@@ -538,9 +546,10 @@ def backward(
     """Gradients of `forward`'s operands; d_initial_state is a summand where its final_state is."""
     states = _state_dims(segments)
     stateful = initial_state is not None
+    kept = None if carry is None else tuple(jax.tree.leaves(carry))
 
     def local(axes: Axes, *operands: Any) -> tuple[jax.Array, ...]:
-        carry = None if operands[8] is None else Carry(*(x[0] for x in operands[8]))
+        carry = None if operands[8] is None else _carry([x[0] for x in operands[8]])
         operands = (*operands[:8], carry, *operands[9:])
         gradients: tuple[Any, ...] = context_parallel.backward(
             *operands, axes=axes, choice=choice, scale=scale, precision=precision
@@ -559,11 +568,11 @@ def backward(
             initial_state,
             segments,
             residuals,
-            None if carry is None else tuple(carry),
+            kept,
             do,
             d_final_state,
         ),
-        (*OPERANDS, states, "bne", _RESIDUALS, _CARRY, "btHv", states),
+        (*OPERANDS, states, "bne", _RESIDUALS, _CARRY[: len(kept or ())], "btHv", states),
         (*OPERANDS, states) if stateful else OPERANDS,
         (*(False,) * 5, True)[: 6 if stateful else 5],
         (q.shape[-2], v.shape[-2]),

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from jax_qla import cuda, policy, xla
+from jax_qla import segments as tables
 from jax_qla.launch import Step
 
 RESULTS = {
@@ -52,6 +53,10 @@ def launch_specifications(
             if parameter.kind == inspect.Parameter.KEYWORD_ONLY:
                 options[name] = step.scalars[name] if name in step.scalars else getattr(step.config, name)
                 continue
+            if name == "chunks" and step.kernel in OF_PIECES:
+                pieces = have[step.rename.get("pieces", "pieces")]
+                operands.append(tables.chunk_table(pieces[:, :2], have["k"].shape[0]))
+                continue
             x = have[step.rename.get(name, name)]
             if name in ("initial_state", "d_final_state") and x.shape[0] == 0 and step.kernel in ALWAYS_A_STATE:
                 x = jnp.zeros((have["segments"].shape[0], *x.shape[1:]), x.dtype)
@@ -65,6 +70,9 @@ def launch_specifications(
                 have[target] = x.astype(outputs[target].dtype)
     return {name: have[name] for name in outputs}
 
+
+OF_PIECES = ("summaries", "adjoint_summaries")
+"""Kernels that need no table of chunks, unlike their specifications."""
 
 ALWAYS_A_STATE = ("forward", "states", "state_gradients")
 """Specifications that want zeros where the kernel takes an empty array."""
@@ -137,22 +145,64 @@ def test_forward_and_backward(packed: bool, states: bool) -> None:
         _close(found, right, name)
 
 
+PARTS = ((60, 200), (200, 200), (450, 600))
+"""One in each third of the rows, perhaps empty."""
+
+
 @pytest.mark.usefixtures("_chain")
+@pytest.mark.parametrize("states", [True, False], ids=["states", "no states"])
 @pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
-def test_of_a_shard(packed: bool) -> None:
-    """What is computed of a shard of a sequence before its first state is known."""
-    x, segments = _case(packed)
+def test_of_a_shard(packed: bool, states: bool) -> None:
+    """What is computed of a shard before its first state is known; and the rest, of a dense one, given what that found."""
+    batch, tokens = (1, 600) if packed else (3, 200)
+    segments = jnp.asarray(PARTS, jnp.int32) if packed else None
+    x = _operands(batch, tokens, 3)
     rows = [x[name] for name in ("q", "k", "v", "g", "beta")]
+    state, d_final = (x["initial_state"], x["d_final_state"]) if states else (None, None)
+    cut = policy.shard_cut(200, 3, 4, 16, 8)
 
-    @functools.partial(jax.jit, static_argnums=0)
-    def all_three(of_kernels: bool, segments: Any) -> Any:
-        module: Any = cuda if of_kernels else xla
-        *affine, residuals = module.affine_forward(*rows, segments, scale=0.25, with_residuals=True)
-        summary = module.summary(*rows, x["initial_state"], segments)
-        options = {"scale": 0.25}
-        gradient = module.state_gradient(*rows, None, segments, residuals, x["do"], x["d_final_state"], **options)
-        return *affine, *summary, gradient
+    @jax.jit
+    def of_kernels(segments: Any) -> Any:
+        transition, response, residuals, pieces = cuda.summary(*rows, state, segments, cut=cut, with_residuals=True)
+        assert (pieces is None) == (residuals is None) == packed
+        if packed:
+            options = {"scale": 0.25, "output_final_state": False, "with_residuals": True}
+            _, _, residuals = cuda.forward(*rows, None, segments, **options)
+        again = cuda.summary(*rows, state, segments, residuals, cut=cut, with_residuals=True)
+        assert residuals is not None
+        gradient, adjoint = cuda.state_gradient(
+            *rows, None, segments, residuals, x["do"], d_final, pieces, cut=cut, scale=0.25
+        )
+        if packed:
+            assert adjoint is None
+            return transition, response, *again[:2], gradient
+        o, final, _ = cuda.forward(
+            *(*rows, x["initial_state"], None, residuals, pieces),
+            cut=cut,
+            scale=0.25,
+            output_final_state=True,
+            with_residuals=False,
+        )
+        gradients = cuda.backward(
+            *(*rows, x["initial_state"], None, residuals, x["do"], x["d_final_state"], pieces, adjoint),
+            cut=cut,
+            scale=0.25,
+        )
+        return transition, response, *again[:2], gradient, o, final, *gradients
 
-    names = ("o", "response", "o_of_state", "transition", "transition of summary", "response of summary", "gradient")
-    for name, found, right in zip(names, all_three(True, segments), all_three(False, segments), strict=True):
-        _close(found, right, name)
+    @jax.jit
+    def right(segments: Any) -> Any:
+        summary = xla.summary(*rows, state, segments, cut=cut, with_residuals=False)[:2]
+        gradient, _ = xla.state_gradient(*rows, None, segments, None, x["do"], d_final, scale=0.25)
+        if packed:
+            return *summary, *summary, gradient
+        o, final, _ = xla.forward(
+            *rows, x["initial_state"], None, scale=0.25, output_final_state=True, with_residuals=False
+        )
+        gradients = xla.backward(*rows, x["initial_state"], None, None, x["do"], x["d_final_state"], scale=0.25)
+        return *summary, *summary, gradient, o, final, *gradients
+
+    names = ["transition", "response", "transition again", "response again", "gradient"]
+    names += [] if packed else ["o", "final_state", "dq", "dk", "dv", "dg", "dbeta", "d_initial_state"]
+    for name, found, wanted in zip(names, of_kernels(segments), right(segments), strict=True):
+        _close(found, wanted, name)
