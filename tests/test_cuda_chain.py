@@ -13,8 +13,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jax_qla import cuda, policy, xla
+import stand_in
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jax_qla import MeshAxes, cuda, dispatch, policy, sharding, vjp, xla
 from jax_qla import segments as tables
+from jax_qla.implementations import Choice
 from jax_qla.launch import Step
 
 RESULTS = {
@@ -42,7 +47,7 @@ def launch_specifications(
     aliases: Mapping[str, str] | None = None,
 ) -> dict[str, jax.Array]:
     """`launch.launch` without a card. What is not written is not a number."""
-    have = dict(inputs) | {
+    have = dispatch.match_varying(dict(inputs), dict(inputs)) | {
         name: jnp.full(x.shape, jnp.nan if jnp.issubdtype(x.dtype, jnp.inexact) else -1, x.dtype)
         for name, x in outputs.items()
     }
@@ -85,6 +90,18 @@ TOKENS = 400
 def _chain(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cuda, "launch", launch_specifications)
     monkeypatch.setenv(policy.OVERRIDE, request.param)
+    scan = jax.lax.scan
+
+    def varying_scan(body: Any, init: Any, xs: Any, **options: Any) -> Any:
+        # Specifications know of no mesh: inside jax.shard_map what a scan carries must vary like what it reads.
+        return scan(body, dispatch.match_varying(init, (init, xs)), xs, **options)
+
+    def inverse(matrix: jax.Array, identity: jax.Array, **_: Any) -> jax.Array:
+        # Not by LAPACK, on which two devices of one process may wait for ever (xla.py).
+        return xla._unit_lower_inverse(matrix - identity)
+
+    monkeypatch.setattr(jax.lax, "scan", varying_scan)
+    monkeypatch.setattr(jax.lax.linalg, "triangular_solve", inverse)
 
 
 def _operands(batch: int, tokens: int, sequences: int) -> dict[str, jax.Array]:
@@ -206,3 +223,90 @@ def test_of_a_shard(packed: bool, states: bool) -> None:
     names += [] if packed else ["o", "final_state", "dq", "dk", "dv", "dg", "dbeta", "d_initial_state"]
     for name, found, wanted in zip(names, of_kernels(segments), right(segments), strict=True):
         _close(found, wanted, name)
+
+
+DEVICES = 8
+OF_KERNELS = Choice("cuda", "cuda", "", "")
+"""Their specifications, here."""
+
+
+@pytest.mark.usefixtures("_chain")
+@pytest.mark.parametrize("mode", ["named", "manual", "auto"])
+@pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
+def test_sequence_over_devices(packed: bool, mode: str) -> None:
+    """Results and gradients of sequences over 8 devices, 70 tokens on each, against one device by another implementation.
+
+    Named axes let the backward pass go on from what the forward pass found; in an Auto mesh without names it begins anew.
+    """
+    batch, sequences, tokens = 2, 3 if packed else 2, 70 * DEVICES
+    x = _operands(batch, tokens, batch * 3 if packed else batch)
+    rows = tuple(x[name] for name in ("q", "k", "v", "g", "beta"))
+    state, d_final, segments = x["initial_state"], x["d_final_state"], None
+    if packed:
+        state, d_final = (a.reshape(batch, sequences, *a.shape[1:]) for a in (state, d_final))
+        segments = jnp.asarray([[(0, 3), (3, 300), (333, 560)], [(5, 75), (140, 140), (140, 559)]], jnp.int32)
+
+    def apply(choice: Choice, layout: sharding.Layout, segments: Any, *operands: Any) -> Any:
+        options = vjp.Options(choice, 0.25, output_final_state=True, layout=layout)
+        return vjp.gated_delta_rule(options, *operands, segments)
+
+    def both(function: Any) -> Any:
+        @jax.jit
+        def results_and_gradients(segments: Any, cotangents: Any, *operands: Any) -> Any:
+            results, transpose = jax.vjp(functools.partial(function, segments), *operands)
+            return *results, *transpose(cotangents)
+
+        return results_and_gradients(segments, (x["do"], d_final), *rows, state)
+
+    stand_in.forget_traces()
+    expected = both(functools.partial(apply, Choice("xla", "xla", "", ""), sharding.LOCAL))
+    mesh = jax.make_mesh((DEVICES,), ("seq",), axis_types=(AxisType.Auto,))
+    by_token, whole = P(None, "seq"), P()
+    with jax.set_mesh(mesh):
+        if mode == "manual":
+            layout = sharding.Layout(sequence=("seq",))
+            function: Any = jax.shard_map(
+                functools.partial(apply, OF_KERNELS, layout),
+                in_specs=(whole if packed else None, *(by_token,) * 5, whole),
+                out_specs=(by_token, whole),
+            )
+        else:
+            names = MeshAxes(sequence="seq") if mode == "named" else None
+            layout = sharding.resolve(names, rows, sharding.OPERANDS)
+            assert layout.automatic == (mode == "auto")
+            rows = jax.device_put(rows, NamedSharding(mesh, by_token))
+            function = functools.partial(apply, OF_KERNELS, layout)
+        found = both(function)
+    stand_in.forget_traces()
+    names_of = ("o", "final_state", "dq", "dk", "dv", "dg", "dbeta", "d_initial_state")
+    for name, a, b in zip(names_of, found, expected, strict=True):
+        _close(jax.device_get(a), b, name)
+
+
+def test_of_a_shard_nothing_is_computed_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernels of a dense shard, call by call: each begins with what needs no other device, and goes on from it."""
+    calls: list[list[str]] = []
+
+    def recording(steps: Sequence[Step], *operands: Any) -> dict[str, jax.Array]:
+        calls.append([step.kernel for step in steps])
+        return launch_specifications(steps, *operands)
+
+    monkeypatch.setattr(cuda, "launch", recording)
+    x = _operands(1, 64, 1)
+    rows = [x[name] for name in ("q", "k", "v", "g", "beta")]
+    options = vjp.Options(OF_KERNELS, 0.25, output_final_state=False, layout=sharding.Layout(sequence=("seq",)))
+    mesh = jax.make_mesh((2,), ("seq",), axis_types=(AxisType.Auto,))
+
+    @functools.partial(jax.shard_map, mesh=mesh, in_specs=P(None, "seq"), out_specs=P(None, "seq"), check_vma=False)
+    def gradients(*rows: jax.Array) -> Any:
+        return jax.grad(lambda *rows: vjp.gated_delta_rule(options, *rows, None, None)[0].sum(), argnums=range(5))(*rows)
+
+    stand_in.forget_traces()
+    jax.eval_shape(gradients, *rows)
+    stand_in.forget_traces()
+    assert calls == [
+        ["prepare", "summaries", "compose", "compose"],
+        ["compose", "forward"],
+        ["adjoint_summaries", "compose"],
+        ["compose", "compose", "states", "state_gradients", "gradients"],
+    ]
