@@ -346,9 +346,7 @@ def _exchange(
         return Carry(incoming if first is None else incoming + first, transition, pieces), residuals
     shard = _Shard(segments, v.shape[1], axes)
     first = None if initial_state is None else _chosen(shard.leaves & shard.starts, initial_state)[:, None]
-    (rows, residuals), first, leaving = flatten(
-        ((q, k, v, g, beta), residuals), first, shard.leaving_rows()[:, None]
-    )
+    (rows, residuals), first, leaving = flatten(((q, k, v, g, beta), residuals), first, shard.leaving_rows()[:, None])
     transition, response, _, _ = dispatch.summary(*rows, first, leaving, residuals, **options)
     transition = _mask(shard.covered(), transition)
     return Carry(response_before(transition, response, axes), transition, None), None

@@ -5,9 +5,9 @@ one (recurrent, on a dense batch as it is). The others work on flat token arrays
 is a packed one whose tables are constants. Before all of them stands layout in a packed batch. Where sequences are cut
 into pieces (policy.py), the states that enter these come first: summaries and compose, for the backward pass also
 adjoint_summaries and compose in reverse; what follows takes pieces for sequences.
-Where a sequence goes on beyond a device, this falls into two calls: `summary` (prepare, summaries, and compose once for
-N and once for M) begins, and `forward`, given what it found, finishes (compose, forward) when the other devices have told
-the state before. So do `state_gradient` and `backward`.
+Where a sequence goes on beyond a device, this falls into two calls: `summary` (prepare, summaries, and compose for N
+and for M) begins, and `forward`, given what it found, goes on (compose, forward) when the state before is known. So do
+`state_gradient` and `backward`.
 Intermediate results (h, dh, Vd, states between pieces) are results of the call that are dropped here.
 
 Memory of the backward besides its operands and results, in elements of v's dtype: h and dh, ceil(T / 64) * Hv * K * V
@@ -258,15 +258,15 @@ def summary(
     with_residuals: bool,
     precision: Any = None,
 ) -> tuple[jax.Array, jax.Array, Residuals | None, Pieces | None]:
-    """Transition and response of each sequence, and what is kept of the way to them; the contract is `dispatch.summary`'s.
-    `precision` is not used.
+    """Transition and response of each sequence, and what is kept; the contract is `dispatch.summary`'s. `precision` is
+    not used.
 
-    N by `compose` from the initial state. M by the reversed one from the identity, as the product of the transposes, with
-    nothing added between: so the two run side by side.
+    N by `compose` from the initial state. M by the reversed one from the identity, as the product of the transposes,
+    with nothing added between: so the two run side by side.
     """
     call = _Call(q, k, v, segments, whole=True)
-    shapes = Pieces.shapes(call.sequences, cut.count, call.value_heads, call.key_dim, call.value_dim)
-    products = jax.ShapeDtypeStruct((*shapes.transition.shape[:2], call.key_dim, call.key_dim), jnp.float32)
+    shapes = Pieces.shapes(call.sequences, cut.pieces, call.value_heads, call.key_dim, call.value_dim)
+    products = jax.ShapeDtypeStruct((*shapes["transition"].shape[:2], call.key_dim, call.key_dim), jnp.float32)
     inputs = call.flat(k=k, v=v, g=g, beta=beta) | call.tables | call.shard_tables(segments, cut)
     inputs |= {
         "initial_state": call.states(initial_state),
@@ -275,7 +275,7 @@ def summary(
         ),
         "nothing": jnp.zeros(products.shape, products.dtype),
     }
-    outputs = {**shapes._asdict(), "entering": shapes.response, "products": products}
+    outputs = {**shapes, "entering": shapes["response"], "products": products}
     steps = []
     if residuals is None:
         steps = [*call.table_steps, call.step(prepare_kernel)]
@@ -317,20 +317,20 @@ def state_gradient(
     scale: float,
     precision: Any = None,
 ) -> tuple[jax.Array, jax.Array | None]:
-    """The gradient of the initial states, and of the pieces; the contract is `dispatch.state_gradient`'s. `precision` is
+    """The gradient of the initial states, and what is kept; the contract is `dispatch.state_gradient`'s. `precision` is
     not used.
     """
     del g, initial_state
     call = _Call(q, k, v, segments, whole=True)
-    shapes = Pieces.shapes(call.sequences, cut.count, call.value_heads, call.key_dim, call.value_dim)
+    shapes = Pieces.shapes(call.sequences, cut.pieces, call.value_heads, call.key_dim, call.value_dim)
     inputs = call.flat(q=q, k=k, v=v, beta=beta, do=jnp.zeros_like(v) if do is None else do)
     inputs |= call.flat(a=residuals[0], gamma=residuals[1]) | call.shard_tables(segments, cut)
     inputs |= {"initial_state": call.states(None), "d_final_state": call.states(d_final_state)}
-    outputs = {"adjoint_response": shapes.response, "leaving": shapes.response}
+    outputs = {"adjoint_response": shapes["response"], "leaving": shapes["response"]}
     steps = []
     if pieces is None:
         steps = [call.step(summaries_kernel, rename={"pieces": "shard_pieces"})]
-        outputs |= shapes._asdict()
+        outputs |= shapes
     else:
         inputs |= pieces._asdict()
     rename = {"response": "adjoint_response", "initial_state": "d_final_state", "spans": "left", "entering": "leaving"}
@@ -375,10 +375,11 @@ class _Call:
         """How the sequences, of a dense batch, are cut if their pieces have been summarised before."""
         self.cut = rows is not None or shard is not None
         self.parts = self.sequences if rows is None else tables.piece_count(self.tokens, self.sequences, rows)
-        if shard is not None:
-            self.parts = self.sequences * (shard.count + 2)
+        recurrences = self.parts
+        if shard is not None:  # two more pieces a sequence, which are empty
+            self.parts, recurrences = self.sequences * (shard.pieces + 2), self.sequences * shard.pieces
         self.slots = tables.slot_count(self.tokens, self.parts)
-        self.value_tile = policy.value_tile(self.parts * self.value_heads, self.value_dim)
+        self.value_tile = policy.value_tile(recurrences * self.value_heads, self.value_dim)
         shapes = {
             "segments": (self.parts, 2),
             "pieces": (self.parts, 4),
@@ -402,11 +403,9 @@ class _Call:
             self.table_shapes = {name: jax.ShapeDtypeStruct(shape, jnp.int32) for name, shape in shapes.items()}
         elif shard is not None:
             self.tables = self.shard_tables(None, shard)
-            pieces = tables.shard_pieces(tables.dense_segments(self.batch, self.length), *shard)[0]
-            constants = (pieces[:, :2], tables.chunk_table(pieces[:, :2], self.tokens))
-            self.tables |= {
-                name: jnp.asarray(x, jnp.int32) for name, x in zip(("segments", "chunks"), constants, strict=True)
-            }
+            bounds = tables.shard_pieces(tables.dense_segments(self.batch, self.length), *shard)[0][:, :2]
+            self.tables["segments"] = jnp.asarray(bounds, jnp.int32)
+            self.tables["chunks"] = jnp.asarray(tables.chunk_table(bounds, self.tokens), jnp.int32)
         else:
             bounds, number = tables.dense_segments(self.batch, self.length), np.arange(self.batch, dtype=np.int32)
             length = layout_kernel.WHOLE if rows is None else rows
@@ -416,9 +415,9 @@ class _Call:
             self.tables = {name: jnp.asarray(x, jnp.int32) for name, x in zip(shapes, constants, strict=True)}
 
     def shard_tables(self, segments: jax.Array | None, cut: policy.Cut) -> dict[str, jax.Array]:
-        """Pieces of all sequences, and how to go through them, for what is computed before their first states are known."""
+        """Pieces of all sequences and how to go through them, for what is computed before first states are known."""
         bounds = tables.dense_segments(self.batch, self.length) if segments is None else segments
-        found = tables.shard_pieces(bounds, cut.rows, cut.count)
+        found = tables.shard_pieces(bounds, cut.rows, cut.pieces)
         names = ("shard_pieces", "entered", "left")
         return {name: jnp.asarray(x, jnp.int32) for name, x in zip(names, found, strict=True)}
 

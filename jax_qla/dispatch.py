@@ -340,7 +340,7 @@ def _forward_of_nothing(
     with_residuals: bool,
 ) -> tuple[jax.Array, jax.Array | None, Residuals | None]:
     del pieces
-    batch, tokens, value_heads, value_dim = v.shape
+    batch, _, value_heads, value_dim = v.shape
     sequences = batch if segments is None else segments.shape[0]
     state = None
     if output_final_state:
@@ -390,8 +390,8 @@ def _summary_of_nothing(*operands: Any, cut: policy.Cut, with_residuals: bool, p
     identity = jnp.broadcast_to(jnp.eye(q.shape[3], dtype=jnp.float32), (*response.shape[:3], q.shape[3]))
     kept: Any = (None, None)
     if with_residuals and segments is None:
-        shapes = Pieces.shapes(v.shape[0], cut.count, v.shape[2], q.shape[3], v.shape[3])
-        kept = _empty_residuals(v, g), Pieces(*(jnp.zeros(x.shape, x.dtype) for x in shapes))
+        shapes = Pieces.shapes(v.shape[0], cut.pieces, v.shape[2], q.shape[3], v.shape[3])
+        kept = _empty_residuals(v, g), Pieces(**{name: jnp.zeros(x.shape, x.dtype) for name, x in shapes.items()})
     return match_varying((identity, response, *kept), operands)
 
 

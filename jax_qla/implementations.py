@@ -32,8 +32,8 @@ Residuals = tuple[jax.Array, jax.Array]
 
 
 class Pieces(NamedTuple):
-    """What the pieces of sequences of B rows do to the state before them (jax_qla/kernels/summaries.py), and what `forward`
-    and `backward` then need not compute again. P = B (count + 2): every row's pieces stand between two empty ones.
+    """What the pieces of B sequences do to the state before them (jax_qla/kernels/summaries.py), which `forward` and
+    `backward` then need not compute again. P = B (count + 2): a sequence's pieces stand between two empty ones.
     """
 
     response: jax.Array
@@ -43,16 +43,15 @@ class Pieces(NamedTuple):
     forgotten: jax.Array
     """int32 [P, Hv], 1 where M counts as zero and is not there."""
 
-    @classmethod
-    def shapes(cls, sequences: int, count: int, heads: int, key_dim: int, value_dim: int) -> Pieces:
-        """ShapeDtypeStructs in place of arrays, of `count` pieces a sequence."""
+    @staticmethod
+    def shapes(sequences: int, count: int, heads: int, key_dim: int, value_dim: int) -> dict[str, jax.ShapeDtypeStruct]:
+        """By field, where a sequence has `count` pieces."""
         parts = sequences * (count + 2)
-        shapes: Any = (
-            jax.ShapeDtypeStruct((parts, heads, key_dim, value_dim), jnp.float32),
-            jax.ShapeDtypeStruct((parts, heads, 2, key_dim, key_dim), jnp.bfloat16),
-            jax.ShapeDtypeStruct((parts, heads), jnp.int32),
-        )
-        return cls(*shapes)
+        return {
+            "response": jax.ShapeDtypeStruct((parts, heads, key_dim, value_dim), jnp.float32),
+            "transition": jax.ShapeDtypeStruct((parts, heads, 2, key_dim, key_dim), jnp.bfloat16),
+            "forgotten": jax.ShapeDtypeStruct((parts, heads), jnp.int32),
+        }
 
 
 _ONLY_CUDA = "the kernels of 'cuda' run on NVIDIA Hopper GPUs only"

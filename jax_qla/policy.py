@@ -46,8 +46,8 @@ class Cut(NamedTuple):
 
     rows: int
     """Of a piece, a multiple of 64."""
-    count: int
-    """Pieces."""
+    pieces: int
+    """Their number."""
 
 
 def value_tile(recurrences: int, value_dim: int) -> int:
@@ -146,7 +146,7 @@ def _cut(
 ) -> float:
     """Microseconds of summaries, compose and forward for pieces of `length` chunks.
 
-    Of a `shard` all pieces are summarised, and composed twice: for the shard's summary, and once its first state is known.
+    Of a `shard` all pieces are summarised, and composed twice: for its summary, and when its first state is known.
     """
     pieces = -(-chunks // length)
     recurrences = pieces * sequences * heads

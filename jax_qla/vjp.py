@@ -34,7 +34,7 @@ RESULT_NAMES = ("gated_delta_rule_o", "gated_delta_rule_final_state")
 """`checkpoint_name` of the results o and final_state."""
 
 CARRY_NAMES = ("gated_delta_rule_incoming", "gated_delta_rule_transition", "gated_delta_rule_pieces")
-"""`checkpoint_name` of what a shard of a sequence keeps: the state before it, its transition, and that of its pieces."""
+"""`checkpoint_name` of what a shard of a sequence keeps: the state before it, its transition, those of its pieces."""
 
 CHECKPOINT_NAMES = RESIDUAL_NAMES + CARRY_NAMES + RESULT_NAMES
 """All names. With all of them saved, `jax.checkpoint` never runs the forward again."""

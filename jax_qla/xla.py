@@ -593,8 +593,8 @@ def summary(
     transition, of_zero = whole[..., v_dim:], whole[..., :v_dim]
     if packed or not with_residuals:
         return transition, of_zero, None, None
-    shapes = Pieces.shapes(sequences, cut.count, value_heads, k_dim, v_dim)
-    pieces = Pieces(*(jnp.broadcast_to(zero.astype(x.dtype), x.shape) for x in shapes))
+    shapes = Pieces.shapes(sequences, cut.pieces, value_heads, k_dim, v_dim)
+    pieces = Pieces(**{name: jnp.broadcast_to(zero.astype(x.dtype), x.shape) for name, x in shapes.items()})
     return transition, of_zero, _empty_residuals(v, g, zero), pieces
 
 

@@ -12,7 +12,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-
 import stand_in
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -146,7 +145,7 @@ def _case(packed: bool) -> tuple[dict[str, jax.Array], jax.Array | None]:
 @pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
 def test_forward_and_backward(packed: bool, states: bool) -> None:
     x, segments = _case(packed)
-    rows = [x[name] for name in ("q", "k", "v", "g", "beta")]
+    rows: Any = [x[name] for name in ("q", "k", "v", "g", "beta")]
     state, d_final = (x["initial_state"], x["d_final_state"]) if states else (None, None)
 
     @functools.partial(jax.jit, static_argnums=0)
@@ -170,37 +169,39 @@ PARTS = ((60, 200), (200, 200), (450, 600))
 @pytest.mark.parametrize("states", [True, False], ids=["states", "no states"])
 @pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
 def test_of_a_shard(packed: bool, states: bool) -> None:
-    """What is computed of a shard before its first state is known; and the rest, of a dense one, given what that found."""
+    """What is computed of a shard before its first state is known; and of a dense one the rest, given what it found."""
+    kernels: Any = cuda
+    plain: Any = xla
     batch, tokens = (1, 600) if packed else (3, 200)
     segments = jnp.asarray(PARTS, jnp.int32) if packed else None
     x = _operands(batch, tokens, 3)
-    rows = [x[name] for name in ("q", "k", "v", "g", "beta")]
+    rows: Any = [x[name] for name in ("q", "k", "v", "g", "beta")]
     state, d_final = (x["initial_state"], x["d_final_state"]) if states else (None, None)
     cut = policy.shard_cut(200, 3, 4, 16, 8)
 
     @jax.jit
     def of_kernels(segments: Any) -> Any:
-        transition, response, residuals, pieces = cuda.summary(*rows, state, segments, cut=cut, with_residuals=True)
+        transition, response, residuals, pieces = kernels.summary(*rows, state, segments, cut=cut, with_residuals=True)
         assert (pieces is None) == (residuals is None) == packed
         if packed:
             options = {"scale": 0.25, "output_final_state": False, "with_residuals": True}
-            _, _, residuals = cuda.forward(*rows, None, segments, **options)
-        again = cuda.summary(*rows, state, segments, residuals, cut=cut, with_residuals=True)
+            _, _, residuals = kernels.forward(*rows, None, segments, **options)
+        again = kernels.summary(*rows, state, segments, residuals, cut=cut, with_residuals=True)
         assert residuals is not None
-        gradient, adjoint = cuda.state_gradient(
+        gradient, adjoint = kernels.state_gradient(
             *rows, None, segments, residuals, x["do"], d_final, pieces, cut=cut, scale=0.25
         )
         if packed:
             assert adjoint is None
             return transition, response, *again[:2], gradient
-        o, final, _ = cuda.forward(
+        o, final, _ = kernels.forward(
             *(*rows, x["initial_state"], None, residuals, pieces),
             cut=cut,
             scale=0.25,
             output_final_state=True,
             with_residuals=False,
         )
-        gradients = cuda.backward(
+        gradients = kernels.backward(
             *(*rows, x["initial_state"], None, residuals, x["do"], x["d_final_state"], pieces, adjoint),
             cut=cut,
             scale=0.25,
@@ -209,14 +210,14 @@ def test_of_a_shard(packed: bool, states: bool) -> None:
 
     @jax.jit
     def right(segments: Any) -> Any:
-        summary = xla.summary(*rows, state, segments, cut=cut, with_residuals=False)[:2]
-        gradient, _ = xla.state_gradient(*rows, None, segments, None, x["do"], d_final, scale=0.25)
+        summary = plain.summary(*rows, state, segments, cut=cut, with_residuals=False)[:2]
+        gradient, _ = plain.state_gradient(*rows, None, segments, None, x["do"], d_final, scale=0.25)
         if packed:
             return *summary, *summary, gradient
-        o, final, _ = xla.forward(
+        o, final, _ = plain.forward(
             *rows, x["initial_state"], None, scale=0.25, output_final_state=True, with_residuals=False
         )
-        gradients = xla.backward(*rows, x["initial_state"], None, None, x["do"], x["d_final_state"], scale=0.25)
+        gradients = plain.backward(*rows, x["initial_state"], None, None, x["do"], x["d_final_state"], scale=0.25)
         return *summary, *summary, gradient, o, final, *gradients
 
     names = ["transition", "response", "transition again", "response again", "gradient"]
@@ -234,13 +235,13 @@ OF_KERNELS = Choice("cuda", "cuda", "", "")
 @pytest.mark.parametrize("mode", ["named", "manual", "auto"])
 @pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
 def test_sequence_over_devices(packed: bool, mode: str) -> None:
-    """Results and gradients of sequences over 8 devices, 70 tokens on each, against one device by another implementation.
+    """Sequences over 8 devices, 70 tokens on each, against one device by another implementation.
 
-    Named axes let the backward pass go on from what the forward pass found; in an Auto mesh without names it begins anew.
+    Named axes let the backward pass go on from what the forward pass found; in an Auto mesh it begins anew.
     """
     batch, sequences, tokens = 2, 3 if packed else 2, 70 * DEVICES
     x = _operands(batch, tokens, batch * 3 if packed else batch)
-    rows = tuple(x[name] for name in ("q", "k", "v", "g", "beta"))
+    rows: Any = tuple(x[name] for name in ("q", "k", "v", "g", "beta"))
     state, d_final, segments = x["initial_state"], x["d_final_state"], None
     if packed:
         state, d_final = (a.reshape(batch, sequences, *a.shape[1:]) for a in (state, d_final))
@@ -248,7 +249,8 @@ def test_sequence_over_devices(packed: bool, mode: str) -> None:
 
     def apply(choice: Choice, layout: sharding.Layout, segments: Any, *operands: Any) -> Any:
         options = vjp.Options(choice, 0.25, output_final_state=True, layout=layout)
-        return vjp.gated_delta_rule(options, *operands, segments)
+        rule: Any = vjp.gated_delta_rule
+        return rule(options, *operands, segments)
 
     def both(function: Any) -> Any:
         @jax.jit
@@ -293,13 +295,17 @@ def test_of_a_shard_nothing_is_computed_twice(monkeypatch: pytest.MonkeyPatch) -
 
     monkeypatch.setattr(cuda, "launch", recording)
     x = _operands(1, 64, 1)
-    rows = [x[name] for name in ("q", "k", "v", "g", "beta")]
+    rows: Any = [x[name] for name in ("q", "k", "v", "g", "beta")]
     options = vjp.Options(OF_KERNELS, 0.25, output_final_state=False, layout=sharding.Layout(sequence=("seq",)))
     mesh = jax.make_mesh((2,), ("seq",), axis_types=(AxisType.Auto,))
 
     @functools.partial(jax.shard_map, mesh=mesh, in_specs=P(None, "seq"), out_specs=P(None, "seq"), check_vma=False)
-    def gradients(*rows: jax.Array) -> Any:
-        return jax.grad(lambda *rows: vjp.gated_delta_rule(options, *rows, None, None)[0].sum(), argnums=range(5))(*rows)
+    def gradients(*rows: Any) -> Any:
+        def loss(*rows: Any) -> Any:
+            rule: Any = vjp.gated_delta_rule
+            return rule(options, *rows, None, None)[0].sum()
+
+        return jax.grad(loss, argnums=tuple(range(5)))(*rows)
 
     stand_in.forget_traces()
     jax.eval_shape(gradients, *rows)
