@@ -67,6 +67,8 @@ class Layout:
     sequence: Axes = ()
     mapped: frozenset[str] = frozenset()
     """Axes that this module makes manual by a `jax.shard_map`; those above are among them, or manual already."""
+    alone: bool = False
+    """Whether the axes of the sequence have one device, which then has all of it."""
     automatic: bool = False
     """Whether the compiler is to find out: all fields above are empty."""
     mesh: Any = None
@@ -170,6 +172,7 @@ def resolve(
         mesh=None if in_context else mesh,
     )
     layout = _fitted(layout, mesh.shape, present, {*batch, *heads, *sequence}, {**_NAMES, **names})
+    layout = dataclasses.replace(layout, alone=math.prod(mesh.shape[axis] for axis in layout.sequence) == 1)
     _warn_of_gathering(layout, present, explicit, whole)
     return layout
 
@@ -474,7 +477,7 @@ def forward(
     caller has cut the sequence (`manual_sequence`), final_state is this device's summand of it.
     """
     # In Auto mode nothing can leave whose size is the number of shards: the backward repeats the exchange.
-    with_carry = bool(layout.sequence) and with_residuals
+    with_carry = bool(layout.sequence) and not layout.alone and with_residuals
     with_residuals = with_residuals and choice.on_cuda == "cuda"
     carry_dims = _CARRY if with_residuals and segments is None else _CARRY[:2]
     states = _state_dims(segments)
@@ -482,7 +485,7 @@ def forward(
     def local(axes: Axes, *operands: Any) -> tuple[jax.Array, ...]:
         o, final_state, residuals, carry = context_parallel.forward(
             *operands,
-            axes=axes,
+            axes=() if layout.alone else axes,
             choice=choice,
             scale=scale,
             output_final_state=output_final_state,
@@ -552,7 +555,7 @@ def backward(
         carry = None if operands[8] is None else _carry([x[0] for x in operands[8]])
         operands = (*operands[:8], carry, *operands[9:])
         gradients: tuple[Any, ...] = context_parallel.backward(
-            *operands, axes=axes, choice=choice, scale=scale, precision=precision
+            *operands, axes=() if layout.alone else axes, choice=choice, scale=scale, precision=precision
         )
         return gradients if stateful else gradients[:5]
 

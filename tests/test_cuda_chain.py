@@ -285,8 +285,12 @@ def test_sequence_over_devices(packed: bool, mode: str) -> None:
         _close(jax.device_get(a), b, name)
 
 
-def test_of_a_shard_nothing_is_computed_twice(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The kernels of a dense shard, call by call: each begins with what needs no other device, and goes on from it."""
+@pytest.mark.parametrize("devices", [1, 2])
+def test_of_a_shard_nothing_is_computed_twice(devices: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernels of a dense shard, call by call: each begins with what needs no other device, and goes on from it.
+
+    Where one device has all of the sequence, it is no shard.
+    """
     calls: list[list[str]] = []
 
     def recording(steps: Sequence[Step], *operands: Any) -> dict[str, jax.Array]:
@@ -295,24 +299,26 @@ def test_of_a_shard_nothing_is_computed_twice(monkeypatch: pytest.MonkeyPatch) -
 
     monkeypatch.setattr(cuda, "launch", recording)
     x = _operands(1, 64, 1)
-    rows: Any = [x[name] for name in ("q", "k", "v", "g", "beta")]
-    options = vjp.Options(OF_KERNELS, 0.25, output_final_state=False, layout=sharding.Layout(sequence=("seq",)))
-    mesh = jax.make_mesh((2,), ("seq",), axis_types=(AxisType.Auto,))
+    rows = [x[name] for name in ("q", "k", "v", "g", "beta")]
+    mesh = jax.make_mesh((devices,), ("seq",), axis_types=(AxisType.Auto,))
 
     @functools.partial(jax.shard_map, mesh=mesh, in_specs=P(None, "seq"), out_specs=P(None, "seq"), check_vma=False)
     def gradients(*rows: Any) -> Any:
-        def loss(*rows: Any) -> Any:
-            rule: Any = vjp.gated_delta_rule
-            return rule(options, *rows, None, None)[0].sum()
-
-        return jax.grad(loss, argnums=tuple(range(5)))(*rows)
+        layout = sharding.resolve(MeshAxes(sequence="seq"), rows, sharding.OPERANDS)
+        options = vjp.Options(OF_KERNELS, 0.25, output_final_state=False, layout=layout)
+        rule: Any = vjp.gated_delta_rule
+        return jax.grad(lambda *rows: rule(options, *rows, None, None)[0].sum(), argnums=tuple(range(5)))(*rows)
 
     stand_in.forget_traces()
     jax.eval_shape(gradients, *rows)
     stand_in.forget_traces()
+    end = ["states", "state_gradients", "gradients"]
+    if devices == 1:
+        assert calls == [["prepare", "forward"], end]
+        return
     assert calls == [
         ["prepare", "summaries", "compose", "compose"],
         ["compose", "forward"],
         ["adjoint_summaries", "compose"],
-        ["compose", "compose", "states", "state_gradients", "gradients"],
+        ["compose", "compose", *end],
     ]

@@ -98,6 +98,36 @@ def test_reference_is_cut_over_batch_and_heads_only() -> None:
         jax.jit(apply)(*sequence)
 
 
+@pytest.mark.parametrize("mode", ["auto", "named", "explicit", "manual"])
+def test_an_axis_of_one_device_cuts_nothing(mode: str) -> None:
+    """As in programs for any mesh: the axis is named or typed as one that cuts the sequence; nothing is exchanged."""
+    kind = AxisType.Explicit if mode == "explicit" else AxisType.Auto
+    mesh = jax.make_mesh((2, 1), ("data", "seq"), axis_types=(kind, kind))
+    arrays, specs = [*rows(0), states(1, B)], (*(P("data", "seq"),) * 5, P("data"))
+
+    def apply(axes: MeshAxes | None, *x: jax.Array) -> Any:
+        options: Any = {"use_qk_l2norm_in_kernel": True, "mesh_axes": axes}
+        return jax_qla.chunk_gated_delta_rule(*x[:5], initial_state=x[5], output_final_state=True, **options)
+
+    def both(function: Any) -> Any:
+        def results_and_gradients(*x: jax.Array) -> Any:
+            results, transpose = jax.vjp(function, *x)
+            return results, transpose(jax.tree.map(jnp.cos, results))
+
+        return jax.jit(results_and_gradients)
+
+    wanted = both(functools.partial(apply, None))(*arrays)
+    axes = {"named": MeshAxes(batch="data", sequence="seq"), "manual": MeshAxes(sequence="seq")}.get(mode)
+    with jax.set_mesh(mesh):
+        x = [jax.device_put(a, NamedSharding(mesh, spec)) for a, spec in zip(arrays, specs, strict=True)]
+        function: Any = functools.partial(apply, axes)
+        if mode == "manual":
+            function = jax.shard_map(function, in_specs=specs, out_specs=(specs[0], specs[5]))
+        compiled = both(function).lower(*x).compile()
+        assert_close(compiled(*x), wanted)
+    assert not [c for c in collectives(compiled.as_text()) if c[0] != "all-reduce"]
+
+
 def test_checkpoint_policy_repeats_neither_forward_nor_exchange() -> None:
     mesh = mesh_of("explicit")
     x = put(mesh, CUTS["cp"], rows(0), ROWS)
