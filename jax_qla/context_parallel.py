@@ -83,14 +83,14 @@ def response_before(transition: jax.Array, response: jax.Array, axes: Axes, *, r
         axes: the mesh axes along which the shards follow each other.
         reverse: whether they follow in reverse.
     """
-    devices = jax.lax.axis_size(axes)
+    devices, columns = jax.lax.axis_size(axes), response.shape[-1]
     reach = 1  # this many shards, ending with this one, are composed in (transition, response)
     while reach < devices - 1:
-        before = shift(response, reach, axes, reverse=reverse)
-        response = response + _product(transition, before)
-        if 2 * reach < devices - 1:
-            # Where nothing is received the state before is zero, and so is the map: the response says it all.
-            transition = _product(transition, shift(transition, reach, axes, reverse=reverse))
+        # The last round needs no transition; in the others both are sent as one, and multiplied.
+        both = jnp.concatenate([response, transition], axis=-1) if 2 * reach < devices - 1 else response
+        # Where nothing is received the state before is zero, and so is the map: the response says it all.
+        product = _product(transition, shift(both, reach, axes, reverse=reverse))
+        response, transition = response + product[..., :columns], product[..., columns:]
         reach *= 2
     return shift(response, 1, axes, reverse=reverse)
 
