@@ -12,7 +12,7 @@ Intermediate results (h, dh, Vd, states between pieces) are results of the call 
 
 Memory of the backward besides its operands and results, in elements of v's dtype: h and dh, ceil(T / 64) * Hv * K * V
 each, and Vd, as v. dX lives in dv until the gradients kernel scales it there. In pieces: six times K V in float32 per
-piece and value head, four times in the forward pass.
+piece and value head, four times in the forward pass, five in `summary`.
 """
 
 from __future__ import annotations
