@@ -2,10 +2,9 @@
 
 The state after a run of tokens is affine in the state before it: S_end = M S_start + N, per value head. So where the
 sequence axis is sharded, every device summarises its tokens as (M, N) from a zero state, and the summaries are composed
-over the devices. In a dense batch the outputs were computed along with the summary, and are affine in the state too:
-what the true first state adds to them is one matrix product. In a packed batch the part of a shard that needs a summary
-may be short; there the ordinary local function runs next, from the true first states. The backward pass mirrors it:
-dS_start = M^T dS_end + N', with N' from the device's own cotangents.
+over the devices. Then the ordinary local function runs, from the true first states. The backward pass mirrors it:
+dS_start = M^T dS_end + N', with N' from the device's own cotangents. Of a dense batch, the local function goes on from
+what the summary has computed (`dispatch.summary` says what that is).
 
 Composition takes ceil(log2(D - 1)) + 1 rounds of `ppermute` over D devices, each of at most one transition [K, K] and
 one response [K, V] in float32 per value head and row of the batch.
@@ -23,14 +22,14 @@ elsewhere: their sum over `axes` is the result.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from jax_qla import dispatch
-from jax_qla.implementations import Choice, Residuals
+from jax_qla.implementations import Choice, Pieces, Residuals
 
 Axes = tuple[str, ...]
 """Names of mesh axes, the first the slowest."""
@@ -43,6 +42,8 @@ class Carry(NamedTuple):
     """[B, Hv, K, V] float32, the state before the shard."""
     transition: jax.Array
     """M [B, Hv, K, K] float32."""
+    pieces: Pieces | None
+    """Of a dense batch, where the kernels of "cuda" may read them."""
 
 
 def shift(x: jax.Array, distance: int, axes: Axes, *, reverse: bool = False) -> jax.Array:
@@ -82,14 +83,14 @@ def response_before(transition: jax.Array, response: jax.Array, axes: Axes, *, r
         axes: the mesh axes along which the shards follow each other.
         reverse: whether they follow in reverse.
     """
-    devices = jax.lax.axis_size(axes)
+    devices, columns = jax.lax.axis_size(axes), response.shape[-1]
     reach = 1  # this many shards, ending with this one, are composed in (transition, response)
     while reach < devices - 1:
-        before = shift(response, reach, axes, reverse=reverse)
-        response = response + _product(transition, before)
-        if 2 * reach < devices - 1:
-            # Where nothing is received the state before is zero, and so is the map: the response says it all.
-            transition = _product(transition, shift(transition, reach, axes, reverse=reverse))
+        # The last round needs no transition; in the others both are sent as one, and multiplied.
+        both = jnp.concatenate([response, transition], axis=-1) if 2 * reach < devices - 1 else response
+        # Where nothing is received the state before is zero, and so is the map: the response says it all.
+        product = _product(transition, shift(both, reach, axes, reverse=reverse))
+        response, transition = response + product[..., :columns], product[..., columns:]
         reach *= 2
     return shift(response, 1, axes, reverse=reverse)
 
@@ -216,62 +217,27 @@ def forward(
         choice, scale, output_final_state, with_residuals, precision: as in `dispatch.forward`.
     """
     options = {"choice": choice, "with_residuals": with_residuals, "scale": scale, "precision": precision}
-    if axes and segments is None:
-        return _dense_forward(
-            q, k, v, g, beta, initial_state, axes=axes, output_final_state=output_final_state, options=options
-        )
     states, local_segments = initial_state, segments
-    carry = shard = None
-    if axes and segments is not None:
-        carry = _exchange(q, k, v, g, beta, initial_state, segments, axes=axes, choice=choice, precision=precision)
-        shard = _Shard(segments, v.shape[1], axes)
-        local_segments = shard.local
-        states = _true_first_states(shard, carry, initial_state)
+    carry = residuals = None
+    ends = None
+    if axes:
+        carry, residuals = _exchange(
+            q, k, v, g, beta, initial_state, segments, None, axes=axes, choice=choice, precision=precision
+        )
+        states, ends = carry.incoming, _is_last(axes)
+        if segments is not None:
+            shard = _Shard(segments, v.shape[1], axes)
+            local_segments, ends = shard.local, shard.ends
+            states = _true_first_states(shard, carry, initial_state)
     rows, states, flat_segments = flatten((q, k, v, g, beta), states, local_segments)
+    pieces = None if carry is None else carry.pieces
     o, final_state, residuals = dispatch.forward(
-        *rows, states, flat_segments, output_final_state=output_final_state, **options
+        *rows, states, flat_segments, residuals, pieces, output_final_state=output_final_state, **options
     )
     (o, residuals), final_state = _unflatten((o, residuals), final_state, v, segments)
-    if final_state is not None and shard is not None:
-        final_state = _mask(shard.ends, final_state)
+    if final_state is not None and ends is not None:
+        final_state = _mask(ends, final_state)
     return o, final_state, residuals, carry
-
-
-def _dense_forward(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    g: jax.Array,
-    beta: jax.Array,
-    initial_state: jax.Array | None,
-    *,
-    axes: Axes,
-    output_final_state: bool,
-    options: Mapping[str, Any],
-) -> tuple[jax.Array, jax.Array | None, Residuals | None, Carry]:
-    """`forward` of a dense batch whose sequences are cut over `axes`."""
-    o, response, o_of_state, transition, residuals = dispatch.affine_forward(q, k, v, g, beta, None, **options)
-    first = None if initial_state is None else _mask(_is_first(axes), initial_state)
-    if first is not None:
-        response += _product(transition, first)
-    incoming = response_before(transition, response, axes)
-    if first is not None:
-        incoming += first
-    # The state enters the kernels' products in v's dtype, too.
-    correction = jnp.einsum(
-        "bthk,bhkv->bthv",
-        o_of_state,
-        incoming.astype(v.dtype),
-        precision=jax.lax.Precision.HIGHEST,
-        preferred_element_type=jnp.float32,
-    )
-    o = (o + correction).astype(v.dtype)
-    final_state = None
-    if output_final_state:
-        # The first shard's response includes the initial state already.
-        later = _mask(~_is_first(axes), incoming)
-        final_state = _mask(_is_last(axes), response + _product(transition, later))
-    return o, final_state, residuals, Carry(incoming, transition)
 
 
 def backward(
@@ -300,17 +266,22 @@ def backward(
         All others: as in `forward`.
     """
     states, d_states = initial_state, d_final_state
-    shard = None
+    shard = pieces = adjoint_response = None
     local_segments = segments
     if axes:
         if carry is None:
-            carry = _exchange(q, k, v, g, beta, initial_state, segments, axes=axes, choice=choice, precision=precision)
+            carry, _ = _exchange(
+                q, k, v, g, beta, initial_state, segments, residuals, axes=axes, choice=choice, precision=precision
+            )
         options = {"choice": choice, "scale": scale, "precision": precision}
         rows: Any = (q, k, v, g, beta)
         if segments is None:
             if d_final_state is not None:
                 d_final_state = _mask(_is_last(axes), d_final_state)
-            response = dispatch.state_gradient(*rows, None, residuals, do, d_final_state, **options)
+            pieces = carry.pieces
+            response, adjoint_response = dispatch.state_gradient(
+                *rows, None, residuals, do, d_final_state, pieces, **options
+            )
             outgoing = response_before(jnp.swapaxes(carry.transition, -1, -2), response, axes, reverse=True)
             states = carry.incoming
             d_states = outgoing if d_final_state is None else outgoing + d_final_state
@@ -323,7 +294,9 @@ def backward(
             (rows, flat_residuals, flat_do), d_of_continuing, continuing = flatten(
                 (rows, residuals, do), d_of_continuing, shard.continuing_rows()[:, None]
             )
-            response = dispatch.state_gradient(*rows, continuing, flat_residuals, flat_do, d_of_continuing, **options)
+            response, _ = dispatch.state_gradient(
+                *rows, continuing, flat_residuals, flat_do, d_of_continuing, None, **options
+            )
             outgoing = response_before(jnp.swapaxes(carry.transition, -1, -2), response, axes, reverse=True)
             states = _true_first_states(shard, carry, initial_state)
             d_states = _mask(shard.leaves, outgoing[:, None], 0.0 if d_final_state is None else d_final_state)
@@ -331,7 +304,10 @@ def backward(
         (q, k, v, g, beta, residuals, do), (states, d_states), local_segments
     )
     *gradients, d_states = dispatch.backward(
-        *flat[:5], states, flat_segments, flat[5], flat[6], d_states, choice=choice, scale=scale, precision=precision
+        *(*flat[:5], states, flat_segments, flat[5], flat[6], d_states, pieces, adjoint_response),
+        choice=choice,
+        scale=scale,
+        precision=precision,
     )
     gradients, d_states = _unflatten(tuple(gradients), d_states, v, segments)
     if initial_state is None:
@@ -349,26 +325,31 @@ def _exchange(
     beta: jax.Array,
     initial_state: jax.Array | None,
     segments: jax.Array | None,
+    residuals: Residuals | None,
     *,
     axes: Axes,
     choice: Choice,
     precision: Any,
-) -> Carry:
-    """Summarises this shard and receives the state before it. Arguments as in `forward`."""
-    rows: Any = (q, k, v, g, beta)
+) -> tuple[Carry, Residuals | None]:
+    """Summarises this shard and receives the state before it; and what the summary knows of the residuals.
+
+    Arguments as in `forward`, and `residuals` from it if it has run.
+    """
     options = {"choice": choice, "precision": precision}
     if segments is None:
         # The first shard's response includes the initial state, so what any shard receives does.
         first = None if initial_state is None else _mask(_is_first(axes), initial_state)
-        transition, response = dispatch.summary(*rows, first, None, **options)
+        transition, response, residuals, pieces = dispatch.summary(
+            *(q, k, v, g, beta, first, None, residuals), **options
+        )
         incoming = response_before(transition, response, axes)
-        return Carry(incoming if first is None else incoming + first, transition)
+        return Carry(incoming if first is None else incoming + first, transition, pieces), residuals
     shard = _Shard(segments, v.shape[1], axes)
     first = None if initial_state is None else _chosen(shard.leaves & shard.starts, initial_state)[:, None]
-    rows, first, leaving = flatten(rows, first, shard.leaving_rows()[:, None])
-    transition, response = dispatch.summary(*rows, first, leaving, **options)
+    (rows, residuals), first, leaving = flatten(((q, k, v, g, beta), residuals), first, shard.leaving_rows()[:, None])
+    transition, response, _, _ = dispatch.summary(*rows, first, leaving, residuals, **options)
     transition = _mask(shard.covered(), transition)
-    return Carry(response_before(transition, response, axes), transition)
+    return Carry(response_before(transition, response, axes), transition, None), None
 
 
 def _true_first_states(shard: _Shard, carry: Carry, initial_state: jax.Array | None) -> jax.Array:

@@ -5,11 +5,14 @@ one (recurrent, on a dense batch as it is). The others work on flat token arrays
 is a packed one whose tables are constants. Before all of them stands layout in a packed batch. Where sequences are cut
 into pieces (policy.py), the states that enter these come first: summaries and compose, for the backward pass also
 adjoint_summaries and compose in reverse; what follows takes pieces for sequences.
+Where a sequence goes on beyond a device, this falls into two calls: `summary` (prepare, summaries, and compose for N
+and for M) begins, and `forward`, given what it found, goes on (compose, forward) when the state before is known. So do
+`state_gradient` and `backward`.
 Intermediate results (h, dh, Vd, states between pieces) are results of the call that are dropped here.
 
 Memory of the backward besides its operands and results, in elements of v's dtype: h and dh, ceil(T / 64) * Hv * K * V
 each, and Vd, as v. dX lives in dv until the gradients kernel scales it there. In pieces: six times K V in float32 per
-piece and value head, four times in the forward pass.
+piece and value head, four times in the forward pass, five in `summary`.
 """
 
 from __future__ import annotations
@@ -25,7 +28,7 @@ import numpy as np
 
 from jax_qla import policy, store
 from jax_qla import segments as tables
-from jax_qla.implementations import RecurrentCall, Residuals
+from jax_qla.implementations import Pieces, RecurrentCall, Residuals
 from jax_qla.kernels import adjoint_summaries as adjoint_summaries_kernel
 from jax_qla.kernels import compose as compose_kernel
 from jax_qla.kernels import forward as forward_kernel
@@ -105,36 +108,44 @@ def forward(
     beta: jax.Array,
     initial_state: jax.Array | None,
     segments: jax.Array | None,
+    residuals: Residuals | None = None,
+    pieces: Pieces | None = None,
     *,
     scale: float,
     output_final_state: bool,
     with_residuals: bool,
+    cut: policy.Cut | None = None,
     precision: Any = None,
 ) -> tuple[jax.Array, jax.Array | None, Residuals | None]:
     """o, final_state and residuals; the contract is `dispatch.forward`'s. `precision` is not used."""
-    call = _Call(q, k, v, segments)
+    call = _Call(q, k, v, segments, shard=None if pieces is None else cut)
     inputs = call.flat(q=q, k=k, v=v, g=g, beta=beta) | call.tables | {"initial_state": call.states(initial_state)}
     tokens, value_heads, value_dim = call.tokens, call.value_heads, v.shape[3]
     outputs = {
         "o": jax.ShapeDtypeStruct((tokens, value_heads, value_dim), v.dtype),
         "final_state": call.state_shape(output_final_state),
-        "a": jax.ShapeDtypeStruct((tokens, value_heads, CHUNK), v.dtype),
-        "gamma": jax.ShapeDtypeStruct((tokens, value_heads), jnp.float32),
     }
-    steps, between = call.entering_states()
+    steps = []
+    if residuals is None or pieces is None:
+        steps.append(call.step(prepare_kernel))
+        outputs |= call.residual_shapes()
+    else:
+        inputs |= call.flat(a=residuals[0], gamma=residuals[1]) | pieces._asdict()
+    more_steps, between = call.entering_states(known=pieces is not None)
     results = launch(
         [
             *call.table_steps,
-            call.step(prepare_kernel),
             *steps,
+            *more_steps,
             call.step(forward_kernel, rename={"initial_state": "entering"} if call.cut else {}, scale=scale),
         ],
         inputs,
         outputs | between | call.table_shapes,
     )
     final_state = call.of_last_pieces(results["final_state"], results) if output_final_state else None
-    residuals = (call.unflat(results["a"]), call.unflat(results["gamma"])) if with_residuals else None
-    return call.unflat(results["o"]), final_state, residuals
+    if steps:
+        residuals = (call.unflat(results["a"]), call.unflat(results["gamma"]))
+    return call.unflat(results["o"]), final_state, residuals if with_residuals else None
 
 
 def backward(
@@ -148,22 +159,27 @@ def backward(
     residuals: Residuals,
     do: jax.Array | None,
     d_final_state: jax.Array | None,
+    pieces: Pieces | None = None,
+    adjoint_response: jax.Array | None = None,
     *,
     scale: float,
+    cut: policy.Cut | None = None,
     precision: Any = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array, jax.Array | None]:
     """Gradients; the contract is `dispatch.backward`'s. `precision` is not used."""
-    call = _Call(q, k, v, segments)
+    call = _Call(q, k, v, segments, shard=None if pieces is None else cut)
     if do is None:
         do = jnp.zeros_like(v)
     a, gamma = residuals
     inputs = call.flat(q=q, k=k, v=v, g=g, beta=beta, do=do, a=a, gamma=gamma) | call.tables
     inputs |= {"initial_state": call.states(initial_state), "d_final_state": call.states(d_final_state)}
+    if pieces is not None and adjoint_response is not None:
+        inputs |= {**pieces._asdict(), "adjoint_response": adjoint_response}
     tokens, value_heads, value_dim = call.tokens, call.value_heads, v.shape[3]
     chunk_states = jax.ShapeDtypeStruct((call.slots, value_heads, value_dim, k.shape[3]), v.dtype)
     gates = jax.ShapeDtypeStruct((tokens, value_heads), jnp.float32)
     flat_shape = {name: jax.ShapeDtypeStruct(inputs[name].shape, inputs[name].dtype) for name in ("q", "k", "v")}
-    steps, between = call.entering_states(adjoint=True, scale=scale)
+    steps, between = call.entering_states(adjoint=True, known=pieces is not None, scale=scale)
     initial, final = ({"initial_state": "entering"}, {"d_final_state": "leaving"}) if call.cut else ({}, {})
     results = launch(
         [
@@ -228,27 +244,6 @@ def recurrent(
     return results["o"], results["final_state"] if output_final_state else None
 
 
-def affine_forward(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    g: jax.Array,
-    beta: jax.Array,
-    segments: jax.Array | None,
-    *,
-    scale: float,
-    with_residuals: bool,
-    precision: Any = None,
-) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array, Residuals | None]:
-    """Results as affine functions of the state; the contract is `dispatch.affine_forward`'s. `precision` is not used.
-
-    By the forward kernels in one call: besides its own, every value head gets as many more heads of zero values as the
-    K columns of the identity fill, which is their initial state. A call of few heads leaves multiprocessors idle that
-    take the additional ones.
-    """
-    return _affine(q, k, v, g, beta, None, segments, scale=scale, with_residuals=with_residuals)
-
-
 def summary(
     q: jax.Array,
     k: jax.Array,
@@ -257,71 +252,52 @@ def summary(
     beta: jax.Array,
     initial_state: jax.Array | None,
     segments: jax.Array | None,
+    residuals: Residuals | None = None,
     *,
-    precision: Any = None,
-) -> tuple[jax.Array, jax.Array]:
-    """Transition and response of each sequence; the contract is `dispatch.summary`'s. `precision` is not used."""
-    _, response, _, transition, _ = _affine(q, k, v, g, beta, initial_state, segments, scale=1.0, with_residuals=False)
-    return transition, response
-
-
-def _affine(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    g: jax.Array,
-    beta: jax.Array,
-    initial_state: jax.Array | None,
-    segments: jax.Array | None,
-    *,
-    scale: float,
+    cut: policy.Cut,
     with_residuals: bool,
-) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array, Residuals | None]:
-    """o and final state from the initial state, o_of_state and transition, residuals: see `affine_forward`."""
-    key_heads, key_dim = k.shape[2:]
-    value_heads, value_dim = v.shape[2:]
-    sequences = v.shape[0] if segments is None else segments.shape[0]
-    ratio, more = value_heads // key_heads, -(-key_dim // value_dim)
-    heads = (key_heads, 1 + more, ratio)
-    """Of a key head: its own value heads, then those of the identity's first block of columns, then of the second."""
+    precision: Any = None,
+) -> tuple[jax.Array, jax.Array, Residuals | None, Pieces | None]:
+    """Transition and response of each sequence, and what is kept; the contract is `dispatch.summary`'s. `precision` is
+    not used.
 
-    def widened(x: jax.Array, *, repeated: bool) -> jax.Array:
-        """[B, T, Hv, ...] -> [B, T, Hv (1 + more), ...], the additional heads being copies or zero."""
-        x = x.reshape(*x.shape[:2], key_heads, 1, ratio, *x.shape[3:])
-        added = jnp.broadcast_to(x if repeated else jnp.zeros((), x.dtype), (*x.shape[:3], more, *x.shape[4:]))
-        return jnp.concatenate([x, added], axis=3).reshape(*x.shape[:2], -1, *x.shape[5:])
-
-    def own(x: jax.Array) -> jax.Array:
-        return x.reshape(*x.shape[:2], *heads, *x.shape[3:])[:, :, :, 0].reshape(*x.shape[:2], -1, *x.shape[3:])
-
-    identity = jnp.pad(jnp.eye(key_dim, dtype=jnp.float32), ((0, 0), (0, more * value_dim - key_dim)))
-    identity = jnp.moveaxis(identity.reshape(key_dim, more, value_dim), 1, 0)[:, None]
-    identity = jnp.broadcast_to(identity, (sequences, key_heads, more, ratio, key_dim, value_dim))
-    if initial_state is None:
-        first = jnp.zeros((sequences, key_heads, 1, ratio, key_dim, value_dim), jnp.float32)
+    N by `compose` from the initial state. M by the reversed one from the identity, as the product of the transposes,
+    with nothing added between: so the two run side by side.
+    """
+    call = _Call(q, k, v, segments, whole=True)
+    shapes = Pieces.shapes(call.sequences, cut.pieces, call.value_heads, call.key_dim, call.value_dim)
+    products = jax.ShapeDtypeStruct((*shapes["transition"].shape[:2], call.key_dim, call.key_dim), jnp.float32)
+    inputs = call.flat(k=k, v=v, g=g, beta=beta) | call.tables | call.shard_tables(segments, cut)
+    inputs |= {
+        "initial_state": call.states(initial_state),
+        "identity": jnp.broadcast_to(
+            jnp.eye(call.key_dim, dtype=jnp.float32), (call.sequences, call.value_heads, call.key_dim, call.key_dim)
+        ),
+        "nothing": jnp.zeros(products.shape, products.dtype),
+    }
+    outputs = {**shapes, "entering": shapes["response"], "products": products}
+    steps = []
+    if residuals is None:
+        steps = [*call.table_steps, call.step(prepare_kernel)]
+        # `prepare` writes zeros to the rows of o that no sequence has: of no columns, here.
+        outputs |= call.residual_shapes() | {"o": jax.ShapeDtypeStruct((call.tokens, call.value_heads, 0), v.dtype)}
+        outputs |= call.table_shapes
     else:
-        first = initial_state.reshape(sequences, key_heads, 1, ratio, key_dim, value_dim)
-    o, final, residuals = forward(
-        q,
-        k,
-        widened(v, repeated=False),
-        widened(g, repeated=True),
-        widened(beta, repeated=True),
-        jnp.concatenate([first, identity], axis=2).reshape(sequences, -1, key_dim, value_dim),
-        segments,
-        scale=scale,
-        output_final_state=True,
-        with_residuals=with_residuals,
-    )
-    assert final is not None
-    of_state = jnp.moveaxis(o.reshape(*o.shape[:2], *heads, value_dim)[:, :, :, 1:], 3, 4)
-    of_state = of_state.reshape(*o.shape[:2], value_heads, more * value_dim)[..., :key_dim]
-    final = final.reshape(sequences, *heads, key_dim, value_dim)
-    transition = jnp.moveaxis(final[:, :, 1:], 2, 4).reshape(sequences, value_heads, key_dim, more * value_dim)
-    response = final[:, :, 0].reshape(sequences, value_heads, key_dim, value_dim)
-    if residuals is not None:
-        residuals = (own(residuals[0]), own(residuals[1]))
-    return own(o), response, of_state, transition[..., :key_dim], residuals
+        inputs |= call.flat(a=residuals[0], gamma=residuals[1])
+    of_maps = {"response": "nothing", "initial_state": "identity", "spans": "left", "entering": "products"}
+    steps += [
+        call.step(summaries_kernel, rename={"pieces": "shard_pieces"}),
+        call.step(compose_kernel, rename={"spans": "entered"}, reverse=False),
+        call.step(compose_kernel, rename=of_maps, value_dim=call.key_dim, reverse=True),
+    ]
+    results = launch(steps, inputs, outputs)
+    response = results["entering"][jnp.sum(inputs["entered"], axis=1) - 1]
+    transition = jnp.swapaxes(results["products"][inputs["left"][:, 0]], -1, -2)
+    if segments is not None or not with_residuals:
+        return transition, response, None, None
+    if residuals is None:
+        residuals = call.unflat(results["a"]), call.unflat(results["gamma"])
+    return transition, response, residuals, Pieces(*(results[name] for name in Pieces._fields))
 
 
 def state_gradient(
@@ -335,29 +311,37 @@ def state_gradient(
     residuals: Residuals,
     do: jax.Array | None,
     d_final_state: jax.Array | None,
+    pieces: Pieces | None = None,
     *,
+    cut: policy.Cut,
     scale: float,
     precision: Any = None,
-) -> jax.Array:
-    """The gradient of the initial states; the contract is `dispatch.state_gradient`'s. `precision` is not used."""
-    del initial_state
+) -> tuple[jax.Array, jax.Array | None]:
+    """The gradient of the initial states, and what is kept; the contract is `dispatch.state_gradient`'s. `precision` is
+    not used.
+    """
+    del g, initial_state
     call = _Call(q, k, v, segments, whole=True)
-    a, gamma = residuals
-    inputs = call.flat(q=q, k=k, beta=beta, do=jnp.zeros_like(v) if do is None else do, a=a, gamma=gamma) | call.tables
-    chunk_states = jax.ShapeDtypeStruct((call.slots, call.value_heads, call.value_dim, call.key_dim), v.dtype)
-    inputs |= {"d_final_state": call.states(d_final_state)}
-    results = launch(
-        # No overlap: without `states` before it, this kernel would not wait for the tables.
-        [*call.table_steps, call.step(state_gradients_kernel, overlap=False, scale=scale)],
-        inputs,
-        {
-            "dh": chunk_states,
-            "dx": jax.ShapeDtypeStruct((call.tokens, call.value_heads, call.value_dim), v.dtype),
-            "d_initial_state": call.state_shape(True),
-        }
-        | call.table_shapes,
-    )
-    return results["d_initial_state"]
+    shapes = Pieces.shapes(call.sequences, cut.pieces, call.value_heads, call.key_dim, call.value_dim)
+    inputs = call.flat(q=q, k=k, v=v, beta=beta, do=jnp.zeros_like(v) if do is None else do)
+    inputs |= call.flat(a=residuals[0], gamma=residuals[1]) | call.shard_tables(segments, cut)
+    inputs |= {"initial_state": call.states(None), "d_final_state": call.states(d_final_state)}
+    outputs = {"adjoint_response": shapes["response"], "leaving": shapes["response"]}
+    steps = []
+    if pieces is None:
+        steps = [call.step(summaries_kernel, rename={"pieces": "shard_pieces"})]
+        outputs |= shapes
+    else:
+        inputs |= pieces._asdict()
+    rename = {"response": "adjoint_response", "initial_state": "d_final_state", "spans": "left", "entering": "leaving"}
+    steps += [
+        call.step(adjoint_summaries_kernel, rename={"pieces": "shard_pieces"}, scale=scale),
+        # No overlap: without another `compose` before it, this kernel would not wait for what it reads.
+        call.step(compose_kernel, rename=rename, overlap=False, reverse=True),
+    ]
+    results = launch(steps, inputs, outputs)
+    gradient = results["leaving"][inputs["left"][:, 0]]
+    return gradient, None if pieces is None else results["adjoint_response"]
 
 
 class _Call:
@@ -367,7 +351,14 @@ class _Call:
     """
 
     def __init__(
-        self, q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array | None, *, whole: bool = False
+        self,
+        q: jax.Array,
+        k: jax.Array,
+        v: jax.Array,
+        segments: jax.Array | None,
+        *,
+        whole: bool = False,
+        shard: policy.Cut | None = None,
     ) -> None:
         self.batch, self.length, self.key_heads, self.key_dim = k.shape
         self.value_heads, self.value_dim = v.shape[2:]
@@ -376,14 +367,19 @@ class _Call:
         packed = segments is not None
         self.sequences = segments.shape[0] if segments is not None else self.batch
         rows = None
-        if not whole:
+        if shard is None and not whole:
             rows = policy.piece_rows(
                 self.tokens, self.sequences, self.value_heads, self.key_dim, self.value_dim, packed=packed
             )
-        self.cut = rows is not None
+        self.shard = shard
+        """How the sequences, of a dense batch, are cut if their pieces have been summarised before."""
+        self.cut = rows is not None or shard is not None
         self.parts = self.sequences if rows is None else tables.piece_count(self.tokens, self.sequences, rows)
+        recurrences = self.parts
+        if shard is not None:  # two more pieces a sequence, which are empty
+            self.parts, recurrences = self.sequences * (shard.pieces + 2), self.sequences * shard.pieces
         self.slots = tables.slot_count(self.tokens, self.parts)
-        self.value_tile = policy.value_tile(self.parts * self.value_heads, self.value_dim)
+        self.value_tile = policy.value_tile(recurrences * self.value_heads, self.value_dim)
         shapes = {
             "segments": (self.parts, 2),
             "pieces": (self.parts, 4),
@@ -405,6 +401,11 @@ class _Call:
             self.tables = {"bounds": segments}
             self.table_steps = [Step("layout", layout_kernel.Config(), scalars)]
             self.table_shapes = {name: jax.ShapeDtypeStruct(shape, jnp.int32) for name, shape in shapes.items()}
+        elif shard is not None:
+            self.tables = self.shard_tables(None, shard)
+            bounds = tables.shard_pieces(tables.dense_segments(self.batch, self.length), *shard)[0][:, :2]
+            self.tables["segments"] = jnp.asarray(bounds, jnp.int32)
+            self.tables["chunks"] = jnp.asarray(tables.chunk_table(bounds, self.tokens), jnp.int32)
         else:
             bounds, number = tables.dense_segments(self.batch, self.length), np.arange(self.batch, dtype=np.int32)
             length = layout_kernel.WHOLE if rows is None else rows
@@ -413,10 +414,29 @@ class _Call:
             constants = (pieces[:, :2], pieces, spans, tables.chunk_table(pieces[:, :2], self.tokens))
             self.tables = {name: jnp.asarray(x, jnp.int32) for name, x in zip(shapes, constants, strict=True)}
 
+    def shard_tables(self, segments: jax.Array | None, cut: policy.Cut) -> dict[str, jax.Array]:
+        """Pieces of all sequences and how to go through them, for what is computed before first states are known."""
+        bounds = tables.dense_segments(self.batch, self.length) if segments is None else segments
+        found = tables.shard_pieces(bounds, cut.rows, cut.pieces)
+        names = ("shard_pieces", "entered", "left")
+        return {name: jnp.asarray(x, jnp.int32) for name, x in zip(names, found, strict=True)}
+
+    def residual_shapes(self) -> dict[str, jax.ShapeDtypeStruct]:
+        """What `prepare` writes."""
+        return {
+            "a": jax.ShapeDtypeStruct((self.tokens, self.value_heads, CHUNK), self.dtype),
+            "gamma": jax.ShapeDtypeStruct((self.tokens, self.value_heads), jnp.float32),
+        }
+
     def entering_states(
-        self, *, adjoint: bool = False, scale: float = 1.0
+        self, *, adjoint: bool = False, known: bool = False, scale: float = 1.0
     ) -> tuple[list[Step], dict[str, jax.ShapeDtypeStruct]]:
         """Kernels that compute the states `entering` all pieces and, if `adjoint`, gradients of those `leaving` them.
+
+        Args:
+            adjoint: whether the gradients are wanted.
+            known: whether the pieces have been summarised before.
+            scale: factor of q.
 
         Returns:
             The kernels, none where sequences are whole, and the shapes of what they write.
@@ -424,6 +444,12 @@ class _Call:
         if not self.cut:
             return [], {}
         states = self.state_shape(True)
+        of_gradients = {"response": "adjoint_response", "initial_state": "d_final_state", "entering": "leaving"}
+        if known:
+            steps = [self.step(compose_kernel, rename={"spans": "entered"}, reverse=False)]
+            if adjoint:
+                steps.append(self.step(compose_kernel, rename=of_gradients | {"spans": "left"}, reverse=True))
+            return steps, {"entering": states} | ({"leaving": states} if adjoint else {})
         maps = (self.parts, self.value_heads, 2, self.key_dim, self.key_dim)
         outputs = {
             "response": states,
@@ -435,17 +461,24 @@ class _Call:
         if adjoint:
             outputs |= {"adjoint_response": states, "leaving": states}
             steps.insert(1, self.step(adjoint_summaries_kernel, scale=scale))
-            rename = {"response": "adjoint_response", "initial_state": "d_final_state", "entering": "leaving"}
-            steps.append(self.step(compose_kernel, rename=rename, reverse=True))
+            steps.append(self.step(compose_kernel, rename=of_gradients, reverse=True))
         return steps, outputs
 
     def of_first_pieces(self, states: jax.Array, results: Mapping[str, jax.Array]) -> jax.Array:
         """States of all pieces, of those that a sequence begins with: [P, ...] -> [N, ...]."""
+        if self.shard is not None:
+            return self._of_rows(states)[:, 1]
         return states[self._spans(results)[:, 0]] if self.cut else states
 
     def of_last_pieces(self, states: jax.Array, results: Mapping[str, jax.Array]) -> jax.Array:
         """States of all pieces, of those that a sequence ends with: [P, ...] -> [N, ...]."""
+        if self.shard is not None:
+            return self._of_rows(states)[:, -2]
         return states[jnp.sum(self._spans(results), axis=1) - 1] if self.cut else states
+
+    def _of_rows(self, states: jax.Array) -> jax.Array:
+        """[P, ...] of a dense batch's pieces, summarised before, by rows of the batch: [B, count + 2, ...]."""
+        return states.reshape(self.batch, -1, *states.shape[1:])
 
     def _spans(self, results: Mapping[str, jax.Array]) -> jax.Array:
         return results["spans"] if self.table_steps else self.tables["spans"]
@@ -471,12 +504,8 @@ class _Call:
         self, kernel: Any, *, rename: Mapping[str, str] | None = None, overlap: bool = True, **options: Any
     ) -> Step:
         """One kernel of the sequence, by its module; options that are not fields of its Config are scalars."""
-        values = options | {
-            "key_dim": self.key_dim,
-            "value_dim": self.value_dim,
-            "dtype": self.dtype,
-            "value_tile": self.value_tile,
-        }
+        sizes = {"key_dim": self.key_dim, "value_dim": self.value_dim, "dtype": self.dtype}
+        values = sizes | {"value_tile": self.value_tile} | options
         fields = [field.name for field in dataclasses.fields(kernel.Config)]
         config = kernel.Config(**{field: values[field] for field in fields})
         scalars = {name: x for name, x in options.items() if name not in fields}

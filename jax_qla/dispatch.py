@@ -1,5 +1,6 @@
-"""The local functions on whichever implementation the platform lowered for has: forward and backward, and what is
-computed of a shard of a sequence before the state at its start is known: affine_forward, summary, state_gradient.
+"""The local functions on whichever implementation the platform lowered for has: forward and backward, and what these
+begin with on a shard of a sequence, before the state at its start or the gradient of that at its end is known: summary
+and state_gradient.
 
 All take a batch axis of `jax.vmap` into the batch they have already (see `_fold`), so an implementation never sees
 one, and all refuse to be differentiated: their derivative is `vjp.py`'s business, and a second one does not exist.
@@ -14,7 +15,8 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 
-from jax_qla.implementations import Choice, Residuals, load
+from jax_qla import policy
+from jax_qla.implementations import Choice, Pieces, Residuals, load
 from jax_qla.kernels.common import CHUNK
 from jax_qla.refusal import refuse
 
@@ -39,6 +41,8 @@ def forward(
     beta: jax.Array,
     initial_state: jax.Array | None,
     segments: jax.Array | None,
+    residuals: Residuals | None = None,
+    pieces: Pieces | None = None,
     *,
     choice: Choice,
     scale: float,
@@ -52,6 +56,7 @@ def forward(
         q, k: [B, T, Hk, K]. v: [B, T, Hv, V] of the same dtype. g (log decay), beta: [B, T, Hv] float32.
         initial_state: [N, Hv, K, V] float32 or None for zeros; N = B without segments.
         segments: None (dense), or int32 [N, 2] with the start and end row of every sequence; B = 1.
+        residuals, pieces: what `summary` has computed of these rows, or None.
         choice: the implementations, neither of which is "reference".
         scale: factor of q.
         output_final_state: whether to return the final state.
@@ -69,10 +74,12 @@ def forward(
         if _nothing_to_do(operands[2], operands[6]):
             return _forward_of_nothing(*operands, output_final_state=output_final_state, with_residuals=with_residuals)
         options = {"scale": scale, "output_final_state": output_final_state, "with_residuals": with_residuals}
-        return _on_platform(choice, "forward", operands, options | {"precision": precision})
+        return _on_platform(choice, "forward", operands, options | {"cut": cut, "precision": precision})
 
-    batchable = _batchable(local, (*(_ROWS,) * 5, _STATES, _SEGMENTS), (_ROWS, _STATES, _ROWS))
-    operands = (q, k, v, g, beta, initial_state, segments)
+    cut = None if pieces is None else _cut(k, v, segments)
+    kinds = (*(_ROWS,) * 5, _STATES, _SEGMENTS, _ROWS, _STATES)
+    batchable = _batchable(local, kinds, (_ROWS, _STATES, _ROWS))
+    operands = (q, k, v, g, beta, initial_state, segments, residuals, pieces)
     o, final_state, residuals = batchable(*match_varying(operands, operands))
     return o, final_state, residuals
 
@@ -89,6 +96,8 @@ def backward(
     residuals: Residuals | None,
     do: jax.Array | None,
     d_final_state: jax.Array | None,
+    pieces: Pieces | None = None,
+    adjoint_response: jax.Array | None = None,
     *,
     choice: Choice,
     scale: float,
@@ -101,6 +110,7 @@ def backward(
         residuals: from `forward`.
         do: [B, T, Hv, V] in v's dtype, or None for zero.
         d_final_state: [N, Hv, K, V] float32, or None for zero. At most one of the two is None.
+        pieces, adjoint_response: what `summary` and `state_gradient` have computed of these rows, or both None.
 
     Returns:
         dq, dk in q's dtype, dv in v's, dg, dbeta in float32, and d_initial_state in float32, or None without an initial
@@ -110,53 +120,14 @@ def backward(
     def local(*operands: Any) -> Any:
         if _nothing_to_do(operands[2], operands[6]):
             return _backward_of_nothing(*operands)
-        return _on_platform(choice, "backward", operands, {"scale": scale, "precision": precision})
+        return _on_platform(choice, "backward", operands, {"scale": scale, "cut": cut, "precision": precision})
 
-    kinds = (*(_ROWS,) * 5, _STATES, _SEGMENTS, _ROWS, _ROWS, _STATES)
+    cut = None if pieces is None else _cut(k, v, segments)
+    kinds = (*(_ROWS,) * 5, _STATES, _SEGMENTS, _ROWS, _ROWS, *(_STATES,) * 3)
     batchable = _batchable(local, kinds, (*(_ROWS,) * 5, _STATES))
-    operands = (q, k, v, g, beta, initial_state, segments, residuals, do, d_final_state)
+    operands = (q, k, v, g, beta, initial_state, segments, residuals, do, d_final_state, pieces, adjoint_response)
     dq, dk, dv, dg, dbeta, d_initial_state = batchable(*match_varying(operands, operands))
     return dq, dk, dv, dg, dbeta, d_initial_state
-
-
-@functools.partial(jax.jit, static_argnames=("choice", "scale", "with_residuals", "precision"))
-def affine_forward(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    g: jax.Array,
-    beta: jax.Array,
-    segments: jax.Array | None,
-    *,
-    choice: Choice,
-    scale: float,
-    with_residuals: bool,
-    precision: Any = None,
-) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array, Residuals | None]:
-    """`forward` for when the state before the rows is not known yet: o and final state as affine functions of it.
-
-    Args:
-        All as in `forward`.
-
-    Returns:
-        o [B, T, Hv, V] in v's dtype and response [N, Hv, K, V] float32, of a zero initial state; o_of_state
-        [B, T, Hv, K] in v's dtype and transition [N, Hv, K, K] float32, to be multiplied by the initial state [K, V]
-        and added; residuals as of `forward`, which do not depend on it.
-    """
-    with_residuals = with_residuals and choice.on_cuda == "cuda"
-
-    def local(*operands: Any) -> Any:
-        if _nothing_to_do(operands[2], operands[6]):
-            return _affine_forward_of_nothing(*operands, with_residuals=with_residuals)
-        operands = (*operands[:5], operands[6])
-        options = {"scale": scale, "with_residuals": with_residuals, "precision": precision}
-        return _on_platform(choice, "affine_forward", operands, options)
-
-    kinds = (*(_ROWS,) * 5, _STATES, _SEGMENTS)
-    batchable = _batchable(local, kinds, (_ROWS, _STATES, _ROWS, _STATES, _ROWS))
-    operands = (q, k, v, g, beta, None, segments)
-    o, response, o_of_state, transition, residuals = batchable(*match_varying(operands, operands))
-    return o, response, o_of_state, transition, residuals
 
 
 @functools.partial(jax.jit, static_argnames=("choice", "precision"))
@@ -168,29 +139,38 @@ def summary(
     beta: jax.Array,
     initial_state: jax.Array | None,
     segments: jax.Array | None,
+    residuals: Residuals | None,
     *,
     choice: Choice,
     precision: Any = None,
-) -> tuple[jax.Array, jax.Array]:
+) -> tuple[jax.Array, jax.Array, Residuals | None, Pieces | None]:
     """What the rows of each sequence do to the state before them: S -> transition S + response, per value head.
 
+    `forward` begins with it where the state before the rows is not known yet.
+
     Args:
-        All as in `forward`; q only says its shape.
+        segments: as in `forward`, but the n-th of N lies in the n-th of N equal parts of the rows.
+        residuals: from an earlier call for the same rows, or None.
+        All others: as in `forward`; q only says its shape.
 
     Returns:
         transition [N, Hv, K, K] and response [N, Hv, K, V], float32. The response is the final state that follows from
-        the initial state; a sequence without rows has the identity and its initial state.
+        the initial state; a sequence without rows has the identity and its initial state. Then, of a dense batch,
+        residuals and pieces that spare `forward` and `backward` to compute them again; None where they were not asked
+        for or no implementation in `choice` reads them.
     """
+    options = {"cut": _cut(k, v, segments), "with_residuals": choice.on_cuda == "cuda", "precision": precision}
 
     def local(*operands: Any) -> Any:
         if _nothing_to_do(operands[2], operands[6]):
-            return _summary_of_nothing(*operands)
-        return _on_platform(choice, "summary", operands, {"precision": precision})
+            return _summary_of_nothing(*operands, **options)
+        return _on_platform(choice, "summary", operands, options)
 
-    batchable = _batchable(local, (*(_ROWS,) * 5, _STATES, _SEGMENTS), (_STATES, _STATES))
-    operands = (q, k, v, g, beta, initial_state, segments)
-    transition, response = batchable(*match_varying(operands, operands))
-    return transition, response
+    kinds = (*(_ROWS,) * 5, _STATES, _SEGMENTS, _ROWS)
+    batchable = _batchable(local, kinds, (_STATES, _STATES, _ROWS, _STATES))
+    operands = (q, k, v, g, beta, initial_state, segments, residuals)
+    transition, response, residuals, pieces = batchable(*match_varying(operands, operands))
+    return transition, response, residuals, pieces
 
 
 @functools.partial(jax.jit, static_argnames=("choice", "scale", "precision"))
@@ -204,26 +184,46 @@ def state_gradient(
     residuals: Residuals | None,
     do: jax.Array | None,
     d_final_state: jax.Array | None,
+    pieces: Pieces | None,
     *,
     choice: Choice,
     scale: float,
     precision: Any = None,
-) -> jax.Array:
-    """The gradient of the initial states alone, float32 [N, Hv, K, V], which depends on no state.
+) -> tuple[jax.Array, jax.Array | None]:
+    """The gradient of the initial states alone, which depends on no state.
+
+    `backward` begins with it where the gradient of the state after the rows is not known yet.
 
     Args:
-        All as in `backward`, residuals included; v only says its shape.
+        segments: as in `summary`. pieces: from it, or None.
+        All others: as in `backward`, residuals included; v only says its shape.
+
+    Returns:
+        float32 [N, Hv, K, V]; and, with `pieces`, what spares `backward` to compute it again.
     """
+    options = {"cut": _cut(k, v, segments), "scale": scale, "precision": precision}
 
     def local(*operands: Any) -> Any:
         if _nothing_to_do(operands[2], operands[6]):
-            return (_state_gradient_of_nothing(*operands),)
-        return (_on_platform(choice, "state_gradient", operands, {"scale": scale, "precision": precision}),)
+            return _state_gradient_of_nothing(*operands)
+        return _on_platform(choice, "state_gradient", operands, options)
 
-    kinds = (*(_ROWS,) * 5, _STATES, _SEGMENTS, _ROWS, _ROWS, _STATES)
-    operands = (q, k, v, g, beta, None, segments, residuals, do, d_final_state)
-    (d_initial_state,) = _batchable(local, kinds, (_STATES,))(*match_varying(operands, operands))
-    return d_initial_state
+    kinds = (*(_ROWS,) * 5, _STATES, _SEGMENTS, _ROWS, _ROWS, _STATES, _STATES)
+    operands = (q, k, v, g, beta, None, segments, residuals, do, d_final_state, pieces)
+    batchable = _batchable(local, kinds, (_STATES, _STATES))
+    d_initial_state, adjoint_response = batchable(*match_varying(operands, operands))
+    return d_initial_state, adjoint_response
+
+
+def _cut(k: jax.Array, v: jax.Array, segments: jax.Array | None) -> policy.Cut:
+    """The pieces of a dense batch, or of one sequence in each of N equal parts of a row.
+
+    By the shapes that the caller sees, so that `jax.vmap` does not change how many there are.
+    """
+    batch, tokens, value_heads, value_dim = v.shape
+    sequences = batch if segments is None else segments.shape[0]
+    longest = batch * tokens // max(sequences, 1)
+    return policy.shard_cut(longest, sequences, value_heads, k.shape[3], value_dim)
 
 
 def _on_platform(choice: Choice, function: str, operands: Sequence[Any], options: dict[str, Any]) -> Any:
@@ -333,19 +333,20 @@ def _forward_of_nothing(
     beta: jax.Array,
     initial_state: jax.Array | None,
     segments: jax.Array | None,
+    residuals: Residuals | None,
+    pieces: Pieces | None,
     *,
     output_final_state: bool,
     with_residuals: bool,
 ) -> tuple[jax.Array, jax.Array | None, Residuals | None]:
-    batch, tokens, value_heads, value_dim = v.shape
+    del pieces
+    batch, _, value_heads, value_dim = v.shape
     sequences = batch if segments is None else segments.shape[0]
     state = None
     if output_final_state:
         shape = (sequences, value_heads, q.shape[3], value_dim)
         state = jnp.zeros(shape, jnp.float32) if initial_state is None else initial_state
-    residuals = None
-    if with_residuals:
-        residuals = jnp.zeros((batch, tokens, value_heads, CHUNK), v.dtype), jnp.zeros_like(g)
+    residuals = _empty_residuals(v, g) if with_residuals else None
     o, state, residuals = match_varying(
         (jnp.zeros_like(v), state, residuals), (q, k, v, g, beta, initial_state, segments)
     )
@@ -363,6 +364,8 @@ def _backward_of_nothing(
     residuals: Residuals | None,
     do: jax.Array | None,
     d_final_state: jax.Array | None,
+    pieces: Pieces | None,
+    adjoint_response: jax.Array | None,
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array, jax.Array | None]:
     dq, dk, dv, dg, dbeta = map(jnp.zeros_like, (q, k, v, g, beta))
     d_initial_state = None
@@ -376,22 +379,24 @@ def _zero_states(q: jax.Array, v: jax.Array, segments: jax.Array | None) -> jax.
     return jnp.zeros((sequences, v.shape[2], q.shape[3], v.shape[3]), jnp.float32)
 
 
-def _summary_of_nothing(*operands: Any) -> tuple[jax.Array, jax.Array]:
-    q, _, v, _, _, initial_state, segments = operands
+def _empty_residuals(v: jax.Array, g: jax.Array) -> Residuals:
+    return jnp.zeros((*g.shape, CHUNK), v.dtype), jnp.zeros_like(g)
+
+
+def _summary_of_nothing(*operands: Any, cut: policy.Cut, with_residuals: bool, precision: Any) -> Any:
+    del precision
+    q, _, v, g, _, initial_state, segments, _ = operands
     response = _zero_states(q, v, segments) if initial_state is None else initial_state
     identity = jnp.broadcast_to(jnp.eye(q.shape[3], dtype=jnp.float32), (*response.shape[:3], q.shape[3]))
-    identity, response = match_varying((identity, response), operands)
-    return identity, response
+    kept: Any = (None, None)
+    if with_residuals and segments is None:
+        shapes = Pieces.shapes(v.shape[0], cut.pieces, v.shape[2], q.shape[3], v.shape[3])
+        kept = _empty_residuals(v, g), Pieces(**{name: jnp.zeros(x.shape, x.dtype) for name, x in shapes.items()})
+    return match_varying((identity, response, *kept), operands)
 
 
-def _affine_forward_of_nothing(*operands: Any, with_residuals: bool) -> Any:
-    q, _, v = operands[:3]
-    o, _, residuals = _forward_of_nothing(*operands, output_final_state=False, with_residuals=with_residuals)
-    transition, response = _summary_of_nothing(*operands)
-    o_of_state = match_varying(jnp.zeros((*v.shape[:3], q.shape[3]), v.dtype), operands)
-    return o, response, o_of_state, transition, residuals
-
-
-def _state_gradient_of_nothing(*operands: Any) -> jax.Array:
-    q, _, v, _, _, _, segments, _, _, d_final_state = operands
-    return match_varying(_zero_states(q, v, segments) if d_final_state is None else d_final_state, operands)
+def _state_gradient_of_nothing(*operands: Any) -> tuple[jax.Array, jax.Array | None]:
+    q, _, v, _, _, _, segments, _, _, d_final_state, pieces = operands
+    gradient = _zero_states(q, v, segments) if d_final_state is None else d_final_state
+    gradient, of_pieces = match_varying((gradient, None if pieces is None else pieces.response), operands)
+    return gradient, of_pieces

@@ -16,6 +16,7 @@ from types import ModuleType
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 
 from jax_qla import driver, store
 
@@ -28,6 +29,30 @@ _AUTOMATIC = ("cuda", "xla")
 Residuals = tuple[jax.Array, jax.Array]
 """What forward keeps for backward: a [B, T, Hv, 64] in v's dtype, rows of the gated inverse of the row's chunk; gamma
 [B, T, Hv] float32, the cumulative sum of g within the chunk."""
+
+
+class Pieces(NamedTuple):
+    """What the pieces of B sequences do to the state before them (jax_qla/kernels/summaries.py), which `forward` and
+    `backward` then need not compute again. P = B (count + 2): a sequence's pieces stand between two empty ones.
+    """
+
+    response: jax.Array
+    """N [P, Hv, K, V] float32."""
+    transition: jax.Array
+    """M, transposed, as the sum of two bfloat16 numbers, [P, Hv, 2, K, K]."""
+    forgotten: jax.Array
+    """int32 [P, Hv], 1 where M counts as zero and is not there."""
+
+    @staticmethod
+    def shapes(sequences: int, count: int, heads: int, key_dim: int, value_dim: int) -> dict[str, jax.ShapeDtypeStruct]:
+        """By field, where a sequence has `count` pieces."""
+        parts = sequences * (count + 2)
+        return {
+            "response": jax.ShapeDtypeStruct((parts, heads, key_dim, value_dim), jnp.float32),
+            "transition": jax.ShapeDtypeStruct((parts, heads, 2, key_dim, key_dim), jnp.bfloat16),
+            "forgotten": jax.ShapeDtypeStruct((parts, heads), jnp.int32),
+        }
+
 
 _ONLY_CUDA = "the kernels of 'cuda' run on NVIDIA Hopper GPUs only"
 

@@ -3,12 +3,14 @@
 Everything here follows from static shapes. A block of the recurrent kernels owns a multiprocessor for as many steps as
 its sequence has chunks, so few heads times sequences leave a card idle. Two ways out, one after the other: blocks of 64
 value columns, and cutting sequences into pieces (jax_qla/kernels/summaries.py), which costs a summary of every piece
-but the last. `cut` weighs them by a model of a few measured numbers.
+but the last. `piece_rows` weighs them by a model of a few measured numbers. A shard of a sequence must be summarised
+anyway, and is always cut: `shard_cut`.
 """
 
 from __future__ import annotations
 
 import os
+from typing import NamedTuple
 
 from jax_qla.kernels.common import CHUNK
 
@@ -39,6 +41,15 @@ OVERRIDE = "JAX_QLA_PIECE_ROWS"
 """Environment variable, read when a call is traced: rows of a piece (a multiple of 64), or 0 for no pieces."""
 
 
+class Cut(NamedTuple):
+    """How a shard of a sequence is cut."""
+
+    rows: int
+    """Of a piece, a multiple of 64."""
+    pieces: int
+    """Their number."""
+
+
 def value_tile(recurrences: int, value_dim: int) -> int:
     """Value columns of a block of the recurrent kernels.
 
@@ -59,11 +70,9 @@ def piece_rows(tokens: int, sequences: int, heads: int, key_dim: int, value_dim:
         packed: whether the lengths are values. One sequence may then have all tokens; if they turn out to be equal,
             a cut that was made for that finds nothing to do.
     """
-    if override := os.environ.get(OVERRIDE):
-        rows = int(override)
-        if rows < 0 or rows % CHUNK:
-            raise ValueError(f"{OVERRIDE} must be a multiple of {CHUNK}, or 0 for no pieces, got {override!r}")
-        return rows or None
+    override = _override()
+    if override is not None:
+        return override or None
     mean = -(-tokens // (max(sequences, 1) * CHUNK))
     layouts = [(sequences, mean)]
     if packed and sequences > 1:
@@ -79,6 +88,34 @@ def piece_rows(tokens: int, sequences: int, heads: int, key_dim: int, value_dim:
         (None, *_LENGTHS), key=lambda length: sum(t / limit for t, limit in zip(times(length), least, strict=True))
     )
     return None if best is None else best * CHUNK
+
+
+def shard_cut(tokens: int, sequences: int, heads: int, key_dim: int, value_dim: int) -> Cut:
+    """The pieces of sequences whose first state another device knows, so that all of them are summarised.
+
+    Args:
+        tokens: of the longest of the sequences on this device.
+        sequences, heads, key_dim, value_dim: as in `piece_rows`.
+    """
+    chunks = max(-(-tokens // CHUNK), 1)
+    override = _override()
+    if override is not None:
+        length = override // CHUNK or chunks
+    else:
+        lengths = [length for length in _LENGTHS if length < chunks] + [chunks]
+        length = min(lengths, key=lambda n: _cut(n, chunks, sequences, heads, key_dim, value_dim, shard=True))
+    return Cut(length * CHUNK, -(-chunks // length))
+
+
+def _override() -> int | None:
+    """Rows of a piece as the environment says, 0 for no pieces, None where it says nothing."""
+    override = os.environ.get(OVERRIDE)
+    if not override:
+        return None
+    rows = int(override)
+    if rows < 0 or rows % CHUNK:
+        raise ValueError(f"{OVERRIDE} must be a multiple of {CHUNK}, or 0 for no pieces, got {override!r}")
+    return rows
 
 
 def cut_beyond(rows: int) -> int:
@@ -104,18 +141,24 @@ def _whole(chunks: int, recurrences: int, value_dim: int) -> float:
     return _rounds(recurrences * (value_dim // tile), 1) * chunks * _STEP[tile]
 
 
-def _cut(length: int, chunks: int, sequences: int, heads: int, key_dim: int, value_dim: int) -> float:
-    """Microseconds of summaries, compose and forward for pieces of `length` chunks."""
+def _cut(
+    length: int, chunks: int, sequences: int, heads: int, key_dim: int, value_dim: int, *, shard: bool = False
+) -> float:
+    """Microseconds of summaries, compose and forward for pieces of `length` chunks.
+
+    Of a `shard` all pieces are summarised, and composed twice: for its summary, and when its first state is known.
+    """
     pieces = -(-chunks // length)
     recurrences = pieces * sequences * heads
-    cuts = (pieces - 1) * sequences * heads
+    cuts = recurrences if shard else (pieces - 1) * sequences * heads
+    compositions = 2 * (pieces + 1) if shard else pieces
     # Three of four heads decay, so that nothing is summarised of them but N over a few chunks: between the extremes.
     exact, short = cuts / 4 * (key_dim + value_dim) / 64, cuts * 3 / 4 * value_dim / 64
     slots = 2 * MULTIPROCESSORS
     step = _SUMMARY_STEP + _SHARED_STEP * min(1.0, (exact + short) / slots)
     summaries = step * max(length, (exact * length + short * min(length, _SHORT)) / slots)
     rounds = _rounds(recurrences * (value_dim // value_tile(recurrences, value_dim)), 1) + _rounds(exact + short, 2)
-    serial = _whole(length, recurrences, value_dim) + summaries + pieces * _COMPOSE_STEP
+    serial = _whole(length, recurrences, value_dim) + summaries + compositions * _COMPOSE_STEP
     return serial + rounds * _BLOCK + recurrences * _STATES + _OVERHEAD
 
 

@@ -152,6 +152,32 @@ def piece_table(segments: jax.Array | np.ndarray, parts: int, rows: Any) -> Any:
     return xp.stack([begins, ends, xp.maximum(entry - 1, 0), position], axis=1).astype(np.int32)
 
 
+def shard_pieces(segments: jax.Array | np.ndarray, rows: int, count: int) -> tuple[Any, Any, Any]:
+    """Sequences cut into pieces of `rows` rows, for what these do to states that are not known yet.
+
+    Args:
+        segments: int32 [N, 2], as `chunk_table` takes them, none longer than rows * count. NumPy in, NumPy out.
+        rows: length of a piece, a multiple of 64.
+        count: pieces of a sequence.
+
+    Returns:
+        pieces int32 [N (count + 2), 4], as of `piece_table`: of every sequence an empty one at its start, `count`, and
+        an empty one at its end. None is marked as the first or the last, so of all of them everything is computed.
+        entered, left: int32 [N, 2], number of the first piece and how many follow, for going through a sequence
+        forwards and reversed. Its last empty piece is entered with the state after the sequence; reversed, its first
+        with the gradient of the state before it.
+    """
+    xp: ModuleType = np if isinstance(segments, np.ndarray) else jnp
+    start, end = segments[:, :1], segments[:, 1:]
+    bounds = xp.clip(start + rows * xp.arange(-1, count + 2, dtype=np.int32), start, end)
+    number = xp.arange(segments.shape[0], dtype=np.int32)
+    sequence = xp.broadcast_to(number[:, None], (segments.shape[0], count + 2))
+    pieces = xp.stack([bounds[:, :-1], bounds[:, 1:], sequence, xp.zeros_like(sequence)], axis=2)
+    first, used = number * (count + 2), (end - start)[:, 0] // rows + ((end - start)[:, 0] % rows > 0) + 1
+    entered, left = (xp.stack([x, used], axis=1).astype(np.int32) for x in (first + 1, first))
+    return pieces.reshape(-1, 4).astype(np.int32), entered, left
+
+
 def slot_count(tokens: int, sequences: int) -> int:
     """Number of chunk slots that any packing of `sequences` segments into `tokens` rows fits into."""
     return tokens // CHUNK + sequences + 1

@@ -34,7 +34,7 @@ from jax.sharding import PartitionSpec as P
 
 from jax_qla import context_parallel, dispatch
 from jax_qla.context_parallel import Axes, Carry
-from jax_qla.implementations import Choice, Residuals
+from jax_qla.implementations import Choice, Pieces, Residuals
 from jax_qla.refusal import refuse_sharded_export
 from jax_qla.segments import segments_from_segment_ids
 
@@ -54,7 +54,8 @@ OPERANDS = ("bthk", "bthk", "btHv", "btH", "btH")
 """Shapes of q, k, v, g and beta."""
 
 _RESIDUALS = ("btHc", "btH")
-_CARRY = ("sbHkv", "sbHkj")
+_CARRY = ("sbHkv", "sbHkj", "sbHkv", "sbHckj", "sbH")
+"""Shapes of what `Carry` holds, the last three perhaps not. Pieces go with the rows of the batch that they are of."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,6 +67,8 @@ class Layout:
     sequence: Axes = ()
     mapped: frozenset[str] = frozenset()
     """Axes that this module makes manual by a `jax.shard_map`; those above are among them, or manual already."""
+    alone: bool = False
+    """Whether the axes of the sequence have one device, which then has all of it."""
     automatic: bool = False
     """Whether the compiler is to find out: all fields above are empty."""
     mesh: Any = None
@@ -169,6 +172,7 @@ def resolve(
         mesh=None if in_context else mesh,
     )
     layout = _fitted(layout, mesh.shape, present, {*batch, *heads, *sequence}, {**_NAMES, **names})
+    layout = dataclasses.replace(layout, alone=math.prod(mesh.shape[axis] for axis in layout.sequence) == 1)
     _warn_of_gathering(layout, present, explicit, whole)
     return layout
 
@@ -472,22 +476,23 @@ def forward(
     Shapes are those of `context_parallel`, of the whole batch as the caller sees it. Where `layout` says that the
     caller has cut the sequence (`manual_sequence`), final_state is this device's summand of it.
     """
-    with_residuals = with_residuals and choice.on_cuda == "cuda"
     # In Auto mode nothing can leave whose size is the number of shards: the backward repeats the exchange.
-    with_carry = bool(layout.sequence)
+    with_carry = bool(layout.sequence) and not layout.alone and with_residuals
+    with_residuals = with_residuals and choice.on_cuda == "cuda"
+    carry_dims = _CARRY if with_residuals and segments is None else _CARRY[:2]
     states = _state_dims(segments)
 
     def local(axes: Axes, *operands: Any) -> tuple[jax.Array, ...]:
         o, final_state, residuals, carry = context_parallel.forward(
             *operands,
-            axes=axes,
+            axes=() if layout.alone else axes,
             choice=choice,
             scale=scale,
             output_final_state=output_final_state,
             with_residuals=with_residuals,
             precision=precision,
         )
-        kept = (x[None] for x in carry) if with_carry and carry is not None else ()
+        kept = (x[None] for x in jax.tree.leaves(carry)) if with_carry else ()
         return o, *([final_state] if output_final_state else []), *(residuals or ()), *kept
 
     out_dims: tuple[str, ...] = ("btHv",)
@@ -495,7 +500,7 @@ def forward(
     for wanted, more, is_sum in (
         (output_final_state, (states,), True),
         (with_residuals, _RESIDUALS, False),
-        (with_carry, _CARRY, False),
+        (with_carry, carry_dims, False),
     ):
         if wanted:
             out_dims, sums = out_dims + more, sums + (is_sum,) * len(more)
@@ -513,7 +518,13 @@ def forward(
     o = results.pop(0)
     final_state = results.pop(0) if output_final_state else None
     residuals = (results.pop(0), results.pop(0)) if with_residuals else None
-    return o, final_state, residuals, Carry(*results) if with_carry else None
+    return o, final_state, residuals, _carry(results) if with_carry else None
+
+
+def _carry(arrays: Sequence[jax.Array]) -> Carry:
+    """From its leaves."""
+    incoming, transition, *pieces = arrays
+    return Carry(incoming, transition, Pieces(*pieces) if pieces else None)
 
 
 @functools.partial(jax.jit, static_argnames=("layout", "choice", "scale", "precision"))
@@ -538,12 +549,13 @@ def backward(
     """Gradients of `forward`'s operands; d_initial_state is a summand where its final_state is."""
     states = _state_dims(segments)
     stateful = initial_state is not None
+    kept = None if carry is None else tuple(jax.tree.leaves(carry))
 
     def local(axes: Axes, *operands: Any) -> tuple[jax.Array, ...]:
-        carry = None if operands[8] is None else Carry(*(x[0] for x in operands[8]))
+        carry = None if operands[8] is None else _carry([x[0] for x in operands[8]])
         operands = (*operands[:8], carry, *operands[9:])
         gradients: tuple[Any, ...] = context_parallel.backward(
-            *operands, axes=axes, choice=choice, scale=scale, precision=precision
+            *operands, axes=() if layout.alone else axes, choice=choice, scale=scale, precision=precision
         )
         return gradients if stateful else gradients[:5]
 
@@ -559,11 +571,11 @@ def backward(
             initial_state,
             segments,
             residuals,
-            None if carry is None else tuple(carry),
+            kept,
             do,
             d_final_state,
         ),
-        (*OPERANDS, states, "bne", _RESIDUALS, _CARRY, "btHv", states),
+        (*OPERANDS, states, "bne", _RESIDUALS, _CARRY[: len(kept or ())], "btHv", states),
         (*OPERANDS, states) if stateful else OPERANDS,
         (*(False,) * 5, True)[: 6 if stateful else 5],
         (q.shape[-2], v.shape[-2]),

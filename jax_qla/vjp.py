@@ -4,7 +4,8 @@ Reverse mode only. Between forward and backward live the operands (q, k, v, g, b
 and, where the program may be lowered for the CUDA kernels, the residuals a [B, T, Hv, 64] in v's dtype and gamma
 [B, T, Hv] in float32; the chunk states are recomputed. "xla" recomputes everything and saves no residuals. Where the
 sequence is sharded, a device keeps the state before its tokens and their transition, [K, V + K] in float32 per value
-head and row of the batch, so that the backward pass need not repeat the exchange (in Auto meshes it does).
+head and row of the batch, so that the backward pass need not repeat the exchange (in Auto meshes it does); and for the
+CUDA kernels as much of every piece of a dense batch.
 
 Inside `jax.checkpoint` the residuals and the results carry names (`CHECKPOINT_NAMES`), by which a policy such as
 `jax.checkpoint_policies.save_only_these_names(*jax_qla.CHECKPOINT_NAMES)` keeps them and so spares a second forward;
@@ -32,8 +33,8 @@ RESIDUAL_NAMES = ("gated_delta_rule_a", "gated_delta_rule_gamma")
 RESULT_NAMES = ("gated_delta_rule_o", "gated_delta_rule_final_state")
 """`checkpoint_name` of the results o and final_state."""
 
-CARRY_NAMES = ("gated_delta_rule_incoming", "gated_delta_rule_transition")
-"""`checkpoint_name` of what a shard of a sequence keeps: the state before it, and its transition."""
+CARRY_NAMES = ("gated_delta_rule_incoming", "gated_delta_rule_transition", "gated_delta_rule_pieces")
+"""`checkpoint_name` of what a shard of a sequence keeps: the state before it, its transition, those of its pieces."""
 
 CHECKPOINT_NAMES = RESIDUAL_NAMES + CARRY_NAMES + RESULT_NAMES
 """All names. With all of them saved, `jax.checkpoint` never runs the forward again."""

@@ -29,8 +29,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jax_qla.implementations import Residuals
+from jax_qla.implementations import Pieces, Residuals
 from jax_qla.kernels.common import CHUNK, MIN_LOG_DECAY
+from jax_qla.policy import Cut
 from jax_qla.segments import chunk_table, first_slot
 
 _GATE_GRID = 256.0
@@ -299,10 +300,13 @@ def forward(
     beta: jax.Array,
     initial_state: jax.Array | None,
     segments: jax.Array | None,
+    residuals: Residuals | None = None,
+    pieces: Pieces | None = None,
     *,
     scale: float,
     output_final_state: bool,
     with_residuals: bool,
+    cut: Cut | None = None,
     precision: Precision = None,
 ) -> tuple[jax.Array, jax.Array | None, Residuals | None]:
     """The chunked forward pass.
@@ -312,6 +316,7 @@ def forward(
         g (log decay), beta: [B, T, Hv] float32.
         initial_state: [N, Hv, K, V] float32, or None for zeros; N = B when dense.
         segments: None (dense), or int32 [N, 2], start and end row of each sequence, sorted and disjoint; B = 1.
+        residuals, pieces, cut: not read: nothing is kept from `summary`.
         scale: factor of q.
         output_final_state, with_residuals: whether to return these (else None).
         precision: of the matrix products; None chooses as the module says.
@@ -320,6 +325,7 @@ def forward(
         o [B, T, Hv, V] in v's dtype, zero outside every segment; final_state [N, Hv, K, V] float32; residuals of the
         structure that all implementations share, filled with zeros: this backward recomputes what it needs.
     """
+    del residuals, pieces, cut
     precision = _precision(precision, v)
     batch, tokens, key_heads, k_dim = q.shape
     value_heads, v_dim = v.shape[2:]
@@ -363,12 +369,14 @@ def forward(
         final = final if packed else state
         o = layout.join(o, value_heads)
 
-    residuals = None
-    if with_residuals:
-        residuals = (jnp.broadcast_to(zero.astype(v.dtype), (*g.shape, CHUNK)), jnp.broadcast_to(zero, g.shape))
+    empty = _empty_residuals(v, g, zero) if with_residuals else None
     if not output_final_state or final is None:
-        return o, None, residuals
-    return o, final.reshape(sequences, value_heads, k_dim, v_dim), residuals
+        return o, None, empty
+    return o, final.reshape(sequences, value_heads, k_dim, v_dim), empty
+
+
+def _empty_residuals(v: jax.Array, g: jax.Array, zero: jax.Array) -> Residuals:
+    return jnp.broadcast_to(zero.astype(v.dtype), (*g.shape, CHUNK)), jnp.broadcast_to(zero, g.shape)
 
 
 def _gradients(
@@ -432,8 +440,11 @@ def backward(
     residuals: Residuals | None,
     do: jax.Array | None,
     d_final_state: jax.Array | None,
+    pieces: Pieces | None = None,
+    adjoint_response: jax.Array | None = None,
     *,
     scale: float,
+    cut: Cut | None = None,
     precision: Precision = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array, jax.Array | None]:
     """Gradients of `forward` from those of o and final_state (None = zero; not both).
@@ -442,14 +453,14 @@ def backward(
     its own states, carrying the state's gradient back, and finishing all gradients of its rows.
 
     Args:
-        residuals: ignored, see `forward`.
+        residuals, pieces, adjoint_response, cut: not read, see `forward`.
         do: [B, T, Hv, V]. d_final_state: [N, Hv, K, V] float32. All others as in `forward`.
 
     Returns:
         dq, dk in q's dtype, dv in v's, dg, dbeta float32, and d_initial_state float32 (None without initial_state).
         Rows outside every segment have zero gradients.
     """
-    del residuals
+    del residuals, pieces, adjoint_response, cut
     precision = _precision(precision, v)
     batch, tokens, key_heads, k_dim = q.shape
     value_heads, v_dim = v.shape[2:]
@@ -517,51 +528,6 @@ def backward(
     return dq, dk, dv, dg, dbeta, d_initial.reshape(initial_state.shape)
 
 
-def affine_forward(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    g: jax.Array,
-    beta: jax.Array,
-    segments: jax.Array | None,
-    *,
-    scale: float,
-    with_residuals: bool,
-    precision: Precision = None,
-) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array, Residuals | None]:
-    """o and final state from a zero state, and what each is times the true one.
-
-    The columns of a state evolve alike and apart. So the identity is carried beside the zero state as K more columns,
-    whose values are zero, and its outputs are o's derivative by the state.
-
-    Args:
-        All as in `forward`.
-
-    Returns:
-        o [B, T, Hv, V] in v's dtype and response [N, Hv, K, V] float32, of a zero initial state; o_of_state
-        [B, T, Hv, K] in v's dtype and transition [N, Hv, K, K] float32, to be multiplied by the initial state [K, V]
-        and added; residuals as of `forward`.
-    """
-    k_dim, (value_heads, v_dim) = k.shape[3], v.shape[2:]
-    sequences = v.shape[0] if segments is None else segments.shape[0]
-    first = jnp.concatenate([jnp.zeros((k_dim, v_dim), jnp.float32), jnp.eye(k_dim, dtype=jnp.float32)], axis=1)
-    o, final, residuals = forward(
-        q,
-        k,
-        jnp.concatenate([v, jnp.zeros((*v.shape[:3], k_dim), v.dtype)], axis=3),
-        g,
-        beta,
-        jnp.broadcast_to(first, (sequences, value_heads, *first.shape)),
-        segments,
-        scale=scale,
-        output_final_state=True,
-        with_residuals=with_residuals,
-        precision=precision,
-    )
-    assert final is not None
-    return o[..., :v_dim], final[..., :v_dim], o[..., v_dim:], final[..., v_dim:], residuals
-
-
 def summary(
     q: jax.Array,
     k: jax.Array,
@@ -570,21 +536,28 @@ def summary(
     beta: jax.Array,
     initial_state: jax.Array | None,
     segments: jax.Array | None,
+    residuals: Residuals | None = None,
     *,
+    cut: Cut,
+    with_residuals: bool,
     precision: Precision = None,
-) -> tuple[jax.Array, jax.Array]:
+) -> tuple[jax.Array, jax.Array, Residuals | None, Pieces | None]:
     """What the rows of each sequence do to the state: S -> transition S + response.
 
     The columns of the state evolve alike and apart, so the identity is carried beside the initial state, as K more
     columns whose values are zero: `forward` without its outputs.
 
     Args:
-        All as in `forward`; q is not read.
+        residuals: not read. cut: how "cuda" cuts the sequences.
+        with_residuals: whether to return what "cuda" keeps.
+        All others: as in `forward`; q is not read.
 
     Returns:
         transition [N, Hv, K, K] and response [N, Hv, K, V], float32. The response is the final state that follows from
-        the initial state; a sequence without rows has the identity and its initial state.
+        the initial state; a sequence without rows has the identity and its initial state. Then, of a dense batch,
+        residuals and pieces of the structure that all implementations share, filled with zeros.
     """
+    del residuals
     precision = _precision(precision, v)
     batch, tokens, key_heads, k_dim = k.shape
     value_heads, v_dim = v.shape[2:]
@@ -617,7 +590,12 @@ def summary(
     carry = (first_states[:1], first_states) if packed else (first_states, None)
     (state, final), _ = jax.lax.scan(group, carry, rows)
     whole = (state if final is None else final).reshape(sequences, value_heads, k_dim, v_dim + k_dim)
-    return whole[..., v_dim:], whole[..., :v_dim]
+    transition, of_zero = whole[..., v_dim:], whole[..., :v_dim]
+    if packed or not with_residuals:
+        return transition, of_zero, None, None
+    shapes = Pieces.shapes(sequences, cut.pieces, value_heads, k_dim, v_dim)
+    pieces = Pieces(**{name: jnp.broadcast_to(zero.astype(x.dtype), x.shape) for name, x in shapes.items()})
+    return transition, of_zero, _empty_residuals(v, g, zero), pieces
 
 
 def state_gradient(
@@ -631,17 +609,20 @@ def state_gradient(
     residuals: Residuals | None,
     do: jax.Array | None,
     d_final_state: jax.Array | None,
+    pieces: Pieces | None = None,
     *,
+    cut: Cut | None = None,
     scale: float,
     precision: Precision = None,
-) -> jax.Array:
+) -> tuple[jax.Array, jax.Array | None]:
     """The gradient of the initial states alone, float32 [N, Hv, K, V]: `backward` without all others.
 
     Args:
-        initial_state, residuals: not read; the gradient of a state does not depend on the state.
+        initial_state, residuals, cut: not read; the gradient of a state does not depend on the state.
+        pieces: for the structure of the second result, zeros of the shape of their response, or None.
         All others: as in `backward`.
     """
-    del initial_state, residuals
+    del initial_state, residuals, cut
     precision = _precision(precision, v)
     batch, tokens, key_heads, k_dim = q.shape
     value_heads, v_dim = v.shape[2:]
@@ -675,4 +656,5 @@ def state_gradient(
     carry = (last_dstates[:1], last_dstates) if packed else (last_dstates, None)
     (dstate, d_initial), _ = jax.lax.scan(group, carry, rows, reverse=True)
     d_initial = dstate if d_initial is None else d_initial
-    return d_initial.reshape(sequences, value_heads, k_dim, v_dim)
+    of_pieces = None if pieces is None else jnp.broadcast_to(zero, pieces.response.shape)
+    return d_initial.reshape(sequences, value_heads, k_dim, v_dim), of_pieces

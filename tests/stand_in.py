@@ -44,11 +44,9 @@ def _recurrent(
     return _mark(o), final_state if initial_state is None else final_state.astype(initial_state.dtype)
 
 
-def _affine_forward(*operands: Any, with_residuals: bool, **options: Any) -> Any:
-    o, *others, _ = xla.affine_forward(*operands, with_residuals=False, **options)
-    v, g = operands[2], operands[3]
-    a = _mark(jax.numpy.zeros((*v.shape[:3], CHUNK), v.dtype))
-    return _mark(o), *others, (a, g) if with_residuals else None
+def _summary(*operands: Any, **options: Any) -> Any:
+    transition, *others = xla.summary(*operands, **options)
+    return _mark(transition), *others
 
 
 def forget_traces() -> None:
@@ -57,7 +55,6 @@ def forget_traces() -> None:
         sharding.forward,
         sharding.backward,
         dispatch.forward,
-        dispatch.affine_forward,
         dispatch.summary,
         dispatch.backward,
         dispatch.state_gradient,
@@ -73,8 +70,7 @@ def kernels(objection: str | None = None) -> Iterator[None]:
     module = types.ModuleType("jax_qla.cuda")
     functions: dict[str, Any] = {
         "forward": _forward,
-        "affine_forward": _affine_forward,
-        "summary": xla.summary,
+        "summary": _summary,
         "backward": _backward,
         "state_gradient": xla.state_gradient,
         "recurrent": _recurrent,

@@ -12,8 +12,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import stand_in
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 
-from jax_qla import cuda, policy, xla
+from jax_qla import MeshAxes, cuda, dispatch, policy, sharding, vjp, xla
+from jax_qla import segments as tables
+from jax_qla.implementations import Choice
 from jax_qla.launch import Step
 
 RESULTS = {
@@ -41,7 +46,7 @@ def launch_specifications(
     aliases: Mapping[str, str] | None = None,
 ) -> dict[str, jax.Array]:
     """`launch.launch` without a card. What is not written is not a number."""
-    have = dict(inputs) | {
+    have = dispatch.match_varying(dict(inputs), dict(inputs)) | {
         name: jnp.full(x.shape, jnp.nan if jnp.issubdtype(x.dtype, jnp.inexact) else -1, x.dtype)
         for name, x in outputs.items()
     }
@@ -51,6 +56,10 @@ def launch_specifications(
         for name, parameter in inspect.signature(specification).parameters.items():
             if parameter.kind == inspect.Parameter.KEYWORD_ONLY:
                 options[name] = step.scalars[name] if name in step.scalars else getattr(step.config, name)
+                continue
+            if name == "chunks" and step.kernel in OF_PIECES:
+                pieces = have[step.rename.get("pieces", "pieces")]
+                operands.append(tables.chunk_table(pieces[:, :2], have["k"].shape[0]))
                 continue
             x = have[step.rename.get(name, name)]
             if name in ("initial_state", "d_final_state") and x.shape[0] == 0 and step.kernel in ALWAYS_A_STATE:
@@ -66,6 +75,9 @@ def launch_specifications(
     return {name: have[name] for name in outputs}
 
 
+OF_PIECES = ("summaries", "adjoint_summaries")
+"""Kernels that need no table of chunks, unlike their specifications."""
+
 ALWAYS_A_STATE = ("forward", "states", "state_gradients")
 """Specifications that want zeros where the kernel takes an empty array."""
 
@@ -77,6 +89,18 @@ TOKENS = 400
 def _chain(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cuda, "launch", launch_specifications)
     monkeypatch.setenv(policy.OVERRIDE, request.param)
+    scan = jax.lax.scan
+
+    def varying_scan(body: Any, init: Any, xs: Any, **options: Any) -> Any:
+        # Specifications know of no mesh: inside jax.shard_map what a scan carries must vary like what it reads.
+        return scan(body, dispatch.match_varying(init, (init, xs)), xs, **options)
+
+    def inverse(matrix: jax.Array, identity: jax.Array, **_: Any) -> jax.Array:
+        # Not by LAPACK, on which two devices of one process may wait for ever (xla.py).
+        return xla._unit_lower_inverse(matrix - identity)
+
+    monkeypatch.setattr(jax.lax, "scan", varying_scan)
+    monkeypatch.setattr(jax.lax.linalg, "triangular_solve", inverse)
 
 
 def _operands(batch: int, tokens: int, sequences: int) -> dict[str, jax.Array]:
@@ -121,7 +145,7 @@ def _case(packed: bool) -> tuple[dict[str, jax.Array], jax.Array | None]:
 @pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
 def test_forward_and_backward(packed: bool, states: bool) -> None:
     x, segments = _case(packed)
-    rows = [x[name] for name in ("q", "k", "v", "g", "beta")]
+    rows: Any = [x[name] for name in ("q", "k", "v", "g", "beta")]
     state, d_final = (x["initial_state"], x["d_final_state"]) if states else (None, None)
 
     @functools.partial(jax.jit, static_argnums=0)
@@ -137,22 +161,164 @@ def test_forward_and_backward(packed: bool, states: bool) -> None:
         _close(found, right, name)
 
 
+PARTS = ((60, 200), (200, 200), (450, 600))
+"""One in each third of the rows, perhaps empty."""
+
+
 @pytest.mark.usefixtures("_chain")
+@pytest.mark.parametrize("states", [True, False], ids=["states", "no states"])
 @pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
-def test_of_a_shard(packed: bool) -> None:
-    """What is computed of a shard of a sequence before its first state is known."""
-    x, segments = _case(packed)
+def test_of_a_shard(packed: bool, states: bool) -> None:
+    """What is computed of a shard before its first state is known; and of a dense one the rest, given what it found."""
+    kernels: Any = cuda
+    plain: Any = xla
+    batch, tokens = (1, 600) if packed else (3, 200)
+    segments = jnp.asarray(PARTS, jnp.int32) if packed else None
+    x = _operands(batch, tokens, 3)
+    rows: Any = [x[name] for name in ("q", "k", "v", "g", "beta")]
+    state, d_final = (x["initial_state"], x["d_final_state"]) if states else (None, None)
+    cut = policy.shard_cut(200, 3, 4, 16, 8)
+
+    @jax.jit
+    def of_kernels(segments: Any) -> Any:
+        transition, response, residuals, pieces = kernels.summary(*rows, state, segments, cut=cut, with_residuals=True)
+        assert (pieces is None) == (residuals is None) == packed
+        if packed:
+            options = {"scale": 0.25, "output_final_state": False, "with_residuals": True}
+            _, _, residuals = kernels.forward(*rows, None, segments, **options)
+        again = kernels.summary(*rows, state, segments, residuals, cut=cut, with_residuals=True)
+        assert residuals is not None
+        gradient, adjoint = kernels.state_gradient(
+            *rows, None, segments, residuals, x["do"], d_final, pieces, cut=cut, scale=0.25
+        )
+        if packed:
+            assert adjoint is None
+            return transition, response, *again[:2], gradient
+        o, final, _ = kernels.forward(
+            *(*rows, x["initial_state"], None, residuals, pieces),
+            cut=cut,
+            scale=0.25,
+            output_final_state=True,
+            with_residuals=False,
+        )
+        gradients = kernels.backward(
+            *(*rows, x["initial_state"], None, residuals, x["do"], x["d_final_state"], pieces, adjoint),
+            cut=cut,
+            scale=0.25,
+        )
+        return transition, response, *again[:2], gradient, o, final, *gradients
+
+    @jax.jit
+    def right(segments: Any) -> Any:
+        summary = plain.summary(*rows, state, segments, cut=cut, with_residuals=False)[:2]
+        gradient, _ = plain.state_gradient(*rows, None, segments, None, x["do"], d_final, scale=0.25)
+        if packed:
+            return *summary, *summary, gradient
+        o, final, _ = plain.forward(
+            *rows, x["initial_state"], None, scale=0.25, output_final_state=True, with_residuals=False
+        )
+        gradients = plain.backward(*rows, x["initial_state"], None, None, x["do"], x["d_final_state"], scale=0.25)
+        return *summary, *summary, gradient, o, final, *gradients
+
+    names = ["transition", "response", "transition again", "response again", "gradient"]
+    names += [] if packed else ["o", "final_state", "dq", "dk", "dv", "dg", "dbeta", "d_initial_state"]
+    for name, found, wanted in zip(names, of_kernels(segments), right(segments), strict=True):
+        _close(found, wanted, name)
+
+
+DEVICES = 8
+OF_KERNELS = Choice("cuda", "cuda", "", "")
+"""Their specifications, here."""
+
+
+@pytest.mark.usefixtures("_chain")
+@pytest.mark.parametrize("mode", ["named", "manual", "auto"])
+@pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
+def test_sequence_over_devices(packed: bool, mode: str) -> None:
+    """Sequences over 8 devices, 70 tokens on each, against one device by another implementation.
+
+    Named axes let the backward pass go on from what the forward pass found; in an Auto mesh it begins anew.
+    """
+    batch, sequences, tokens = 2, 3 if packed else 2, 70 * DEVICES
+    x = _operands(batch, tokens, batch * 3 if packed else batch)
+    rows: Any = tuple(x[name] for name in ("q", "k", "v", "g", "beta"))
+    state, d_final, segments = x["initial_state"], x["d_final_state"], None
+    if packed:
+        state, d_final = (a.reshape(batch, sequences, *a.shape[1:]) for a in (state, d_final))
+        segments = jnp.asarray([[(0, 3), (3, 300), (333, 560)], [(5, 75), (140, 140), (140, 559)]], jnp.int32)
+
+    def apply(choice: Choice, layout: sharding.Layout, segments: Any, *operands: Any) -> Any:
+        options = vjp.Options(choice, 0.25, output_final_state=True, layout=layout)
+        rule: Any = vjp.gated_delta_rule
+        return rule(options, *operands, segments)
+
+    def both(function: Any) -> Any:
+        @jax.jit
+        def results_and_gradients(segments: Any, cotangents: Any, *operands: Any) -> Any:
+            results, transpose = jax.vjp(functools.partial(function, segments), *operands)
+            return *results, *transpose(cotangents)
+
+        return results_and_gradients(segments, (x["do"], d_final), *rows, state)
+
+    stand_in.forget_traces()
+    expected = both(functools.partial(apply, Choice("xla", "xla", "", ""), sharding.LOCAL))
+    mesh = jax.make_mesh((DEVICES,), ("seq",), axis_types=(AxisType.Auto,))
+    by_token, whole = P(None, "seq"), P()
+    with jax.set_mesh(mesh):
+        if mode == "manual":
+            layout = sharding.Layout(sequence=("seq",))
+            function: Any = jax.shard_map(
+                functools.partial(apply, OF_KERNELS, layout),
+                in_specs=(whole if packed else None, *(by_token,) * 5, whole),
+                out_specs=(by_token, whole),
+            )
+        else:
+            names = MeshAxes(sequence="seq") if mode == "named" else None
+            layout = sharding.resolve(names, rows, sharding.OPERANDS)
+            assert layout.automatic == (mode == "auto")
+            rows = jax.device_put(rows, NamedSharding(mesh, by_token))
+            function = functools.partial(apply, OF_KERNELS, layout)
+        found = both(function)
+    stand_in.forget_traces()
+    names_of = ("o", "final_state", "dq", "dk", "dv", "dg", "dbeta", "d_initial_state")
+    for name, a, b in zip(names_of, found, expected, strict=True):
+        _close(jax.device_get(a), b, name)
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+def test_of_a_shard_nothing_is_computed_twice(devices: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernels of a dense shard, call by call: each begins with what needs no other device, and goes on from it.
+
+    Where one device has all of the sequence, it is no shard.
+    """
+    calls: list[list[str]] = []
+
+    def recording(steps: Sequence[Step], *operands: Any) -> dict[str, jax.Array]:
+        calls.append([step.kernel for step in steps])
+        return launch_specifications(steps, *operands)
+
+    monkeypatch.setattr(cuda, "launch", recording)
+    x = _operands(1, 64, 1)
     rows = [x[name] for name in ("q", "k", "v", "g", "beta")]
+    mesh = jax.make_mesh((devices,), ("seq",), axis_types=(AxisType.Auto,))
 
-    @functools.partial(jax.jit, static_argnums=0)
-    def all_three(of_kernels: bool, segments: Any) -> Any:
-        module: Any = cuda if of_kernels else xla
-        *affine, residuals = module.affine_forward(*rows, segments, scale=0.25, with_residuals=True)
-        summary = module.summary(*rows, x["initial_state"], segments)
-        options = {"scale": 0.25}
-        gradient = module.state_gradient(*rows, None, segments, residuals, x["do"], x["d_final_state"], **options)
-        return *affine, *summary, gradient
+    @functools.partial(jax.shard_map, mesh=mesh, in_specs=P(None, "seq"), out_specs=P(None, "seq"), check_vma=False)
+    def gradients(*rows: Any) -> Any:
+        layout = sharding.resolve(MeshAxes(sequence="seq"), rows, sharding.OPERANDS)
+        options = vjp.Options(OF_KERNELS, 0.25, output_final_state=False, layout=layout)
+        rule: Any = vjp.gated_delta_rule
+        return jax.grad(lambda *rows: rule(options, *rows, None, None)[0].sum(), argnums=tuple(range(5)))(*rows)
 
-    names = ("o", "response", "o_of_state", "transition", "transition of summary", "response of summary", "gradient")
-    for name, found, right in zip(names, all_three(True, segments), all_three(False, segments), strict=True):
-        _close(found, right, name)
+    stand_in.forget_traces()
+    jax.eval_shape(gradients, *rows)
+    stand_in.forget_traces()
+    end = ["states", "state_gradients", "gradients"]
+    if devices == 1:
+        assert calls == [["prepare", "forward"], end]
+        return
+    assert calls == [
+        ["prepare", "summaries", "compose", "compose"],
+        ["compose", "forward"],
+        ["adjoint_summaries", "compose"],
+        ["compose", "compose", *end],
+    ]

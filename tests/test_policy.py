@@ -38,3 +38,17 @@ def test_override(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv(policy.OVERRIDE, wrong)
         with pytest.raises(ValueError, match="multiple of 64"):
             policy.piece_rows(32768, 1, 8, 128, 128, packed=True)
+
+
+def test_shards_are_always_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Into pieces that cover them, as long as those of one card where that cuts, and one where there is no more."""
+    for tokens in (1, 63, 64, 65, 500, 8192, 65536, 65500):
+        for sequences, heads in ((1, 2), (1, 32), (4, 32), (8, 64)):
+            cut = policy.shard_cut(tokens, sequences, heads, 128, 128)
+            assert cut.rows % 64 == 0
+            assert (cut.pieces - 1) * cut.rows < tokens <= cut.pieces * cut.rows
+    assert policy.shard_cut(64, 1, 8, 128, 128) == (64, 1)
+    assert policy.shard_cut(65536, 1, 32, 128, 128).rows == policy.piece_rows(65536, 1, 32, 128, 128, packed=False)
+    for value, expected in (("128", (128, 8)), ("0", (1024, 1)), ("4096", (4096, 1))):
+        monkeypatch.setenv(policy.OVERRIDE, value)
+        assert policy.shard_cut(1000, 1, 8, 128, 128) == expected

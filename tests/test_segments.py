@@ -207,3 +207,23 @@ def test_gates_keep_their_dtype() -> None:
     assert out.dtype == beta.dtype == jnp.bfloat16
     np.testing.assert_array_equal(valid, [[True, True, False, True]])
     np.testing.assert_array_equal(out[0, :, 0].astype(np.float32), [-np.inf, -0.5, 0, -np.inf])
+
+
+@pytest.mark.parametrize("bounds", [[(0, 200), (200, 400)], [(60, 200), (200, 200), (450, 600)], [(0, 1)], [(3, 67)]])
+def test_pieces_of_a_shard(bounds: list[tuple[int, int]]) -> None:
+    """They cover each sequence in order, between two empty ones, and the way through them meets no other empty one."""
+    segments, rows, count = np.asarray(bounds, np.int32), 64, 4
+    pieces, entered, left = sg.shard_pieces(segments, rows, count)
+    for ours, traced in zip((pieces, entered, left), sg.shard_pieces(jnp.asarray(segments), rows, count), strict=True):
+        assert np.array_equal(ours, traced)
+        assert ours.dtype == np.int32 == traced.dtype
+    assert not np.any(pieces[:, 3])
+    assert np.all(np.diff(pieces[:, :2].reshape(-1)) >= 0)
+    for n, (start, end) in enumerate(bounds):
+        first, used = entered[n]
+        assert tuple(left[n]) == (first - 1, used)
+        through = pieces[first - 1 : first + used]
+        assert np.all(through[:, 2] == n)
+        assert tuple(through[0, :2]) == (start, start)
+        assert tuple(through[-1, :2]) == (end, end)
+        assert [tuple(x) for x in through[1:-1, :2]] == [(x, min(x + rows, end)) for x in range(start, end, rows)]
