@@ -18,7 +18,7 @@ MULTIPROCESSORS = 132
 """Of an H100 or H200 SXM."""
 
 # Measured on an H200, microseconds (docs/performance.md).
-_STEP = {64: 2.05, 128: 2.95}
+_STEP = {64: 1.4, 128: 2.3}
 """A chunk step of the forward kernel by value columns of its block; one block runs on a multiprocessor."""
 _SUMMARY_STEP, _SHARED_STEP = 1.3, 0.9
 """A chunk step of kernels/summaries.py on an empty card, and what is added on a full one: two blocks share a

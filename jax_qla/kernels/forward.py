@@ -92,8 +92,9 @@ def program(config: Config):
 
     C, K, V, W, dtype = CHUNK, config.key_dim, config.value_dim, config.value_tile, config.dtype
     tiles = V // W  # blocks a head
+    parts = W // 64  # warpgroups that hold the state
     stages = 3
-    S = 2 * W  # threads that hold the state: one warpgroup for every 64 value columns
+    S = 128 * parts  # threads that hold the state
     m = macros()
     tokens, key_heads, value_heads, sequences = T.dynamic("tokens, key_heads, value_heads, sequences")
     initial_states, final_states = T.dynamic("initial_states, final_states")  # sequences, or 0: not given, not wanted
@@ -131,9 +132,10 @@ def program(config: Config):
 
             q_s = T.alloc_shared((stages, C, K), dtype)
             k_s = T.alloc_shared((stages, C, K), dtype)
-            v_s = T.alloc_shared((stages, C, W), dtype)
-            o_s = T.alloc_shared((W // 64, C, 64), dtype)
-            T.annotate_layout({o_s: make_full_bank_swizzled_layout(o_s)})
+            v_s = T.alloc_shared((stages * parts, C, 64), dtype)
+            o_s = T.alloc_shared((parts, C, 64), dtype)
+            # which nothing else here asks for
+            T.annotate_layout({x: make_full_bank_swizzled_layout(x) for x in (v_s, o_s)})
             a_s = T.alloc_shared((stages, C, C), dtype)
             p_s = T.alloc_shared((stages, C, C), dtype)
             gamma_s = T.alloc_shared((stages, C), "float32")
@@ -156,7 +158,13 @@ def program(config: Config):
                         m.load_rows(k, start + c * C, key_head, 0, K, k_s, at, loaded)
                         m.load_rows(q, start + c * C, key_head, 0, K, q_s, at, loaded)
                         m.load_rows(a, start + c * C, head, 0, C, a_s, at, loaded)
-                        m.load_rows(v, start + c * C, head, first, W, v_s, at, loaded)
+                        for part in T.unroll(parts):
+                            T.tma_copy(
+                                v[start + c * C : start + c * C + C, head, first + part * 64 : first + part * 64 + 64],
+                                v_s[at * parts + part, :, :],
+                                barrier=loaded[at],
+                                leader_scope_threads=32,
+                            )
                         T.barrier_arrive(loaded[at])
             elif tx >= S:
                 T.set_max_nreg(72, 0)
@@ -184,7 +192,8 @@ def program(config: Config):
                     )
                     if rows < C:
                         m.zero_tail(k_s, at, rows, K, tx - S, 128)
-                        m.zero_tail(v_s, at, rows, W, tx - S, 128)
+                        for part in T.unroll(parts):
+                            m.zero_tail(v_s, at * parts + part, rows, 64, tx - S, 128)
                         m.zero_tail(a_s, at, rows, C, tx - S, 128)
                         T.fence_proxy_async()
                     T.sync_threads(3, 128)
@@ -200,7 +209,7 @@ def program(config: Config):
                     T.fence_proxy_async()
                     T.barrier_arrive(ready[at])
             else:
-                for wg in tuple(range(W // 64)):
+                for wg in tuple(range(parts)):
                     part = wg * 64  # first of this warpgroup's columns
                     if tx < 128 if wg == 0 else tx >= 128:
                         T.set_max_nreg(208 if W == 128 else 240, 1)
@@ -220,20 +229,22 @@ def program(config: Config):
                         else:
                             T.clear(state)
                         T.copy(state, state_b)
+                        if count > 0:
+                            T.barrier_wait(ready[0], 0)
+                            T.barrier_wait(loaded[0], 0)
+                        T.wgmma_gemm(state_b, k_s[0, :, :], u, transpose_B=True, clear_accum=True)
+                        T.call_extern(
+                            "handle",
+                            "jax_qla_load_transposed",
+                            T.address_of(v_t[0, 0]),
+                            T.address_of(v_s[wg, 0, 0]),
+                        )
+                        T.wait_wgmma(0)
                         for c in T.serial(count):
                             at = c % stages
-                            T.barrier_wait(ready[at], (c // stages) % 2)
-                            T.barrier_wait(loaded[at], (c // stages) % 2)
-                            # U = S^T K^T and S^T Q^T
-                            T.wgmma_gemm(state_b, k_s[at, :, :], u, transpose_B=True, clear_accum=True)
+                            after = (c + 1) % stages
+                            # U = S^T K^T is under way. S^T Q^T
                             T.wgmma_gemm(state_b, q_s[at, :, :], acc, transpose_B=True, clear_accum=True)
-                            T.call_extern(
-                                "handle",
-                                "jax_qla_load_transposed",
-                                T.address_of(v_t[0, 0]),
-                                T.address_of(v_s[at, 0, part]),
-                            )
-                            T.wait_wgmma(1)
                             # X = beta (V^T - exp(gamma) U)
                             for i, j in T.Parallel(64, C):
                                 x_b[i, j] = beta_s[at, j] * (T.cast(v_t[i, j], "float32") - rise_s[at, j] * u[i, j])
@@ -254,9 +265,14 @@ def program(config: Config):
                             # S = exp(gamma_C) S + (exp(gamma_C - gamma) Vd) K and O = scale exp(gamma) S^T Q^T + Vd P^T
                             T.wgmma_gemm(vk_b, k_s[at, :, :], state)
                             T.wgmma_gemm(vd_b, p_s[at, :, :], acc, transpose_B=True)
+                            # The next chunk's U begins before O leaves; after the last chunk it is of whatever lies there, and unused.
+                            if c + 1 < count:
+                                T.barrier_wait(ready[after], ((c + 1) // stages) % 2)
+                                T.barrier_wait(loaded[after], ((c + 1) // stages) % 2)
                             T.wait_wgmma(1)
                             T.copy(state, state_b)
-                            T.wait_wgmma(0)
+                            T.wgmma_gemm(state_b, k_s[after, :, :], u, transpose_B=True, clear_accum=True)
+                            T.wait_wgmma(1)
                             T.barrier_arrive(free[at])
                             T.call_extern(
                                 "handle",
@@ -276,6 +292,13 @@ def program(config: Config):
                                 m.store_rows(
                                     o_s, wg, o, start + c * C, end - start - c * C, head, first + part, 0, tx - wg * 128
                                 )
+                            T.call_extern(
+                                "handle",
+                                "jax_qla_load_transposed",
+                                T.address_of(v_t[0, 0]),
+                                T.address_of(v_s[after * parts + wg, 0, 0]),
+                            )
+                            T.wait_wgmma(0)
                         T.tma_store_wait(0)
                         if final_states > 0:
                             for i, j in T.Parallel(64, K):

@@ -10,12 +10,12 @@ For every sequence and value head h (key head h // r, r = Hv / Hk), token by tok
 which is the recurrence with the decay taken out of the products, so that one pass over S serves both. Arithmetic is float32;
 S is rounded to its dtype once, when it is stored.
 
-Plan, one block per (sequence, value head, tile of 64 value columns), 256 threads, numbered in the order in which the states lie
-in memory (72 us instead of 78 for 128 MiB of states by heads first; tiles of 32 columns: 3 us more); two to four blocks fit a
-multiprocessor, so that their reads keep the memory busy:
+Plan, one block per (sequence, value head, tile of 32 value columns, 64 of a bfloat16 state), 128 threads, numbered in the order in
+which the states lie in memory (72 us instead of 78 for 128 MiB of states, read and written, by heads first); four to eight blocks fit
+a multiprocessor, so that their reads keep the memory busy:
 
-    the state         thread t has 4 columns (t % 16) of the K / 16 rows t // 16, t // 16 + 16, ..., read by 4 elements: whole sectors
-    u, w and <q, k>   over a thread's rows, then lanes 16 apart by a shuffle, then the eight warps through shared memory
+    the state         thread t has 16 bytes of a row (t % 8) of the K / 16 rows t // 8, t // 8 + 16, ...: 128 bytes of a row together
+    u, w and <q, k>   over a thread's rows, then lanes 8 and 16 apart by shuffles, then the four warps through shared memory
     q, k, v, g, beta  fetched one token ahead, to the other one of two buffers in shared memory
     one barrier a token: behind it lie this token's sums of all warps and the next token's operands
 
@@ -34,11 +34,9 @@ __all__ = ["PASS_CONFIGS", "Config", "program", "specification"]
 
 PASS_CONFIGS = common.PASS_CONFIGS
 
-_THREADS = 256
+_THREADS = 128
 _WARPS = _THREADS // 32
-_COLUMNS = 4  # of a thread
-_LANES = 16  # that share a row
-_TILE = _LANES * _COLUMNS
+_LANES = 8  # that share a row
 _LINES = _THREADS // _LANES  # rows that the block covers at once
 
 
@@ -58,7 +56,9 @@ def program(config: Config):
     import tilelang.language as T
 
     K, V, dtype, state_dtype = config.key_dim, config.value_dim, config.dtype, config.state_dtype
-    tiles, lines = V // _TILE, K // _LINES
+    columns = 4 if state_dtype == "float32" else 8  # of a thread
+    width, lines = _LANES * columns, K // _LINES
+    tiles = V // width
     sequences, length, key_heads, value_heads = T.dynamic("sequences, length, key_heads, value_heads")
     initial_states, final_states = T.dynamic("initial_states, final_states")  # sequences, or 0: not given, not wanted
 
@@ -68,7 +68,7 @@ def program(config: Config):
         if tx < K:
             fetched[0] = T.cast(q[n, t, key_head, tx], "float32")
             fetched[1] = T.cast(k[n, t, key_head, tx], "float32")
-        if tx < _TILE:
+        if tx < width:
             fetched[2] = T.cast(v[n, t, head, tile + tx], "float32")
         if tx >= _THREADS - 32:
             fetched[2] = g[n, t, head]
@@ -80,7 +80,7 @@ def program(config: Config):
         if tx < K:
             q_s[buffer, tx] = fetched[0]
             k_s[buffer, tx] = fetched[1]
-        if tx < _TILE:
+        if tx < width:
             v_s[buffer, tx] = fetched[2]
         if tx == _THREADS - 32:
             gates_s[buffer, 0] = fetched[2]
@@ -100,7 +100,9 @@ def program(config: Config):
         scale: T.float32,
     ):
         with T.Kernel(sequences * value_heads * tiles, threads=_THREADS) as block:
-            T.annotate_min_blocks_per_sm(4 if K == 64 else 3 if state_dtype == "float32" else 2)  # more would spill
+            T.annotate_min_blocks_per_sm(
+                (7 if K == 128 else 8) if columns == 4 else (4 if K == 128 else 5)
+            )  # more would spill
             tx = T.get_thread_binding()
             n = T.alloc_var("int32")
             head = T.alloc_var("int32")
@@ -109,24 +111,24 @@ def program(config: Config):
             key_head = T.alloc_var("int32")
             key_head = T.truncdiv(head, ratio)
             line = tx // _LANES
-            own = tx % _LANES * _COLUMNS  # first of this thread's columns, within the tile
-            tile = block % tiles * _TILE
+            own = tx % _LANES * columns  # first of this thread's columns, within the tile
+            tile = block % tiles * width
             first = tile + own
 
             q_s = T.alloc_shared((2, K), "float32")
             k_s = T.alloc_shared((2, K), "float32")
-            v_s = T.alloc_shared((2, _TILE), "float32")
+            v_s = T.alloc_shared((2, width), "float32")
             gates_s = T.alloc_shared((2, 2), "float32")  # g and beta
-            sums_s = T.alloc_shared((2, _WARPS, 2, _TILE), "float32")  # u and w of each warp
+            sums_s = T.alloc_shared((2, _WARPS, 2, width), "float32")  # u and w of each warp
             product_s = T.alloc_shared((2, _WARPS), "float32")  # <q, k> of each warp
 
-            state = T.alloc_local((lines * _COLUMNS,), "float32")
+            state = T.alloc_local((lines * columns,), "float32")
             fetched = T.alloc_local((4,), "float32")
             keys = T.alloc_local((lines,), "float32")
-            u = T.alloc_local((_COLUMNS,), "float32")
-            w = T.alloc_local((_COLUMNS,), "float32")
-            delta = T.alloc_local((_COLUMNS,), "float32")
-            result = T.alloc_local((_COLUMNS,), dtype)
+            u = T.alloc_local((columns,), "float32")
+            w = T.alloc_local((columns,), "float32")
+            delta = T.alloc_local((columns,), "float32")
+            result = T.alloc_local((columns,), dtype)
             product = T.alloc_var("float32")
             query = T.alloc_var("float32")
             decay = T.alloc_var("float32")
@@ -135,12 +137,10 @@ def program(config: Config):
             fetch(q, k, v, g, beta, n, 0, key_head, head, tile, tx, fetched)
             if initial_states > 0:
                 for p in T.unroll(lines):
-                    for c in T.vectorized(_COLUMNS):
-                        state[p * _COLUMNS + c] = T.cast(
-                            initial_state[n, head, p * _LINES + line, first + c], "float32"
-                        )
+                    for c in T.vectorized(columns):
+                        state[p * columns + c] = T.cast(initial_state[n, head, p * _LINES + line, first + c], "float32")
             else:
-                for x in T.unroll(lines * _COLUMNS):
+                for x in T.unroll(lines * columns):
                     state[x] = 0.0
             store(fetched, 0, tx, q_s, k_s, v_s, gates_s)
             T.sync_threads()
@@ -149,7 +149,7 @@ def program(config: Config):
                 # this buffer is another token's behind the barrier
                 decay = T.exp(gates_s[now, 0])
                 beta_t = gates_s[now, 1]
-                for c in T.unroll(_COLUMNS):
+                for c in T.unroll(columns):
                     u[c] = 0.0
                     w[c] = 0.0
                     delta[c] = v_s[now, own + c]
@@ -160,17 +160,18 @@ def program(config: Config):
                     keys[p] = k_s[now, p * _LINES + line]
                     query = q_s[now, p * _LINES + line]
                     product += query * keys[p]
-                    for c in T.unroll(_COLUMNS):
-                        u[c] += keys[p] * state[p * _COLUMNS + c]
-                        w[c] += query * state[p * _COLUMNS + c]
-                product += T.shfl_xor(product, _LANES)
-                for c in T.unroll(_COLUMNS):
-                    u[c] += T.shfl_xor(u[c], _LANES)
-                    w[c] += T.shfl_xor(w[c], _LANES)
+                    for c in T.unroll(columns):
+                        u[c] += keys[p] * state[p * columns + c]
+                        w[c] += query * state[p * columns + c]
+                for step in T.unroll(2):
+                    product += T.shfl_xor(product, _LANES << step)
+                    for c in T.unroll(columns):
+                        u[c] += T.shfl_xor(u[c], _LANES << step)
+                        w[c] += T.shfl_xor(w[c], _LANES << step)
                 if tx % 32 < _LANES:
-                    for c in T.vectorized(_COLUMNS):
+                    for c in T.vectorized(columns):
                         sums_s[now, tx // 32, 0, own + c] = u[c]
-                    for c in T.vectorized(_COLUMNS):
+                    for c in T.vectorized(columns):
                         sums_s[now, tx // 32, 1, own + c] = w[c]
                     product_s[now, tx // 32] = product  # the same number by all lanes
                 if t + 1 < length:
@@ -179,26 +180,24 @@ def program(config: Config):
                 product = 0.0
                 for x in T.unroll(_WARPS):
                     product += product_s[now, x]
-                for c in T.unroll(_COLUMNS):
+                for c in T.unroll(columns):
                     u[c] = 0.0
                     w[c] = 0.0
                     for x in T.unroll(_WARPS):
                         u[c] += sums_s[now, x, 0, own + c]
                         w[c] += sums_s[now, x, 1, own + c]
                     delta[c] = beta_t * (delta[c] - decay * u[c])
-                for x in T.unroll(lines * _COLUMNS):
-                    state[x] = decay * state[x] + keys[x // _COLUMNS] * delta[x % _COLUMNS]
+                for x in T.unroll(lines * columns):
+                    state[x] = decay * state[x] + keys[x // columns] * delta[x % columns]
                 if line == 0:
-                    for c in T.unroll(_COLUMNS):
+                    for c in T.unroll(columns):
                         result[c] = T.cast(scale * (decay * w[c] + product * delta[c]), dtype)
-                    for c in T.vectorized(_COLUMNS):
+                    for c in T.vectorized(columns):
                         o[n, t, head, first + c] = result[c]
             if final_states > 0:
                 for p in T.unroll(lines):
-                    for c in T.vectorized(_COLUMNS):
-                        final_state[n, head, p * _LINES + line, first + c] = T.cast(
-                            state[p * _COLUMNS + c], state_dtype
-                        )
+                    for c in T.vectorized(columns):
+                        final_state[n, head, p * _LINES + line, first + c] = T.cast(state[p * columns + c], state_dtype)
 
     return recurrent
 
