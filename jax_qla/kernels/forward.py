@@ -13,18 +13,19 @@ the A operands of the next wgmma, and neither the state nor an intermediate goes
 
 Plan, one block per (sequence, value head, tile of `value_tile` value columns), three stages of chunk tiles:
 
-    warpgroup       registers  work
-    0 (and 1)       200        64 value columns each: S^T in float32, the five products above that contain S or Vd
-    last but one    88         gates, P = scale Q K^T o G into shared memory, up to two chunks ahead of the state
-    last            24         one warp of it loads Q, K, V, a with TMA
+    warpgroup      registers  work
+    0 (and 1)      208        64 value columns each: S^T in float32, the five products above that contain S or Vd
+    last but one   72         gates, P = scale Q K^T o G into shared memory, ahead of the state
+    last           24         one warp of it loads Q, K, V, a with TMA
 
-    barrier         arrives    waits                    says
-    loaded[stage]   TMA        last but one, then state the tiles are there
-    ready[stage]    last but one  state                 gates and P are there, rows beyond the sequence are zero in K
-    free[stage]     state      last                     the stage may be overwritten; O has left from V's tile
+    barrier         arrives       waits                    says
+    loaded[stage]   TMA           last but one, then state the tiles are there
+    ready[stage]    last but one  state                    gates and P are there, rows beyond the sequence are zero in K
+    free[stage]     state         last                     the products of the chunk are done: the stage may be overwritten
 
-The loads have a warp to themselves: as long as the warpgroup of P issued them, in between, it and so the state waited for a third
-of the time.
+What stands in the way of the recurrence is latency, so nothing waits that need not: the loads have a warp to themselves (when the
+warpgroup of P issued them, the state waited for P a third of its time), O leaves through a tile of its own and not through V's, and
+while it does the next chunk's K S runs, whose state is the one just computed.
 
 Operations a chunk and head at K = V = 128: 10.5 MFLOP, 1.75 us of an SM's share of 790 TFLOP/s.
 """
@@ -40,7 +41,10 @@ from jax_qla.kernels.specification import decay, gather_chunks, last_row, scan_s
 __all__ = ["PASS_CONFIGS", "Config", "program", "specification"]
 
 
-P_PRELUDE = r"""
+P_PRELUDE = (
+    PRELUDE
+    + TILE_PRELUDE
+    + r"""
 // P = scale product o G of one chunk, for i >= j, else 0. `product`: this thread's part of Q K^T, a wgmma accumulator [64, 64];
 // gamma in units of log2; `tile` [64][64] in shared memory, 128-byte swizzled, in the layout that wgmma reads.
 template <typename T>
@@ -72,6 +76,7 @@ __device__ __forceinline__ void jax_qla_decayed(const void* product, const float
   }
 }
 """
+)
 
 
 @dataclass(frozen=True)
@@ -114,7 +119,7 @@ def program(config: Config):
         ratio: T.int32,
         scale: T.float32,
     ):
-        with T.Kernel(sequences * tiles, value_heads, threads=S + 256, prelude=PRELUDE + TILE_PRELUDE + P_PRELUDE) as (block, head):
+        with T.Kernel(sequences * tiles, value_heads, threads=S + 256, prelude=P_PRELUDE) as (block, head):
             T.annotate_min_blocks_per_sm(1)
             T.pdl_sync()  # `prepare` has ended
             n = T.alloc_var("int32")
@@ -243,7 +248,7 @@ def program(config: Config):
                         for c in T.serial(count):
                             at = c % stages
                             after = (c + 1) % stages
-                            # U = S^T K^T is under way. S^T Q^T
+                            # U = S^T K^T is there. S^T Q^T
                             T.wgmma_gemm(state_b, q_s[at, :, :], acc, transpose_B=True, clear_accum=True)
                             # X = beta (V^T - exp(gamma) U)
                             for i, j in T.Parallel(64, C):
