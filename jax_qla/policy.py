@@ -13,6 +13,7 @@ import os
 from typing import NamedTuple
 
 from jax_qla.kernels.common import CHUNK
+from jax_qla.segments import piece_count
 
 MULTIPROCESSORS = 132
 """Of an H100 or H200 SXM."""
@@ -33,6 +34,9 @@ _OVERHEAD = 8.0
 """Two more kernels."""
 _SHORT = 8
 """Chunks that are summarised of a head that decays."""
+
+_ROWS_OF_MEMORY = 512
+"""Tokens for every piece at the least: what is kept of a piece and head then is no more than its part of v and o."""
 
 _LENGTHS = tuple(n << shift for shift in range(10) for n in (8, 12))
 """Chunks of a piece that are considered."""
@@ -73,20 +77,25 @@ def piece_rows(tokens: int, sequences: int, heads: int, key_dim: int, value_dim:
     override = _override()
     if override is not None:
         return override or None
-    mean = -(-tokens // (max(sequences, 1) * CHUNK))
-    layouts = [(sequences, mean)]
+    total, mean = -(-tokens // CHUNK), -(-tokens // (max(sequences, 1) * CHUNK))
+    layouts = [(1.0, sequences, mean)]
     if packed and sequences > 1:
-        # Of packed sequences nothing is known but their number. What is chosen must be good if they are equal, and if
-        # half of them are twice as long.
-        layouts.append((-(-sequences // 2), 2 * mean))
+        # Of packed sequences nothing is known but their number. What is chosen must be good if they are equal, if half
+        # of them are twice as long, and, of less weight, if one has nearly all tokens.
+        layouts += [(1.0, -(-sequences // 2), 2 * mean), (0.25, 1, total)]
 
     def times(length: int | None) -> list[float]:
-        return [_time(length, chunks, count, heads, key_dim, value_dim, packed) for count, chunks in layouts]
+        return [_time(length, chunks, count, heads, key_dim, value_dim, packed) for _, count, chunks in layouts]
 
-    least = [min(column) for column in zip(*map(times, (None, *_LENGTHS)), strict=True)]
-    best = min(
-        (None, *_LENGTHS), key=lambda length: sum(t / limit for t, limit in zip(times(length), least, strict=True))
-    )
+    lengths = (None, *(x for x in _LENGTHS if _ROWS_OF_MEMORY * piece_count(tokens, sequences, x * CHUNK) <= tokens))
+    least = [min(column) for column in zip(*map(times, lengths), strict=True)]
+
+    def excess(length: int | None) -> float:
+        return sum(
+            weight * time / limit for (weight, _, _), time, limit in zip(layouts, times(length), least, strict=True)
+        )
+
+    best = min(lengths, key=excess)
     return None if best is None else best * CHUNK
 
 
@@ -127,7 +136,7 @@ def _time(
     length: int | None, chunks: int, sequences: int, heads: int, key_dim: int, value_dim: int, packed: bool
 ) -> float:
     """Microseconds of the forward recurrence of sequences of `chunks` chunks, in pieces of `length` or whole."""
-    if length is None or length >= chunks:
+    if length is None or (length >= chunks and not packed):
         return max(1.0, _whole(chunks, sequences * heads, value_dim))
     if packed and chunks * CHUNK <= cut_beyond(length * CHUNK):
         tile = value_tile((sequences * chunks // length + sequences) * heads, value_dim)

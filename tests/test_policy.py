@@ -30,6 +30,19 @@ def test_length_grows_with_the_sequence() -> None:
         assert tables.piece_count(tokens, 1, rows) < 64
 
 
+def test_packed_batches_are_cut_for_the_longest_that_there_may_be() -> None:
+    """But not where most sequences must be short, or what is kept of so many pieces would take much memory."""
+
+    def of(tokens: int, sequences: int, heads: int = 8) -> int | None:
+        return policy.piece_rows(tokens, sequences, heads, 128, 128, packed=True)
+
+    assert of(75000, 101) is not None
+    assert of((1 << 20) + 10000, 101) is not None
+    assert of(8192, 8) is None
+    assert of(75000, 1000) is None
+    assert of(1 << 20, 4000) is None
+
+
 def test_override(monkeypatch: pytest.MonkeyPatch) -> None:
     for value, expected in (("128", 128), ("0", None)):
         monkeypatch.setenv(policy.OVERRIDE, value)
