@@ -113,7 +113,7 @@ class _Layout:
         x = x.reshape(self.batch, self.chunks * CHUNK, heads, x.shape[-1])
         if self.marks is None:
             if self.tokens < CHUNK:
-                # XLA of jax 0.11.2 for GPUs fails to compile what it makes of the slice fused with a sum, of 2 or 3 tokens.
+                # XLA for GPUs (jax 0.11.2) fails to compile a fusion of the slice with a sum, for 2 or 3 tokens.
                 x = jax.lax.optimization_barrier(x)
             return x[:, : self.tokens]
         return jnp.where(self.row_valid[:, None, None], x[0][self.place_of], 0)[None]
