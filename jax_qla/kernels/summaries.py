@@ -198,7 +198,7 @@ def program(config: Config):
                     # U = S^T K^T
                     T.wgmma_gemm(state_b, k_s[at, :, :], u, transpose_B=True, clear_accum=True)
                     T.call_extern(
-                        "handle", "jax_qla_load_transposed", T.address_of(v_t[0, 0]), T.address_of(v_s[at, 0, 0])
+                        "handle", "jax_qla_load_transposed", T.address_of(v_t[0, 0]), T.access_ptr(v_s[at, 0, 0], "r")
                     )
                     T.wait_wgmma(0)
                     # X = beta (V^T - exp(gamma) U), where V is 0 for the transition, whatever lies in its tile
