@@ -627,6 +627,8 @@ def program(config: Config):
                             T.barrier_wait(h_loaded[0], at_k)
                             T.barrier_wait(dh_loaded[0], at_k)
                             # Z and Y by turns: one is computed while the other is used
+                            # "r": behind pointers that may be written to TileLang puts a fence (0.1 us) before the next wgmma. No
+                            # wgmma and no TMA reads what is written here.
                             T.wgmma_gemm(dx_s[at_k, :, :], h_s[:, 0:64], z_k, clear_accum=True)
                             T.wgmma_gemm(vd_s[at_k, :, :], dh_s[:, 0:64], y_k, clear_accum=True)
                             for part in tuple(range(K // 64)):
@@ -634,7 +636,7 @@ def program(config: Config):
                                     "handle",
                                     "jax_qla_load_tile",
                                     T.address_of(key_pairs[0]),
-                                    T.address_of(k_s[0, 0, part * 64]),
+                                    T.access_ptr(k_s[0, 0, part * 64], "r"),
                                 )
                                 T.wait_wgmma(1)
                                 T.call_extern(
@@ -642,7 +644,7 @@ def program(config: Config):
                                     f"jax_qla_add_rows<{ctype}>",
                                     T.address_of(dk_f[0, part * 64]),
                                     T.address_of(z_k[0, 0]),
-                                    T.address_of(drop_s[at_k, 0]),
+                                    T.access_ptr(drop_s[at_k, 0], "r"),
                                     T.float32(1),
                                     T.address_of(key_pairs[0]),
                                     T.address_of(dots[0]),
@@ -657,7 +659,7 @@ def program(config: Config):
                                     f"jax_qla_add_rows<{ctype}>",
                                     T.address_of(dk_f[0, part * 64]),
                                     T.address_of(y_k[0, 0]),
-                                    T.address_of(fall_s[at_k, 0]),
+                                    T.access_ptr(fall_s[at_k, 0], "r"),
                                     T.float32(1),
                                     T.address_of(key_pairs[0]),
                                     T.address_of(dots[2]),
@@ -667,10 +669,16 @@ def program(config: Config):
                             T.barrier_arrive(h_free[0])
                             T.barrier_arrive(dh_free[0])
                             T.call_extern(
-                                "handle", "jax_qla_write_rows", T.address_of(dots[0]), T.address_of(z_dots_s[at_k, 0])
+                                "handle",
+                                "jax_qla_write_rows",
+                                T.address_of(dots[0]),
+                                T.access_ptr(z_dots_s[at_k, 0], "r"),
                             )
                             T.call_extern(
-                                "handle", "jax_qla_write_rows", T.address_of(dots[2]), T.address_of(y_dots_s[at_k, 0])
+                                "handle",
+                                "jax_qla_write_rows",
+                                T.address_of(dots[2]),
+                                T.access_ptr(y_dots_s[at_k, 0], "r"),
                             )
                             T.barrier_arrive(parts_ready[0])  # what follows reads neither rows nor gates
                             T.barrier_wait(e_ready[0], at_k)
@@ -743,20 +751,23 @@ def program(config: Config):
                                     "handle",
                                     "jax_qla_load_tile",
                                     T.address_of(queries[0]),
-                                    T.address_of(q_s[0, 0, part_q * 64]),
+                                    T.access_ptr(q_s[0, 0, part_q * 64], "r"),
                                 )
                                 T.call_extern(
                                     "handle",
                                     f"jax_qla_add_rows<{ctype}>",
                                     T.address_of(dq_f[0, part_q * 64]),
                                     T.address_of(t_q[0, part_q * 64]),
-                                    T.address_of(rise_s[at_q, 0]),
+                                    T.access_ptr(rise_s[at_q, 0], "r"),
                                     scale,
                                     T.address_of(queries[0]),
                                     T.address_of(dots_q[0]),
                                 )
                             T.call_extern(
-                                "handle", "jax_qla_write_rows", T.address_of(dots_q[0]), T.address_of(q_dots_s[at_q, 0])
+                                "handle",
+                                "jax_qla_write_rows",
+                                T.address_of(dots_q[0]),
+                                T.access_ptr(q_dots_s[at_q, 0], "r"),
                             )
                             T.barrier_arrive(parts_ready[0])
                         T.sync_threads(4, 256)  # nobody reads Q or K any more
