@@ -135,14 +135,14 @@ def resolve(
             mesh, in_context = of_type, False
     batch, heads, sequence = _check_names(mesh_axes, mesh)
     if mesh.empty:
-        # With one device there is nothing that the compiler could find out.
+        # Of one device there is nothing to find out.
         return LOCAL if jax.device_count() == 1 else Layout(automatic=True)
     kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
     manual = {axis for axis, kind in kinds.items() if kind == AxisType.Manual}
     explicit = {axis for axis, kind in kinds.items() if kind == AxisType.Explicit}
     if mesh_axes is None:
         if not manual and not explicit:
-            return Layout(automatic=True)
+            return LOCAL if mesh.size == 1 else Layout(automatic=True)
         unknown = [axis for axis, kind in kinds.items() if kind == AxisType.Auto and mesh.shape[axis] > 1]
         if unknown:
             raise NotImplementedError(
