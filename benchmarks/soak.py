@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import gc
+import inspect
 import json
 import math
 import os
@@ -184,7 +185,10 @@ def on_other_stream(function: Any) -> Any:
     """`function`, called on another stream of the device."""
     from jax.experimental.compute_on import compute_on
 
-    return compute_on("gpu_stream:1")(jax.jit(function))
+    if "out_memory_spaces" not in inspect.signature(compute_on).parameters:
+        return compute_on("gpu_stream:1")(jax.jit(function))
+    # What jax 0.11 has under this name: of one traced function, whose results stay on the device.
+    return compute_on(function, compute_type="gpu_stream:1", out_memory_spaces=jax.memory.Space.Device)
 
 
 def why_no_other_stream() -> str | None:

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 
 from jax_qla import decode, dispatch, reference, sharding, vjp
 from jax_qla.checks import Checked, check, check_gradient
-from jax_qla.implementations import Choice, RecurrentCall, Residuals, choose
+from jax_qla.implementations import Between, Choice, RecurrentCall, Residuals, choose
 from jax_qla.kernels.common import CHUNK
 from jax_qla.segments import gates_with_resets, segments_from_cu_seqlens
 from jax_qla.sharding import Layout, MeshAxes
@@ -232,7 +232,7 @@ def chunk_gated_delta_rule_fwd(
     cu_seqlens: jax.Array | None = None,
     implementation: str | Sequence[str] | None = None,
     precision: jax.lax.PrecisionLike = None,
-) -> tuple[jax.Array, jax.Array | None, Residuals | None]:
+) -> tuple[jax.Array, jax.Array | None, tuple[Any, ...] | None]:
     """The forward half of `chunk_gated_delta_rule`, with what the backward half reads; for writing one's own VJP.
 
     Not differentiable itself. Preparations are the caller's: q and k are taken as they are, g and beta are float32.
@@ -245,7 +245,10 @@ def chunk_gated_delta_rule_fwd(
         o, final_state: as in `chunk_gated_delta_rule`.
         residuals: (a, gamma), with a [B, T, Hv, 64] in v's dtype the rows of each chunk's inverse
             (I + strict_lower(diag(beta) K K^T o G))^{-1}, and gamma [B, T, Hv] float32 the sums of g within each chunk;
-            or None where only "xla" can be chosen, which recomputes them. To be handed on as they are.
+            or None where only "xla" can be chosen, which recomputes them. To be handed on as they are. Where one card
+            computes the sequences in P pieces there is a third, which may be left out and is then computed again:
+            (entering, transition, forgotten), the state before each piece [P, Hv, K, V] float32, the transpose of what
+            multiplies it as the sum of two parts [P, Hv, 2, K, K] bfloat16, and whether that is zero [P, Hv] int32.
 
     Raises:
         As `chunk_gated_delta_rule`.
@@ -275,7 +278,9 @@ def chunk_gated_delta_rule_fwd(
     )
     if final_state is not None and cu_seqlens is not None:
         final_state = final_state[0]
-    return o, final_state, residuals
+    if residuals is None:
+        return o, final_state, None
+    return o, final_state, residuals[:2] if residuals.between is None else (*residuals[:2], tuple(residuals.between))
 
 
 def chunk_gated_delta_rule_bwd(
@@ -284,7 +289,7 @@ def chunk_gated_delta_rule_bwd(
     v: jax.Array,
     g: jax.Array,
     beta: jax.Array,
-    residuals: Residuals | None,
+    residuals: Sequence[Any] | None,
     do: jax.Array | None,
     d_final_state: jax.Array | None = None,
     *,
@@ -297,7 +302,7 @@ def chunk_gated_delta_rule_bwd(
     """The backward half of `chunk_gated_delta_rule`.
 
     Args:
-        residuals: what `chunk_gated_delta_rule_fwd` returned for the same operands and options.
+        residuals: what `chunk_gated_delta_rule_fwd` returned for the same operands and options, or its a and gamma.
         do: [B, T, Hv, V] in v's dtype, the cotangent of o, or None for zero.
         d_final_state: float32, of the shape of final_state, its cotangent, or None for zero. Not both may be None.
         All others: as given to `chunk_gated_delta_rule_fwd`.
@@ -337,13 +342,9 @@ def chunk_gated_delta_rule_bwd(
         check_gradient("do", do, tuple(v.shape), v.dtype, "that of o and v")
     if d_final_state is not None:
         check_gradient("d_final_state", d_final_state, checked.state_shape, jnp.float32, "that of final_state")
+    given = None
     if residuals is not None:
-        if not isinstance(residuals, Sequence) or len(residuals) != 2:
-            raise TypeError(
-                f"residuals must be what chunk_gated_delta_rule_fwd returned, got {type(residuals).__name__}"
-            )
-        check_gradient("residuals[0]", residuals[0], (*v.shape[:3], CHUNK), v.dtype, "[B, T, Hv, 64]")
-        check_gradient("residuals[1]", residuals[1], tuple(g.shape), jnp.float32, "that of g")
+        given = _residuals(residuals, k, v, g)
     elif choice.on_cuda == "cuda":
         raise ValueError(
             'residuals are missing: "cuda" reads them; call chunk_gated_delta_rule_fwd with the same implementation='
@@ -352,7 +353,7 @@ def chunk_gated_delta_rule_bwd(
     if d_final_state is not None and cu_seqlens is not None:
         d_final_state = d_final_state[None]
     dq, dk, dv, dg, dbeta, d_initial_state = sharding.backward(
-        *(*operands, residuals, None, do, d_final_state),
+        *(*operands, given, None, do, d_final_state),
         layout=layout,
         choice=choice,
         scale=checked.scale,
@@ -515,6 +516,26 @@ def _operands_of_half(
     if cu_seqlens is not None:
         segments, initial_state = _one_row(layout, v, initial_state, cu_seqlens)
     return layout, (q, k, v, g, beta, initial_state, segments)
+
+
+def _residuals(residuals: Sequence[Any], k: Any, v: Any, g: Any) -> Residuals:
+    """What the forward half returned, checked."""
+    if not isinstance(residuals, Sequence) or len(residuals) not in (2, 3):
+        raise TypeError(f"residuals must be what chunk_gated_delta_rule_fwd returned, got {type(residuals).__name__}")
+    check_gradient("residuals[0]", residuals[0], (*v.shape[:3], CHUNK), v.dtype, "[B, T, Hv, 64]")
+    check_gradient("residuals[1]", residuals[1], tuple(g.shape), jnp.float32, "that of g")
+    if len(residuals) == 2:
+        return Residuals(*residuals)
+    a, gamma, third = residuals
+    if not isinstance(third, Sequence) or len(third) != len(Between._fields):
+        raise TypeError(
+            f"residuals[2] must be what chunk_gated_delta_rule_fwd returned, or be left out, got {type(third).__name__}"
+        )
+    parts = third[0].shape[0] if getattr(third[0], "ndim", 0) else 0
+    shapes = Between.shapes(parts, v.shape[2], k.shape[3], v.shape[3]).values()
+    for i, (x, right) in enumerate(zip(third, shapes, strict=True)):
+        check_gradient(f"residuals[2][{i}]", x, right.shape, right.dtype, "of P pieces")
+    return Residuals(a, gamma, Between(*third))
 
 
 def _arrays(*operands: Any) -> tuple[Any, ...]:

@@ -178,6 +178,11 @@ def _unflatten(rows: Any, states: Any, like: jax.Array, segments: jax.Array | No
     )
 
 
+def _of_rows(residuals: Residuals | None) -> Residuals | None:
+    """The residuals that have rows."""
+    return None if residuals is None else residuals._replace(between=None)
+
+
 def on_one_row(
     function: Callable[..., tuple[jax.Array, jax.Array]],
     q: jax.Array,
@@ -208,13 +213,14 @@ def forward(
     scale: float,
     output_final_state: bool,
     with_residuals: bool,
+    piece_rows: int | None = None,
     precision: Any = None,
 ) -> tuple[jax.Array, jax.Array | None, Residuals | None, Carry | None]:
     """o, final_state, residuals and, with `axes`, what `backward` needs of the exchange.
 
     Args:
         q, k, v, g, beta, initial_state, segments, axes: see the module; g and beta float32, states float32 or None.
-        choice, scale, output_final_state, with_residuals, precision: as in `dispatch.forward`.
+        choice, scale, output_final_state, with_residuals, piece_rows, precision: as in `dispatch.forward`.
     """
     options = {"choice": choice, "with_residuals": with_residuals, "scale": scale, "precision": precision}
     states, local_segments = initial_state, segments
@@ -232,9 +238,15 @@ def forward(
     rows, states, flat_segments = flatten((q, k, v, g, beta), states, local_segments)
     pieces = None if carry is None else carry.pieces
     o, final_state, residuals = dispatch.forward(
-        *rows, states, flat_segments, residuals, pieces, output_final_state=output_final_state, **options
+        *(*rows, states, flat_segments, residuals, pieces),
+        output_final_state=output_final_state,
+        piece_rows=piece_rows,
+        **options,
     )
-    (o, residuals), final_state = _unflatten((o, residuals), final_state, v, segments)
+    between = None if residuals is None else residuals.between
+    (o, residuals), final_state = _unflatten((o, _of_rows(residuals)), final_state, v, segments)
+    if residuals is not None:
+        residuals = residuals._replace(between=between)
     if final_state is not None and ends is not None:
         final_state = _mask(ends, final_state)
     return o, final_state, residuals, carry
@@ -292,7 +304,7 @@ def backward(
                 d_final_state = _mask(shard.ends, d_final_state)
             d_of_continuing = None if d_final_state is None else _chosen(shard.continues, d_final_state)[:, None]
             (rows, flat_residuals, flat_do), d_of_continuing, continuing = flatten(
-                (rows, residuals, do), d_of_continuing, shard.continuing_rows()[:, None]
+                (rows, _of_rows(residuals), do), d_of_continuing, shard.continuing_rows()[:, None]
             )
             response, _ = dispatch.state_gradient(
                 *rows, continuing, flat_residuals, flat_do, d_of_continuing, None, **options
@@ -301,10 +313,11 @@ def backward(
             states = _true_first_states(shard, carry, initial_state)
             d_states = _mask(shard.leaves, outgoing[:, None], 0.0 if d_final_state is None else d_final_state)
     flat, (states, d_states), flat_segments = flatten(
-        (q, k, v, g, beta, residuals, do), (states, d_states), local_segments
+        (q, k, v, g, beta, _of_rows(residuals), do), (states, d_states), local_segments
     )
+    flat_residuals = None if residuals is None else flat[5]._replace(between=residuals.between)
     *gradients, d_states = dispatch.backward(
-        *(*flat[:5], states, flat_segments, flat[5], flat[6], d_states, pieces, adjoint_response),
+        *(*flat[:5], states, flat_segments, flat_residuals, flat[6], d_states, pieces, adjoint_response),
         choice=choice,
         scale=scale,
         precision=precision,
@@ -346,7 +359,9 @@ def _exchange(
         return Carry(incoming if first is None else incoming + first, transition, pieces), residuals
     shard = _Shard(segments, v.shape[1], axes)
     first = None if initial_state is None else _chosen(shard.leaves & shard.starts, initial_state)[:, None]
-    (rows, residuals), first, leaving = flatten(((q, k, v, g, beta), residuals), first, shard.leaving_rows()[:, None])
+    (rows, residuals), first, leaving = flatten(
+        ((q, k, v, g, beta), _of_rows(residuals)), first, shard.leaving_rows()[:, None]
+    )
     transition, response, _, _ = dispatch.summary(*rows, first, leaving, residuals, **options)
     transition = _mask(shard.covered(), transition)
     return Carry(response_before(transition, response, axes), transition, None), None

@@ -4,7 +4,8 @@ Forward is two kernels in one FFI call (prepare, forward), backward three (state
 one (recurrent, on a dense batch as it is). The others work on flat token arrays, dense batches included: a dense batch
 is a packed one whose tables are constants. Before all of them stands layout in a packed batch. Where sequences are cut
 into pieces (policy.py), the states that enter these come first: summaries and compose, for the backward pass also
-adjoint_summaries and compose in reverse; what follows takes pieces for sequences.
+adjoint_summaries and compose in reverse; what follows takes pieces for sequences. A forward pass that keeps what
+it finds of the pieces (`implementations.Between`) spares the backward one summaries and the first compose.
 Where a sequence goes on beyond a device, this falls into two calls: `summary` (prepare, summaries, and compose for N
 and for M) begins, and `forward`, given what it found, goes on (compose, forward) when the state before is known. So do
 `state_gradient` and `backward`.
@@ -12,7 +13,7 @@ Intermediate results (h, dh, Vd, states between pieces) are results of the call 
 
 Memory of the backward besides its operands and results, in elements of v's dtype: h and dh, ceil(T / 64) * Hv * K * V
 each, and Vd, as v. dX lives in dv until the gradients kernel scales it there. In pieces: six times K V in float32 per
-piece and value head, four times in the forward pass, five in `summary`.
+piece and value head (three where the forward pass has kept two), four times in the forward pass, five in `summary`.
 """
 
 from __future__ import annotations
@@ -24,11 +25,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from jax_qla import policy, store
 from jax_qla import segments as tables
-from jax_qla.implementations import Pieces, RecurrentCall, Residuals
+from jax_qla.implementations import Between, Pieces, RecurrentCall, Residuals
 from jax_qla.kernels import adjoint_summaries as adjoint_summaries_kernel
 from jax_qla.kernels import compose as compose_kernel
 from jax_qla.kernels import forward as forward_kernel
@@ -48,6 +48,9 @@ HEAD_DIMS = (64, 128)
 
 DTYPES = ("bfloat16", "float16")
 """Dtypes of q, k and v that kernels exist for."""
+
+_OF_GRADIENTS = {"response": "adjoint_response", "initial_state": "d_final_state", "entering": "leaving"}
+"""Operands of `compose` in reverse."""
 
 _RECURRENT = frozenset({"recurrent"})
 _CHUNKED = frozenset(name for name, _ in PACKAGED) - _RECURRENT
@@ -115,10 +118,11 @@ def forward(
     output_final_state: bool,
     with_residuals: bool,
     cut: policy.Cut | None = None,
+    piece_rows: int | None = None,
     precision: Any = None,
 ) -> tuple[jax.Array, jax.Array | None, Residuals | None]:
     """o, final_state and residuals; the contract is `dispatch.forward`'s. `precision` is not used."""
-    call = _Call(q, k, v, segments, shard=None if pieces is None else cut)
+    call = _Call(q, k, v, segments, shard=None if pieces is None else cut, rows=piece_rows)
     inputs = call.flat(q=q, k=k, v=v, g=g, beta=beta) | call.tables | {"initial_state": call.states(initial_state)}
     tokens, value_heads, value_dim = call.tokens, call.value_heads, v.shape[3]
     outputs = {
@@ -144,7 +148,9 @@ def forward(
     )
     final_state = call.of_last_pieces(results["final_state"], results) if output_final_state else None
     if steps:
-        residuals = (call.unflat(results["a"]), call.unflat(results["gamma"]))
+        residuals = Residuals(call.unflat(results["a"]), call.unflat(results["gamma"]))
+        if piece_rows is not None:
+            residuals = residuals._replace(between=Between(*(results[name] for name in Between._fields)))
     return call.unflat(results["o"]), final_state, residuals if with_residuals else None
 
 
@@ -164,22 +170,28 @@ def backward(
     *,
     scale: float,
     cut: policy.Cut | None = None,
+    piece_rows: int | None = None,
     precision: Any = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array, jax.Array | None]:
     """Gradients; the contract is `dispatch.backward`'s. `precision` is not used."""
-    call = _Call(q, k, v, segments, shard=None if pieces is None else cut)
+    call = _Call(q, k, v, segments, shard=None if pieces is None else cut, rows=piece_rows)
     if do is None:
         do = jnp.zeros_like(v)
-    a, gamma = residuals
+    a, gamma, between = residuals
     inputs = call.flat(q=q, k=k, v=v, g=g, beta=beta, do=do, a=a, gamma=gamma) | call.tables
     inputs |= {"initial_state": call.states(initial_state), "d_final_state": call.states(d_final_state)}
     if pieces is not None and adjoint_response is not None:
         inputs |= {**pieces._asdict(), "adjoint_response": adjoint_response}
+    elif between is not None:
+        inputs |= between._asdict()
     tokens, value_heads, value_dim = call.tokens, call.value_heads, v.shape[3]
     chunk_states = jax.ShapeDtypeStruct((call.slots, value_heads, value_dim, k.shape[3]), v.dtype)
     gates = jax.ShapeDtypeStruct((tokens, value_heads), jnp.float32)
     flat_shape = {name: jax.ShapeDtypeStruct(inputs[name].shape, inputs[name].dtype) for name in ("q", "k", "v")}
-    steps, between = call.entering_states(adjoint=True, known=pieces is not None, scale=scale)
+    if between is not None:
+        steps, of_pieces = call.leaving_gradients(scale)
+    else:
+        steps, of_pieces = call.entering_states(adjoint=True, known=pieces is not None, scale=scale)
     initial, final = ({"initial_state": "entering"}, {"d_final_state": "leaving"}) if call.cut else ({}, {})
     results = launch(
         [
@@ -201,7 +213,7 @@ def backward(
             "h": chunk_states,
             "dh": chunk_states,
         }
-        | between
+        | of_pieces
         | call.table_shapes,
     )
     dq, dk, dv, dg, dbeta = (call.unflat(results[name]) for name in ("dq", "dk", "dv", "dg", "dbeta"))
@@ -296,7 +308,7 @@ def summary(
     if segments is not None or not with_residuals:
         return transition, response, None, None
     if residuals is None:
-        residuals = call.unflat(results["a"]), call.unflat(results["gamma"])
+        residuals = Residuals(call.unflat(results["a"]), call.unflat(results["gamma"]))
     return transition, response, residuals, Pieces(*(results[name] for name in Pieces._fields))
 
 
@@ -333,7 +345,7 @@ def state_gradient(
         outputs |= shapes
     else:
         inputs |= pieces._asdict()
-    rename = {"response": "adjoint_response", "initial_state": "d_final_state", "spans": "left", "entering": "leaving"}
+    rename = _OF_GRADIENTS | {"spans": "left"}
     steps += [
         call.step(adjoint_summaries_kernel, rename={"pieces": "shard_pieces"}, scale=scale),
         # No overlap: without another `compose` before it, this kernel would not wait for what it reads.
@@ -359,22 +371,25 @@ class _Call:
         *,
         whole: bool = False,
         shard: policy.Cut | None = None,
+        rows: int | None = None,
     ) -> None:
+        """Cut as `shard` says, not at all if `whole`, into pieces of so many `rows`, or as `policy` says."""
         self.batch, self.length, self.key_heads, self.key_dim = k.shape
         self.value_heads, self.value_dim = v.shape[2:]
         self.tokens = self.batch * self.length
         self.dtype = q.dtype.name
         packed = segments is not None
         self.sequences = segments.shape[0] if segments is not None else self.batch
-        rows = None
-        if shard is None and not whole:
+        if rows is None and shard is None and not whole:
             rows = policy.piece_rows(
                 self.tokens, self.sequences, self.value_heads, self.key_dim, self.value_dim, packed=packed
             )
         self.shard = shard
         """How the sequences, of a dense batch, are cut if their pieces have been summarised before."""
         self.cut = rows is not None or shard is not None
-        self.parts = self.sequences if rows is None else tables.piece_count(self.tokens, self.sequences, rows)
+        self.parts = self.sequences
+        if rows is not None:
+            self.parts = tables.piece_count(self.tokens, self.sequences, rows, packed=packed)
         recurrences = self.parts
         if shard is not None:  # two more pieces a sequence, which are empty
             self.parts, recurrences = self.sequences * (shard.pieces + 2), self.sequences * shard.pieces
@@ -407,10 +422,7 @@ class _Call:
             self.tables["segments"] = jnp.asarray(bounds, jnp.int32)
             self.tables["chunks"] = jnp.asarray(tables.chunk_table(bounds, self.tokens), jnp.int32)
         else:
-            bounds, number = tables.dense_segments(self.batch, self.length), np.arange(self.batch, dtype=np.int32)
-            length = layout_kernel.WHOLE if rows is None else rows
-            pieces = tables.piece_table(bounds, self.parts, length)
-            spans = np.stack([tables.first_piece(bounds[:, 0], number, length), tables.pieces_of(bounds, length)], 1)
+            pieces, spans = tables.dense_pieces(self.batch, self.length, self.length if rows is None else rows)
             constants = (pieces[:, :2], pieces, spans, tables.chunk_table(pieces[:, :2], self.tokens))
             self.tables = {name: jnp.asarray(x, jnp.int32) for name, x in zip(shapes, constants, strict=True)}
 
@@ -444,25 +456,28 @@ class _Call:
         if not self.cut:
             return [], {}
         states = self.state_shape(True)
-        of_gradients = {"response": "adjoint_response", "initial_state": "d_final_state", "entering": "leaving"}
         if known:
             steps = [self.step(compose_kernel, rename={"spans": "entered"}, reverse=False)]
             if adjoint:
-                steps.append(self.step(compose_kernel, rename=of_gradients | {"spans": "left"}, reverse=True))
+                steps.append(self.step(compose_kernel, rename=_OF_GRADIENTS | {"spans": "left"}, reverse=True))
             return steps, {"entering": states} | ({"leaving": states} if adjoint else {})
-        maps = (self.parts, self.value_heads, 2, self.key_dim, self.key_dim)
-        outputs = {
-            "response": states,
-            "transition": jax.ShapeDtypeStruct(maps, jnp.bfloat16),
-            "forgotten": jax.ShapeDtypeStruct((self.parts, self.value_heads), jnp.int32),
-            "entering": states,
-        }
+        outputs = {"response": states, **Between.shapes(self.parts, self.value_heads, self.key_dim, self.value_dim)}
         steps = [self.step(summaries_kernel), self.step(compose_kernel, reverse=False)]
         if adjoint:
             outputs |= {"adjoint_response": states, "leaving": states}
             steps.insert(1, self.step(adjoint_summaries_kernel, scale=scale))
-            steps.append(self.step(compose_kernel, rename=of_gradients, reverse=True))
+            steps.append(self.step(compose_kernel, rename=_OF_GRADIENTS, reverse=True))
         return steps, outputs
+
+    def leaving_gradients(self, scale: float) -> tuple[list[Step], dict[str, jax.ShapeDtypeStruct]]:
+        """As `entering_states` of the gradients alone, where the states are known."""
+        states = self.state_shape(True)
+        # No overlap: both kernels wait only at their end, relying on `summaries` and another `compose` before them.
+        steps = [
+            self.step(adjoint_summaries_kernel, overlap=False, scale=scale),
+            self.step(compose_kernel, rename=_OF_GRADIENTS, overlap=False, reverse=True),
+        ]
+        return steps, {"adjoint_response": states, "leaving": states}
 
     def of_first_pieces(self, states: jax.Array, results: Mapping[str, jax.Array]) -> jax.Array:
         """States of all pieces, of those that a sequence begins with: [P, ...] -> [N, ...]."""

@@ -16,9 +16,10 @@ import jax
 import jax.numpy as jnp
 
 from jax_qla import policy
-from jax_qla.implementations import Choice, Pieces, Residuals, load
+from jax_qla.implementations import Between, Choice, Pieces, Residuals, load
 from jax_qla.kernels.common import CHUNK
 from jax_qla.refusal import refuse
+from jax_qla.segments import piece_count, rows_of_pieces
 
 _Tree = TypeVar("_Tree")
 
@@ -29,10 +30,15 @@ SECOND_ORDER = (
 """What a program that needs more derivatives is told."""
 
 _ROWS, _STATES, _SEGMENTS = "rows", "states", "segments"
-"""What the leading axes of an operand count: [B, T, ...], [N, ...] or segments [N, 2]."""
+"""What the leading axes of an operand count: [B, T, ...], [N, ...] (or so many for each) or segments [N, 2]."""
+
+_KINDS_OF_RESIDUALS = Residuals(_ROWS, _ROWS, _STATES)  # type: ignore[arg-type]
 
 
-@functools.partial(jax.jit, static_argnames=("choice", "scale", "output_final_state", "with_residuals", "precision"))
+@functools.partial(
+    jax.jit,
+    static_argnames=("choice", "scale", "output_final_state", "with_residuals", "piece_rows", "precision"),
+)
 def forward(
     q: jax.Array,
     k: jax.Array,
@@ -48,6 +54,7 @@ def forward(
     scale: float,
     output_final_state: bool,
     with_residuals: bool,
+    piece_rows: int | None = None,
     precision: Any = None,
 ) -> tuple[jax.Array, jax.Array | None, Residuals | None]:
     """o, final_state and residuals of the local gated delta rule.
@@ -61,6 +68,8 @@ def forward(
         scale: factor of q.
         output_final_state: whether to return the final state.
         with_residuals: whether to return what the backward reads.
+        piece_rows: from `policy.kept_rows`: sequences are cut so, which `jax.vmap` does not change then, and the
+            residuals say what lies between the pieces. None lets the implementation cut, and keeps nothing of it.
         precision: of the matrix products of "xla".
 
     Returns:
@@ -73,12 +82,16 @@ def forward(
     def local(*operands: Any) -> Any:
         if _nothing_to_do(operands[2], operands[6]):
             return _forward_of_nothing(*operands, output_final_state=output_final_state, with_residuals=with_residuals)
-        options = {"scale": scale, "output_final_state": output_final_state, "with_residuals": with_residuals}
-        return _on_platform(choice, "forward", operands, options | {"cut": cut, "precision": precision})
+        return _on_platform(choice, "forward", operands, options)
 
+    if not with_residuals or pieces is not None:
+        piece_rows = None
     cut = None if pieces is None else _cut(k, v, segments)
-    kinds = (*(_ROWS,) * 5, _STATES, _SEGMENTS, _ROWS, _STATES)
-    batchable = _batchable(local, kinds, (_ROWS, _STATES, _ROWS))
+    options: dict[str, Any] = {"scale": scale, "output_final_state": output_final_state}
+    options |= {"with_residuals": with_residuals, "cut": cut, "piece_rows": piece_rows, "precision": precision}
+    kinds = (*(_ROWS,) * 5, _STATES, _SEGMENTS, _KINDS_OF_RESIDUALS, _STATES)
+    one_by_one = piece_rows is not None and segments is not None
+    batchable = _batchable(local, kinds, (_ROWS, _STATES, _KINDS_OF_RESIDUALS), one_by_one=one_by_one)
     operands = (q, k, v, g, beta, initial_state, segments, residuals, pieces)
     o, final_state, residuals = batchable(*match_varying(operands, operands))
     return o, final_state, residuals
@@ -120,11 +133,14 @@ def backward(
     def local(*operands: Any) -> Any:
         if _nothing_to_do(operands[2], operands[6]):
             return _backward_of_nothing(*operands)
-        return _on_platform(choice, "backward", operands, {"scale": scale, "cut": cut, "precision": precision})
+        return _on_platform(choice, "backward", operands, options)
 
+    piece_rows = None if residuals is None else _rows_of(residuals.between, v, segments)
     cut = None if pieces is None else _cut(k, v, segments)
-    kinds = (*(_ROWS,) * 5, _STATES, _SEGMENTS, _ROWS, _ROWS, *(_STATES,) * 3)
-    batchable = _batchable(local, kinds, (*(_ROWS,) * 5, _STATES))
+    options = {"scale": scale, "cut": cut, "piece_rows": piece_rows, "precision": precision}
+    kinds = (*(_ROWS,) * 5, _STATES, _SEGMENTS, _KINDS_OF_RESIDUALS, _ROWS, *(_STATES,) * 3)
+    one_by_one = piece_rows is not None and segments is not None
+    batchable = _batchable(local, kinds, (*(_ROWS,) * 5, _STATES), one_by_one=one_by_one)
     operands = (q, k, v, g, beta, initial_state, segments, residuals, do, d_final_state, pieces, adjoint_response)
     dq, dk, dv, dg, dbeta, d_initial_state = batchable(*match_varying(operands, operands))
     return dq, dk, dv, dg, dbeta, d_initial_state
@@ -166,8 +182,8 @@ def summary(
             return _summary_of_nothing(*operands, **options)
         return _on_platform(choice, "summary", operands, options)
 
-    kinds = (*(_ROWS,) * 5, _STATES, _SEGMENTS, _ROWS)
-    batchable = _batchable(local, kinds, (_STATES, _STATES, _ROWS, _STATES))
+    kinds = (*(_ROWS,) * 5, _STATES, _SEGMENTS, _KINDS_OF_RESIDUALS)
+    batchable = _batchable(local, kinds, (_STATES, _STATES, _KINDS_OF_RESIDUALS, _STATES))
     operands = (q, k, v, g, beta, initial_state, segments, residuals)
     transition, response, residuals, pieces = batchable(*match_varying(operands, operands))
     return transition, response, residuals, pieces
@@ -208,7 +224,7 @@ def state_gradient(
             return _state_gradient_of_nothing(*operands)
         return _on_platform(choice, "state_gradient", operands, options)
 
-    kinds = (*(_ROWS,) * 5, _STATES, _SEGMENTS, _ROWS, _ROWS, _STATES, _STATES)
+    kinds = (*(_ROWS,) * 5, _STATES, _SEGMENTS, _KINDS_OF_RESIDUALS, _ROWS, _STATES, _STATES)
     operands = (q, k, v, g, beta, None, segments, residuals, do, d_final_state, pieces)
     batchable = _batchable(local, kinds, (_STATES, _STATES))
     d_initial_state, adjoint_response = batchable(*match_varying(operands, operands))
@@ -224,6 +240,22 @@ def _cut(k: jax.Array, v: jax.Array, segments: jax.Array | None) -> policy.Cut:
     sequences = batch if segments is None else segments.shape[0]
     longest = batch * tokens // max(sequences, 1)
     return policy.shard_cut(longest, sequences, value_heads, k.shape[3], value_dim)
+
+
+def _rows_of(between: Between | None, v: jax.Array, segments: jax.Array | None) -> int | None:
+    """Rows of the pieces that `forward` has cut the sequences into, whatever `policy` says by now."""
+    if between is None:
+        return None
+    batch, tokens = v.shape[:2]
+    sequences, packed = (batch, False) if segments is None else (segments.shape[0], True)
+    parts = between.entering.shape[0]
+    rows = rows_of_pieces(batch * tokens, sequences, parts, packed=packed)
+    if rows == 0 or parts != piece_count(batch * tokens, sequences, rows, packed=packed):
+        raise ValueError(
+            f"the residuals are of {parts} pieces, which {sequences} sequences of {batch * tokens} tokens are not cut "
+            "into: give those of the same operands, or only their first two arrays"
+        )
+    return rows
 
 
 def _on_platform(choice: Choice, function: str, operands: Sequence[Any], options: dict[str, Any]) -> Any:
@@ -259,8 +291,18 @@ def match_varying(tree: _Tree, like: Any) -> _Tree:
     return marked
 
 
-def _batchable(local: Callable[..., Any], kinds: Sequence[str], out_kinds: Sequence[str]) -> Callable[..., Any]:
-    """`local` with a rule for `jax.vmap` and none for differentiation."""
+def _batchable(
+    local: Callable[..., Any], kinds: Sequence[Any], out_kinds: Sequence[Any], *, one_by_one: bool = False
+) -> Callable[..., Any]:
+    """`local` with a rule for `jax.vmap` and none for differentiation.
+
+    Args:
+        kinds, out_kinds: of operands and results.
+        one_by_one: whether members of a batch are computed one after the other. Where the pieces of packed sequences
+            lie depends on all sequences of a call, so what is kept of them holds for the same call only.
+    """
+    if one_by_one:
+        return first_order(jax.custom_batching.sequential_vmap(local))
     batched = jax.custom_batching.custom_vmap(local)
 
     @batched.def_vmap
@@ -292,12 +334,15 @@ def first_order(function: Callable[..., Any]) -> Callable[..., Any]:
     return refusing
 
 
-def _fold(kind: str, operand: Any, tokens: int, *, packed: bool) -> Any:
+def _fold(kind: Any, operand: Any, tokens: int, *, packed: bool) -> Any:
     """Takes the leading axis of the arrays in `operand` into the batch.
 
     A dense batch gets more rows of B: [n, B, ...] -> [n B, ...]. A packed one, where B = 1, gets longer:
     [n, 1, T, ...] -> [1, n T, ...], with the n N segments of all, those of member i moved by i T.
     """
+
+    if isinstance(kind, Residuals) and operand is not None:
+        return Residuals(*(_fold(*pair, tokens, packed=packed) for pair in zip(kind, operand, strict=True)))
 
     def fold(x: jax.Array) -> jax.Array:
         if kind == _SEGMENTS:
@@ -309,8 +354,10 @@ def _fold(kind: str, operand: Any, tokens: int, *, packed: bool) -> Any:
     return jax.tree.map(fold, operand)
 
 
-def _unfold(kind: str, result: Any, axis_size: int, *, packed: bool) -> Any:
+def _unfold(kind: Any, result: Any, axis_size: int, *, packed: bool) -> Any:
     """The inverse of `_fold`."""
+    if isinstance(kind, Residuals) and result is not None:
+        return Residuals(*(_unfold(*pair, axis_size, packed=packed) for pair in zip(kind, result, strict=True)))
 
     def unfold(x: jax.Array) -> jax.Array:
         if kind == _ROWS and packed:
@@ -380,7 +427,7 @@ def _zero_states(q: jax.Array, v: jax.Array, segments: jax.Array | None) -> jax.
 
 
 def _empty_residuals(v: jax.Array, g: jax.Array) -> Residuals:
-    return jnp.zeros((*g.shape, CHUNK), v.dtype), jnp.zeros_like(g)
+    return Residuals(jnp.zeros((*g.shape, CHUNK), v.dtype), jnp.zeros_like(g))
 
 
 def _summary_of_nothing(*operands: Any, cut: policy.Cut, with_residuals: bool, precision: Any) -> Any:

@@ -26,9 +26,39 @@ NAMES = ("cuda", "xla", "reference")
 _AUTOMATIC = ("cuda", "xla")
 """What `implementation=None` stands for."""
 
-Residuals = tuple[jax.Array, jax.Array]
-"""What forward keeps for backward: a [B, T, Hv, 64] in v's dtype, rows of the gated inverse of the row's chunk; gamma
-[B, T, Hv] float32, the cumulative sum of g within the chunk."""
+
+class Between(NamedTuple):
+    """What `forward` keeps of P pieces, into which it has cut whole sequences, so that `backward` need not summarise
+    them again. Each of the B rows of a dense batch has P / B pieces; in a packed one they lie as
+    `segments.piece_table` says.
+    """
+
+    entering: jax.Array
+    """[P, Hv, K, V] float32, the state before each piece."""
+    transition: jax.Array
+    """As of `Pieces`."""
+    forgotten: jax.Array
+    """As of `Pieces`."""
+
+    @staticmethod
+    def shapes(parts: int, heads: int, key_dim: int, value_dim: int) -> dict[str, jax.ShapeDtypeStruct]:
+        """By field, of P = `parts` pieces."""
+        return {
+            "entering": jax.ShapeDtypeStruct((parts, heads, key_dim, value_dim), jnp.float32),
+            "transition": jax.ShapeDtypeStruct((parts, heads, 2, key_dim, key_dim), jnp.bfloat16),
+            "forgotten": jax.ShapeDtypeStruct((parts, heads), jnp.int32),
+        }
+
+
+class Residuals(NamedTuple):
+    """What forward keeps for backward."""
+
+    a: jax.Array
+    """[B, T, Hv, 64] in v's dtype, rows of the gated inverse of the row's chunk."""
+    gamma: jax.Array
+    """[B, T, Hv] float32, the cumulative sum of g within the chunk."""
+    between: Between | None = None
+    """Where sequences have been cut into pieces, unless backward is to compute it again."""
 
 
 class Pieces(NamedTuple):
@@ -46,12 +76,8 @@ class Pieces(NamedTuple):
     @staticmethod
     def shapes(sequences: int, count: int, heads: int, key_dim: int, value_dim: int) -> dict[str, jax.ShapeDtypeStruct]:
         """By field, where a sequence has `count` pieces."""
-        parts = sequences * (count + 2)
-        return {
-            "response": jax.ShapeDtypeStruct((parts, heads, key_dim, value_dim), jnp.float32),
-            "transition": jax.ShapeDtypeStruct((parts, heads, 2, key_dim, key_dim), jnp.bfloat16),
-            "forgotten": jax.ShapeDtypeStruct((parts, heads), jnp.int32),
-        }
+        shapes = Between.shapes(sequences * (count + 2), heads, key_dim, value_dim)
+        return {"response": shapes.pop("entering"), **shapes}
 
 
 _ONLY_CUDA = "the kernels of 'cuda' run on NVIDIA Hopper GPUs only"

@@ -13,7 +13,7 @@ import os
 from typing import NamedTuple
 
 from jax_qla.kernels.common import CHUNK
-from jax_qla.segments import piece_count
+from jax_qla.segments import piece_count, rows_of_pieces
 
 MULTIPROCESSORS = 132
 """Of an H100 or H200 SXM."""
@@ -74,10 +74,11 @@ def piece_rows(tokens: int, sequences: int, heads: int, key_dim: int, value_dim:
         packed: whether the lengths are values. One sequence may then have all tokens; if they turn out to be equal,
             a cut that was made for that finds nothing to do.
     """
+    mean = -(-tokens // (max(sequences, 1) * CHUNK))
     override = _override()
     if override is not None:
-        return override or None
-    total, mean = -(-tokens // CHUNK), -(-tokens // (max(sequences, 1) * CHUNK))
+        return _even(override // CHUNK, mean, packed) if override else None
+    total = -(-tokens // CHUNK)
     layouts = [(1.0, sequences, mean)]
     if packed and sequences > 1:
         # Of packed sequences nothing is known but their number. What is chosen must be good if they are equal, if half
@@ -87,7 +88,10 @@ def piece_rows(tokens: int, sequences: int, heads: int, key_dim: int, value_dim:
     def times(length: int | None) -> list[float]:
         return [_time(length, chunks, count, heads, key_dim, value_dim, packed) for _, count, chunks in layouts]
 
-    lengths = (None, *(x for x in _LENGTHS if _ROWS_OF_MEMORY * piece_count(tokens, sequences, x * CHUNK) <= tokens))
+    def fits(length: int) -> bool:
+        return _ROWS_OF_MEMORY * piece_count(tokens, sequences, length * CHUNK, packed=packed) <= tokens
+
+    lengths = (None, *filter(fits, _LENGTHS)) if tokens and sequences else (None,)
     least = [min(column) for column in zip(*map(times, lengths), strict=True)]
 
     def excess(length: int | None) -> float:
@@ -96,7 +100,34 @@ def piece_rows(tokens: int, sequences: int, heads: int, key_dim: int, value_dim:
         )
 
     best = min(lengths, key=excess)
-    return None if best is None else best * CHUNK
+    return None if best is None else _even(best, mean, packed)
+
+
+def _even(length: int, chunks: int, packed: bool) -> int | None:
+    """Rows of pieces of `length` chunks. Those of dense sequences, all as long, become as equal as so many can be; one
+    piece is none."""
+    if packed:
+        return length * CHUNK
+    pieces = -(-chunks // length)
+    return None if pieces <= 1 else -(-chunks // pieces) * CHUNK
+
+
+def kept_rows(tokens: int, sequences: int, heads: int, key_dim: int, value_dim: int, *, packed: bool) -> int | None:
+    """As `piece_rows`, where what is found of the pieces can be kept for the backward pass; else None.
+
+    The backward pass finds out from their number how long they are (`segments.rows_of_pieces`), which does not say it
+    of a packed batch whose tokens are no multiple of them, or nearly so. Nor is it kept of more pieces than one in 1024
+    tokens, whose states would take more memory than the other residuals.
+    """
+    if tokens == 0 or sequences == 0:
+        return None
+    rows = piece_rows(tokens, sequences, heads, key_dim, value_dim, packed=packed)
+    if rows is None:
+        return None
+    parts = piece_count(tokens, sequences, rows, packed=packed)
+    if _override() is None and 2 * _ROWS_OF_MEMORY * parts > tokens:
+        return None
+    return rows if rows == rows_of_pieces(tokens, sequences, parts, packed=packed) else None
 
 
 def shard_cut(tokens: int, sequences: int, heads: int, key_dim: int, value_dim: int) -> Cut:

@@ -102,9 +102,33 @@ def dense_segments(batch: int, tokens: int) -> np.ndarray:
     return np.stack([start, start + np.int32(tokens)], axis=1)
 
 
-def piece_count(tokens: int, sequences: int, rows: int) -> int:
-    """Number of pieces of at most `rows` rows that any packing of `sequences` segments into `tokens` rows fits into."""
-    return tokens // rows + sequences
+def piece_count(tokens: int, sequences: int, rows: int, *, packed: bool = True) -> int:
+    """Number of pieces of at most `rows` rows that any packing of `sequences` segments into `tokens` rows fits into, or
+    that a dense batch of `sequences` rows has."""
+    return tokens // rows + sequences if packed else sequences * -(-tokens // (sequences * rows))
+
+
+def rows_of_pieces(tokens: int, sequences: int, parts: int, *, packed: bool) -> int:
+    """Length of a piece, from their number: a multiple of 64, of packed sequences the greatest of that number, of a
+    dense batch's the least. Zero where there is none."""
+    if packed:
+        return tokens // max(parts - sequences, 1) // CHUNK * CHUNK
+    return -(-tokens // (max(parts, 1) * CHUNK)) * CHUNK
+
+
+def dense_pieces(batch: int, tokens: int, rows: int) -> tuple[np.ndarray, np.ndarray]:
+    """As `piece_table` of a dense batch, every row of which has equally many pieces, none unused.
+
+    Returns:
+        pieces: int32 [B ceil(T / rows), 4]. spans: int32 [B, 2], number of the first piece of a row, and how many.
+    """
+    count = -(-tokens // rows)
+    number, sequence = np.arange(count), np.arange(batch)[:, None]
+    start, end = (sequence * tokens + np.minimum(number * rows + more, tokens) for more in (0, rows))
+    position = np.where(number == 0, FIRST, 0) + np.where(number == count - 1, LAST, 0)
+    pieces = np.stack(np.broadcast_arrays(start, end, sequence, position), axis=2)
+    spans = np.stack([np.arange(batch) * count, np.full(batch, count)], axis=1)
+    return pieces.reshape(-1, 4).astype(np.int32), spans.astype(np.int32)
 
 
 def first_piece(start: Any, n: Any, rows: Any) -> Any:

@@ -32,9 +32,9 @@ from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jax_qla import context_parallel, dispatch
+from jax_qla import context_parallel, dispatch, policy
 from jax_qla.context_parallel import Axes, Carry
-from jax_qla.implementations import Choice, Pieces, Residuals
+from jax_qla.implementations import Between, Choice, Pieces, Residuals
 from jax_qla.refusal import refuse_sharded_export
 from jax_qla.segments import segments_from_segment_ids
 
@@ -53,7 +53,8 @@ class MeshAxes(NamedTuple):
 OPERANDS = ("bthk", "bthk", "btHv", "btH", "btH")
 """Shapes of q, k, v, g and beta."""
 
-_RESIDUALS = ("btHc", "btH")
+_RESIDUALS = ("btHc", "btH", "pHkv", "pHckj", "pH")
+"""Shapes of what `Residuals` holds, the last three perhaps not: p are all pieces of a device, by batch and sequence."""
 _CARRY = ("sbHkv", "sbHkj", "sbHkv", "sbHckj", "sbH")
 """Shapes of what `Carry` holds, the last three perhaps not. Pieces go with the rows of the batch that they are of."""
 
@@ -86,6 +87,7 @@ class Layout:
     def spec(self, dims: str) -> P:
         """The PartitionSpec, in mapped axes, of an array of this shape."""
         of = {"b": self.batch, "h": self.heads, "H": self.heads, "t": self.sequence, "s": self.sequence}
+        of["p"] = self.batch + self.sequence
         axes = [tuple(axis for axis in of.get(letter, ()) if axis in self.mapped) for letter in dims]
         return P(*(entry[0] if len(entry) == 1 else entry or None for entry in axes))
 
@@ -133,13 +135,14 @@ def resolve(
             mesh, in_context = of_type, False
     batch, heads, sequence = _check_names(mesh_axes, mesh)
     if mesh.empty:
-        return Layout(automatic=True)
+        # Of one device there is nothing to find out.
+        return LOCAL if jax.device_count() == 1 else Layout(automatic=True)
     kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
     manual = {axis for axis, kind in kinds.items() if kind == AxisType.Manual}
     explicit = {axis for axis, kind in kinds.items() if kind == AxisType.Explicit}
     if mesh_axes is None:
         if not manual and not explicit:
-            return Layout(automatic=True)
+            return LOCAL if mesh.size == 1 else Layout(automatic=True)
         unknown = [axis for axis, kind in kinds.items() if kind == AxisType.Auto and mesh.shape[axis] > 1]
         if unknown:
             raise NotImplementedError(
@@ -407,13 +410,13 @@ class _Flat(NamedTuple):
 
 
 def _flat(operands: Sequence[Any], dims: Sequence[Any]) -> _Flat:
-    """Operands are arrays, None, or tuples of arrays whose `dims` are tuples."""
+    """Operands are arrays, None, or trees of arrays whose `dims` are tuples, perhaps of more."""
     tree = jax.tree.structure(tuple(operands))
     pairs = [
         pair
         for x, d in zip(operands, dims, strict=True)
         if x is not None
-        for pair in (zip(x, d, strict=True) if isinstance(d, tuple) else ((x, d),))
+        for pair in (zip(jax.tree.leaves(x), d, strict=False) if isinstance(d, tuple) else ((x, d),))
     ]
     arrays, shapes = zip(*pairs, strict=True)
     return _Flat(arrays, shapes, lambda flat: list(jax.tree.unflatten(tree, list(flat))))
@@ -477,8 +480,14 @@ def forward(
     caller has cut the sequence (`manual_sequence`), final_state is this device's summand of it.
     """
     # In Auto mode nothing can leave whose size is the number of shards: the backward repeats the exchange.
-    with_carry = bool(layout.sequence) and not layout.alone and with_residuals
+    exchanged = bool(layout.sequence) and not layout.alone
+    with_carry = exchanged and with_residuals
     with_residuals = with_residuals and choice.on_cuda == "cuda"
+    piece_rows = None
+    # Nor can what lies between pieces of sequences that the compiler may cut. Those of a dense shard are in the carry.
+    if with_residuals and not layout.automatic and not (exchanged and segments is None):
+        piece_rows = _kept_rows(layout, k, v, segments)
+    residual_dims = _RESIDUALS if piece_rows is not None else _RESIDUALS[:2]
     carry_dims = _CARRY if with_residuals and segments is None else _CARRY[:2]
     states = _state_dims(segments)
 
@@ -490,16 +499,17 @@ def forward(
             scale=scale,
             output_final_state=output_final_state,
             with_residuals=with_residuals,
+            piece_rows=piece_rows,
             precision=precision,
         )
         kept = (x[None] for x in jax.tree.leaves(carry)) if with_carry else ()
-        return o, *([final_state] if output_final_state else []), *(residuals or ()), *kept
+        return o, *([final_state] if output_final_state else []), *jax.tree.leaves(residuals), *kept
 
     out_dims: tuple[str, ...] = ("btHv",)
     sums: tuple[bool, ...] = (False,)
     for wanted, more, is_sum in (
         (output_final_state, (states,), True),
-        (with_residuals, _RESIDUALS, False),
+        (with_residuals, residual_dims, False),
         (with_carry, carry_dims, False),
     ):
         if wanted:
@@ -517,8 +527,26 @@ def forward(
     )
     o = results.pop(0)
     final_state = results.pop(0) if output_final_state else None
-    residuals = (results.pop(0), results.pop(0)) if with_residuals else None
+    residuals = None
+    if with_residuals:
+        (a, gamma, *between), results = results[: len(residual_dims)], results[len(residual_dims) :]
+        residuals = Residuals(a, gamma, Between(*between) if between else None)
     return o, final_state, residuals, _carry(results) if with_carry else None
+
+
+def _kept_rows(layout: Layout, k: jax.Array, v: jax.Array, segments: jax.Array | None) -> int | None:
+    """`policy.kept_rows` of what each device computes."""
+    sizes = (layout.mesh or jax.sharding.get_abstract_mesh()).shape
+
+    def part(size: int, axes: Axes) -> int:
+        return size // math.prod(sizes[axis] for axis in axes if axis in layout.mapped)
+
+    batch, tokens = part(v.shape[0], layout.batch), part(v.shape[1], layout.sequence)
+    sequences = batch if segments is None else batch * segments.shape[1]
+    return policy.kept_rows(
+        *(batch * tokens, sequences, part(v.shape[2], layout.heads), k.shape[3], v.shape[3]),
+        packed=segments is not None,
+    )
 
 
 def _carry(arrays: Sequence[jax.Array]) -> Carry:
@@ -550,6 +578,8 @@ def backward(
     states = _state_dims(segments)
     stateful = initial_state is not None
     kept = None if carry is None else tuple(jax.tree.leaves(carry))
+    if residuals is not None and layout.automatic:
+        residuals = residuals._replace(between=None)
 
     def local(axes: Axes, *operands: Any) -> tuple[jax.Array, ...]:
         carry = None if operands[8] is None else _carry([x[0] for x in operands[8]])
@@ -575,7 +605,7 @@ def backward(
             do,
             d_final_state,
         ),
-        (*OPERANDS, states, "bne", _RESIDUALS, _CARRY[: len(kept or ())], "btHv", states),
+        (*OPERANDS, states, "bne", _RESIDUALS, _CARRY, "btHv", states),
         (*OPERANDS, states) if stateful else OPERANDS,
         (*(False,) * 5, True)[: 6 if stateful else 5],
         (q.shape[-2], v.shape[-2]),

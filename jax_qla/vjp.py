@@ -2,10 +2,15 @@
 
 Reverse mode only. Between forward and backward live the operands (q, k, v, g, beta, initial_state, segments: no copies)
 and, where the program may be lowered for the CUDA kernels, the residuals a [B, T, Hv, 64] in v's dtype and gamma
-[B, T, Hv] in float32; the chunk states are recomputed. "xla" recomputes everything and saves no residuals. Where the
-sequence is sharded, a device keeps the state before its tokens and their transition, [K, V + K] in float32 per value
-head and row of the batch, so that the backward pass need not repeat the exchange (in Auto meshes it does); and for the
-CUDA kernels as much of every piece of a dense batch.
+[B, T, Hv] in float32; the chunk states are recomputed. Where one card computes long sequences in pieces (policy.py), so
+do the state before each piece and its transition, 4 K (V + K) bytes per piece and value head (128 KiB at K = V = 128:
+8 pieces of 32 heads take 32 MiB), so that the backward pass need not summarise the pieces again. It does where the
+compiler may spread the call over several devices, so that the number of pieces is not known in time: in Auto meshes
+without names, and without a mesh where JAX sees several. "xla" recomputes everything and saves no residuals.
+
+Where the sequence is sharded, a device keeps the state before its tokens and their transition, [K, V + K] in float32
+per value head and row of the batch, so that the backward pass need not repeat the exchange (in Auto meshes it does);
+and for the CUDA kernels as much of every piece of a dense batch.
 
 Inside `jax.checkpoint` the residuals and the results carry names (`CHECKPOINT_NAMES`), by which a policy such as
 `jax.checkpoint_policies.save_only_these_names(*jax_qla.CHECKPOINT_NAMES)` keeps them and so spares a second forward;
@@ -24,7 +29,7 @@ from jax.custom_derivatives import SymbolicZero, custom_vjp_primal_tree_values
 
 from jax_qla import dispatch, sharding
 from jax_qla.context_parallel import Carry
-from jax_qla.implementations import Choice
+from jax_qla.implementations import Choice, Residuals
 from jax_qla.refusal import refuse
 
 RESIDUAL_NAMES = ("gated_delta_rule_a", "gated_delta_rule_gamma")
@@ -34,7 +39,8 @@ RESULT_NAMES = ("gated_delta_rule_o", "gated_delta_rule_final_state")
 """`checkpoint_name` of the results o and final_state."""
 
 CARRY_NAMES = ("gated_delta_rule_incoming", "gated_delta_rule_transition", "gated_delta_rule_pieces")
-"""`checkpoint_name` of what a shard of a sequence keeps: the state before it, its transition, those of its pieces."""
+"""`checkpoint_name` of what a shard of a sequence keeps: the state before it, its transition, those of its pieces. The
+last is also that of what is kept of the pieces of a whole sequence, which come with the residuals."""
 
 CHECKPOINT_NAMES = RESIDUAL_NAMES + CARRY_NAMES + RESULT_NAMES
 """All names. With all of them saved, `jax.checkpoint` never runs the forward again."""
@@ -108,7 +114,7 @@ def _gated_delta_rule_fwd(options: Options, *primals: Any) -> tuple[Any, Any]:
     operands = custom_vjp_primal_tree_values(primals)
     o, final_state, residuals, carry = _forward(options, operands, with_residuals=True)
     if residuals is not None:
-        residuals = tuple(map(checkpoint_name, residuals, RESIDUAL_NAMES))
+        residuals = Residuals(*map(checkpoint_name, residuals, (*RESIDUAL_NAMES, CARRY_NAMES[2])))
     if carry is not None:
         carry = Carry(*map(checkpoint_name, carry, CARRY_NAMES))
     o = checkpoint_name(o, RESULT_NAMES[0])

@@ -29,10 +29,10 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jax_qla.implementations import Pieces, Residuals
+from jax_qla.implementations import Between, Pieces, Residuals
 from jax_qla.kernels.common import CHUNK, MIN_LOG_DECAY
 from jax_qla.policy import Cut
-from jax_qla.segments import chunk_table, first_slot
+from jax_qla.segments import chunk_table, first_slot, piece_count
 
 _GATE_GRID = 256.0
 """Gates are summed as multiples of 1 / 256 and a rest: 64 * 110 * 256 < 2^24, so sums of the former are exact."""
@@ -310,6 +310,7 @@ def forward(
     output_final_state: bool,
     with_residuals: bool,
     cut: Cut | None = None,
+    piece_rows: int | None = None,
     precision: Precision = None,
 ) -> tuple[jax.Array, jax.Array | None, Residuals | None]:
     """The chunked forward pass.
@@ -322,6 +323,7 @@ def forward(
         residuals, pieces, cut: not read: nothing is kept from `summary`.
         scale: factor of q.
         output_final_state, with_residuals: whether to return these (else None).
+        piece_rows: how "cuda" cuts the sequences, if it keeps what it finds of the pieces.
         precision: of the matrix products; None chooses as the module says.
 
     Returns:
@@ -372,14 +374,21 @@ def forward(
         final = final if packed else state
         o = layout.join(o, value_heads)
 
-    empty = _empty_residuals(v, g, zero) if with_residuals else None
+    empty = None
+    if with_residuals:
+        empty = _empty_residuals(v, g, zero)
+        if piece_rows is not None:
+            parts = piece_count(batch * tokens, sequences, piece_rows, packed=segments is not None)
+            shapes = Between.shapes(parts, value_heads, k_dim, v_dim)
+            between = {name: jnp.broadcast_to(zero.astype(x.dtype), x.shape) for name, x in shapes.items()}
+            empty = empty._replace(between=Between(**between))
     if not output_final_state or final is None:
         return o, None, empty
     return o, final.reshape(sequences, value_heads, k_dim, v_dim), empty
 
 
 def _empty_residuals(v: jax.Array, g: jax.Array, zero: jax.Array) -> Residuals:
-    return jnp.broadcast_to(zero.astype(v.dtype), (*g.shape, CHUNK)), jnp.broadcast_to(zero, g.shape)
+    return Residuals(jnp.broadcast_to(zero.astype(v.dtype), (*g.shape, CHUNK)), jnp.broadcast_to(zero, g.shape))
 
 
 def _gradients(
@@ -448,6 +457,7 @@ def backward(
     *,
     scale: float,
     cut: Cut | None = None,
+    piece_rows: int | None = None,
     precision: Precision = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array, jax.Array | None]:
     """Gradients of `forward` from those of o and final_state (None = zero; not both).
@@ -456,14 +466,14 @@ def backward(
     its own states, carrying the state's gradient back, and finishing all gradients of its rows.
 
     Args:
-        residuals, pieces, adjoint_response, cut: not read, see `forward`.
+        residuals, pieces, adjoint_response, cut, piece_rows: not read, see `forward`.
         do: [B, T, Hv, V]. d_final_state: [N, Hv, K, V] float32. All others as in `forward`.
 
     Returns:
         dq, dk in q's dtype, dv in v's, dg, dbeta float32, and d_initial_state float32 (None without initial_state).
         Rows outside every segment have zero gradients.
     """
-    del residuals, pieces, adjoint_response, cut
+    del residuals, pieces, adjoint_response, cut, piece_rows
     precision = _precision(precision, v)
     batch, tokens, key_heads, k_dim = q.shape
     value_heads, v_dim = v.shape[2:]

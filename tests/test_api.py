@@ -17,6 +17,7 @@ import stand_in
 
 import jax_qla
 import jax_qla.api
+from jax_qla import policy
 from jax_qla.reference import recurrence
 
 KEY_DIM, VALUE_DIM, KEY_HEADS, VALUE_HEADS = 16, 8, 2, 4
@@ -247,6 +248,33 @@ def test_both_halves() -> None:
         return tuple(results), jax_qla.chunk_gated_delta_rule_bwd(*x[:5], residuals, *results, **state, **packed)
 
     assert_close(halves(*operands), whole(*operands), 0)
+
+
+def test_halves_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of one card the residuals have a third part, which may be left out."""
+    monkeypatch.setenv(policy.OVERRIDE, "64")
+    monkeypatch.setattr(jax, "device_count", lambda: 1)
+    x = tokens(1, 200)
+    packed = {"cu_seqlens": jnp.array([0, 20, 70], jnp.int32)}
+    with stand_in.kernels():
+        for options, parts in (({}, 4), (packed, 200 // 64 + 2)):
+            o, _, residuals = jax_qla.chunk_gated_delta_rule_fwd(*x, **options)
+            assert residuals is not None
+            a, gamma, third = residuals
+            assert [len(x) for x in third] == [parts] * 3
+            whole = jax_qla.chunk_gated_delta_rule_bwd(*x, residuals, o, **options)
+            without = jax_qla.chunk_gated_delta_rule_bwd(*x, [a, gamma], o, **options)
+            assert_close(whole, without, 0)
+            o, _, residuals = jax_qla.chunk_gated_delta_rule_fwd(*(y[:, :64] for y in x))
+            assert residuals is not None
+            assert len(residuals) == 2  # nothing is cut
+        for wrong, error, sentence in (
+            ((a, gamma, None), TypeError, r"residuals\[2\] must be what .* or be left out, got NoneType"),
+            ((a, gamma, (*third[:2], third[2][:2])), ValueError, r"residuals\[2\]\[2\] must have shape"),
+            ((a, gamma, [x[:2] for x in third]), ValueError, "the residuals are of 2 pieces"),
+        ):
+            with pytest.raises(error, match=sentence):
+                jax_qla.chunk_gated_delta_rule_bwd(*x, wrong, jnp.zeros_like(x[2]), **packed)
 
 
 def test_recurrent_continues() -> None:

@@ -220,15 +220,18 @@ def test_kernels_fit_the_calls_of_the_implementation(
     g = shape(jnp.float32, batch, tokens, value_heads)
     state = shape(jnp.float32, 3 if packed else batch, value_heads, key_dim, value_dim)
     segments = shape(jnp.int32, 3, 2) if packed else None
+    rows = 64 if pieces else None
 
     def both(q: Any, v: Any, g: Any, state: Any, segments: Any) -> Any:
-        options: dict[str, Any] = {"output_final_state": True, "with_residuals": True}
+        options: dict[str, Any] = {"output_final_state": True, "with_residuals": True, "piece_rows": rows}
         o, final_state, residuals = cuda.forward(q, q, v, g, g, state, segments, scale=0.1, **options)
         assert final_state is not None
         assert residuals is not None
-        gradients = cuda.backward(q, q, v, g, g, state, segments, residuals, o, final_state, scale=0.1)
+        assert (residuals.between is None) == (not pieces)
+        gradients = cuda.backward(q, q, v, g, g, state, segments, residuals, o, final_state, piece_rows=rows, scale=0.1)
+        residuals = residuals._replace(between=None)
         without = cuda.backward(q, q, v, g, g, None, segments, residuals, o, None, scale=0.1)
-        return o, final_state, residuals, gradients, without
+        return o, final_state, residuals[:2], gradients, without
 
     o, final_state, (a, gamma), gradients, without = jax.eval_shape(both, q, v, g, state, segments)
     described = [(x.dtype, x.shape) for x in (o, final_state, a, gamma, *gradients, *without[:5])]

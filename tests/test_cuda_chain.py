@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import importlib
 import inspect
+import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -81,14 +82,27 @@ OF_PIECES = ("summaries", "adjoint_summaries")
 ALWAYS_A_STATE = ("forward", "states", "state_gradients")
 """Specifications that want zeros where the kernel takes an empty array."""
 
+OF_KERNELS = Choice("cuda", "cuda", "", "")
+"""Their specifications, here."""
+
 PACKED = ((0, 5), (5, 5), (9, 300), (300, 364), (370, 390))
 TOKENS = 400
 
 
 @pytest.fixture(params=["0", "64"], ids=["whole", "in pieces"])
 def _chain(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cuda, "launch", launch_specifications)
+    _launch_nothing(monkeypatch)
     monkeypatch.setenv(policy.OVERRIDE, request.param)
+
+
+@pytest.fixture
+def _in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    _launch_nothing(monkeypatch)
+    monkeypatch.setenv(policy.OVERRIDE, "64")
+
+
+def _launch_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda, "launch", launch_specifications)
     scan = jax.lax.scan
 
     def varying_scan(body: Any, init: Any, xs: Any, **options: Any) -> Any:
@@ -141,24 +155,201 @@ def _case(packed: bool) -> tuple[dict[str, jax.Array], jax.Array | None]:
 
 
 @pytest.mark.usefixtures("_chain")
+@pytest.mark.parametrize("kept", [False, True], ids=["anew", "kept"])
 @pytest.mark.parametrize("states", [True, False], ids=["states", "no states"])
 @pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
-def test_forward_and_backward(packed: bool, states: bool) -> None:
+def test_forward_and_backward(packed: bool, states: bool, kept: bool) -> None:
     x, segments = _case(packed)
+    tokens = TOKENS  # of both cases
+    piece_rows = policy.kept_rows(tokens, len(PACKED) if packed else 2, 4, 16, 8, packed=packed) if kept else None
+    assert piece_rows == (int(os.environ[policy.OVERRIDE]) or None if kept else None)
     rows: Any = [x[name] for name in ("q", "k", "v", "g", "beta")]
     state, d_final = (x["initial_state"], x["d_final_state"]) if states else (None, None)
 
     @functools.partial(jax.jit, static_argnums=0)
     def both(of_kernels: bool, segments: Any) -> Any:
         module: Any = cuda if of_kernels else xla
-        options = {"output_final_state": states, "with_residuals": True, "scale": 0.25}
+        options = {"output_final_state": states, "with_residuals": True, "piece_rows": piece_rows, "scale": 0.25}
         o, final, residuals = module.forward(*rows, state, segments, **options)
-        gradients = module.backward(*rows, state, segments, residuals, x["do"], d_final, scale=0.25)
+        assert (residuals.between is None) == (piece_rows is None)
+        gradients = module.backward(
+            *rows, state, segments, residuals, x["do"], d_final, piece_rows=piece_rows, scale=0.25
+        )
         return o, final, *gradients
 
     names = ("o", "final_state", "dq", "dk", "dv", "dg", "dbeta", "d_initial_state")
     for name, found, right in zip(names, both(True, segments), both(False, segments), strict=True):
         _close(found, right, name)
+
+
+def _rule(choice: Choice, *operands: Any, layout: sharding.Layout = sharding.LOCAL) -> Any:
+    """o and final states, differentiable, of the operands of `dispatch.forward` up to segments."""
+    rule: Any = vjp.gated_delta_rule
+    return rule(vjp.Options(choice, 0.25, output_final_state=True, layout=layout), *operands)
+
+
+def _batched(packed: bool, members: int) -> tuple[tuple[jax.Array, ...], jax.Array | None, tuple[jax.Array, ...]]:
+    """Operands and segments of `sharding.forward`, and cotangents, all of several members, of different numbers."""
+    sequences = len(PACKED) if packed else 2
+    x = _operands(members if packed else 2 * members, TOKENS if packed else 200, members * sequences)
+    shaped = {name: a.reshape(members, -1, *a.shape[1:]) for name, a in x.items()}
+    segments = None
+    if packed:
+        for name in ("initial_state", "d_final_state"):
+            shaped[name] = shaped[name][:, None]
+        # Those of the second member are too short to be cut.
+        short = [(100 * i, 100 * i + 70) for i in range(4)] + [(400, 400)]
+        segments = jnp.asarray([[PACKED if i != 1 else short] for i in range(members)], jnp.int32)
+    operands = tuple(shaped[name] for name in ("q", "k", "v", "g", "beta", "initial_state"))
+    return operands, segments, (shaped["do"], shaped["d_final_state"])
+
+
+def _one_by_one(function: Any, *operands: Any) -> Any:
+    return jax.lax.map(lambda x: function(*x), operands)
+
+
+MEMBERS = 3
+
+
+@pytest.mark.parametrize("backward", ["vmap", "one by one"])
+@pytest.mark.parametrize("forward", ["vmap", "one by one"])
+@pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
+@pytest.mark.usefixtures("_in_pieces")
+def test_what_is_kept_is_each_members_own(packed: bool, forward: str, backward: str) -> None:
+    """Under `jax.vmap` or not, the residuals of one member are right for another's way of computing gradients."""
+    operands, segments, cotangents = _batched(packed, MEMBERS)
+    ways: Any = {"vmap": lambda f, *x: jax.vmap(f)(*x), "one by one": _one_by_one}
+
+    @functools.partial(jax.jit, static_argnums=(0, 1, 2))
+    def both(choice: Choice, forward: str, backward: str) -> Any:
+        def transpose_of(operands: Any, segments: Any) -> Any:
+            return jax.vjp(lambda *x: _rule(choice, *x, segments), *operands)
+
+        results, transpose = ways[forward](transpose_of, operands, segments)
+        kept = [x.dtype for x in jax.tree.leaves(transpose) if x.dtype == jnp.bfloat16]
+        assert len(kept) == (choice == OF_KERNELS)  # transitions
+        return *results, *ways[backward](lambda transpose, x: transpose(x), transpose, cotangents)
+
+    stand_in.forget_traces()
+    found = both(OF_KERNELS, forward, backward)
+    stand_in.forget_traces()
+    expected = both(Choice("xla", "xla", "", ""), "one by one", "one by one")
+    names = ("o", "final_state", "dq", "dk", "dv", "dg", "dbeta", "d_initial_state")
+    for name, a, b in zip(names, found, expected, strict=True):
+        _close(a, b, name)
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
+@pytest.mark.usefixtures("_in_pieces")
+def test_several_cotangents_of_one_forward(packed: bool) -> None:
+    operands, segments, cotangents = _batched(packed, MEMBERS)
+    first, its_segments = jax.tree.map(lambda x: x[0], (operands, segments))
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def gradients(choice: Choice) -> Any:
+        _, transpose = jax.vjp(lambda *x: _rule(choice, *x, its_segments), *first)
+        return jax.vmap(transpose)(cotangents)
+
+    stand_in.forget_traces()
+    found = gradients(OF_KERNELS)
+    stand_in.forget_traces()
+    for i, (a, b) in enumerate(zip(found, gradients(Choice("xla", "xla", "", "")), strict=True)):
+        _close(a, b, f"gradient {i}")
+
+
+def _recorded(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
+    """Kernels of each call that follows."""
+    calls: list[list[str]] = []
+
+    def recording(steps: Sequence[Step], *operands: Any) -> dict[str, jax.Array]:
+        calls.append([step.kernel for step in steps])
+        return launch_specifications(steps, *operands)
+
+    monkeypatch.setattr(cuda, "launch", recording)
+    return calls
+
+
+END = ["states", "state_gradients", "gradients"]
+ANEW = ["summaries", "adjoint_summaries", "compose", "compose", *END]
+KEPT = ["adjoint_summaries", "compose", *END]
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
+@pytest.mark.usefixtures("_in_pieces")
+def test_pieces_are_summarised_once(packed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the environment says by the time of the backward pass; and again for a caller who has only a and gamma.
+
+    Kernels that follow none that they wait for start when what precedes them has ended.
+    """
+    calls = _recorded(monkeypatch)
+    waiting: list[str] = []
+    launch = cuda.launch
+
+    def watching(steps: Sequence[Step], *operands: Any) -> dict[str, jax.Array]:
+        waiting.extend(step.kernel for step in steps if not step.overlap)
+        return launch(steps, *operands)
+
+    monkeypatch.setattr(cuda, "launch", watching)
+    operands, segments, (do, _) = jax.tree.map(lambda x: x[0], _batched(packed, 1))
+    options: Any = {"layout": sharding.LOCAL, "choice": OF_KERNELS, "scale": 0.25}
+    stand_in.forget_traces()
+    _, _, residuals, _ = sharding.forward(*operands, segments, **options, output_final_state=False, with_residuals=True)
+    before = ["layout"] if packed else []
+    assert calls == [[*before, "prepare", "summaries", "compose", "forward"]]
+    assert residuals is not None
+    parts = {name: x.shape[0] for name, x in residuals.between._asdict().items()}
+    assert set(parts.values()) == {tables.piece_count(TOKENS, 5, 64) if packed else 2 * 4}
+    for rows in ("128", "0"):
+        calls.clear()
+        waiting.clear()
+        monkeypatch.setenv(policy.OVERRIDE, rows)
+        stand_in.forget_traces()
+        kept = sharding.backward(*operands, segments, residuals, None, do, None, **options)
+        assert calls == [[*before, *KEPT]]
+        assert waiting == ["adjoint_summaries", "compose"]
+        calls.clear()
+        again = sharding.backward(*operands, segments, residuals._replace(between=None), None, do, None, **options)
+        assert calls == [[*before, *(END if rows == "0" else ANEW)]]
+        for a, b in zip(kept, again, strict=True):
+            _close(a, b, f"gradient with {rows} rows")
+    with pytest.raises(ValueError, match=r"which \d+ sequences of \d+ tokens are not cut into"):
+        sharding.backward(
+            *operands,
+            segments,
+            residuals._replace(between=jax.tree.map(lambda x: x[:5], residuals.between)),
+            *(None, do, None),
+            **options,
+        )
+    stand_in.forget_traces()
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
+@pytest.mark.usefixtures("_in_pieces")
+def test_devices_keep_their_own_pieces(packed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Batch and heads over a mesh with named axes: cut as each device's part is, and summarised once."""
+    calls = _recorded(monkeypatch)
+    operands, segments, cotangents = _batched(packed, 2)
+    if not packed:
+        operands, cotangents = jax.tree.map(lambda x: x.reshape(4, *x.shape[2:]), (operands, cotangents))
+    else:
+        operands, segments, cotangents = jax.tree.map(lambda x: x[:, 0], (operands, segments, cotangents))
+    mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+
+    @functools.partial(jax.jit, static_argnums=(0, 1))
+    def both(choice: Choice, layout: sharding.Layout, *operands: Any) -> Any:
+        results, transpose = jax.vjp(lambda *x: _rule(choice, *x, segments, layout=layout), *operands)
+        return *results, *transpose(cotangents)
+
+    stand_in.forget_traces()
+    expected = both(Choice("xla", "xla", "", ""), sharding.LOCAL, *operands)
+    with jax.set_mesh(mesh):
+        layout = sharding.resolve(MeshAxes(batch="data", heads="model"), operands[:5], sharding.OPERANDS)
+        found = both(OF_KERNELS, layout, *operands)
+    stand_in.forget_traces()
+    before = ["layout"] if packed else []
+    assert calls == [[*before, "prepare", "summaries", "compose", "forward"], [*before, *KEPT]]
+    for i, (a, b) in enumerate(zip(found, expected, strict=True)):
+        _close(jax.device_get(a), b, f"result {i}")
 
 
 PARTS = ((60, 200), (200, 200), (450, 600))
@@ -227,8 +418,6 @@ def test_of_a_shard(packed: bool, states: bool) -> None:
 
 
 DEVICES = 8
-OF_KERNELS = Choice("cuda", "cuda", "", "")
-"""Their specifications, here."""
 
 
 @pytest.mark.usefixtures("_chain")
@@ -291,13 +480,7 @@ def test_of_a_shard_nothing_is_computed_twice(devices: int, monkeypatch: pytest.
 
     Where one device has all of the sequence, it is no shard.
     """
-    calls: list[list[str]] = []
-
-    def recording(steps: Sequence[Step], *operands: Any) -> dict[str, jax.Array]:
-        calls.append([step.kernel for step in steps])
-        return launch_specifications(steps, *operands)
-
-    monkeypatch.setattr(cuda, "launch", recording)
+    calls = _recorded(monkeypatch)
     x = _operands(1, 64, 1)
     rows = [x[name] for name in ("q", "k", "v", "g", "beta")]
     mesh = jax.make_mesh((devices,), ("seq",), axis_types=(AxisType.Auto,))
@@ -312,13 +495,12 @@ def test_of_a_shard_nothing_is_computed_twice(devices: int, monkeypatch: pytest.
     stand_in.forget_traces()
     jax.eval_shape(gradients, *rows)
     stand_in.forget_traces()
-    end = ["states", "state_gradients", "gradients"]
     if devices == 1:
-        assert calls == [["prepare", "forward"], end]
+        assert calls == [["prepare", "forward"], END]
         return
     assert calls == [
         ["prepare", "summaries", "compose", "compose"],
         ["compose", "forward"],
         ["adjoint_summaries", "compose"],
-        ["compose", "compose", *end],
+        ["compose", "compose", *END],
     ]

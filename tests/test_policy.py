@@ -53,6 +53,41 @@ def test_override(monkeypatch: pytest.MonkeyPatch) -> None:
             policy.piece_rows(32768, 1, 8, 128, 128, packed=True)
 
 
+def test_dense_pieces_are_as_equal_as_can_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    for tokens, wanted, expected in (
+        (640, 192, 192),
+        (640, 384, 320),
+        (640, 512, 320),
+        (601, 512, 320),
+        (640, 640, None),
+    ):
+        monkeypatch.setenv(policy.OVERRIDE, str(wanted))
+        assert policy.piece_rows(3 * tokens, 3, 8, 128, 128, packed=False) == expected
+
+
+def test_what_is_kept_says_how_long_pieces_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their number does, in all calls of usual sizes that are cut."""
+    cut = 0
+    for sequences in (1, 2, 3, 8):
+        for tokens in (4096, 32768, 30000, 49152, 262144):
+            for packed in (False, True):
+                for heads in (8, 32):
+                    sizes = (tokens if packed else tokens * sequences, sequences, heads, 128, 128)
+                    rows = policy.piece_rows(*sizes, packed=packed)
+                    if packed and tokens == 30000:  # no multiple
+                        continue
+                    # Of many pieces nothing is kept.
+                    few = rows is not None and 1024 * tables.piece_count(*sizes[:2], rows, packed=packed) <= sizes[0]
+                    assert policy.kept_rows(*sizes, packed=packed) == (rows if few else None)
+                    cut += few
+    assert cut > 15
+    monkeypatch.setenv(policy.OVERRIDE, "192")
+    for tokens, kept in ((1000, True), (1280, True), (560, False)):  # 5, 6 and 2 pieces, which may be of 256 rows
+        assert policy.piece_rows(tokens, 2, 8, 128, 128, packed=True) == 192
+        assert policy.kept_rows(tokens, 2, 8, 128, 128, packed=True) == (192 if kept else None)
+    assert policy.kept_rows(0, 2, 8, 128, 128, packed=False) is None
+
+
 def test_shards_are_always_cut(monkeypatch: pytest.MonkeyPatch) -> None:
     """Into pieces that cover them, as long as those of one card where that cuts, and one where there is no more."""
     for tokens in (1, 63, 64, 65, 500, 8192, 65536, 65500):

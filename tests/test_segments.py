@@ -106,6 +106,26 @@ def test_piece_table(limit: int, monkeypatch: pytest.MonkeyPatch) -> None:
         assert np.all(unused[:, 3] == FIRST + LAST)
 
 
+def test_dense_pieces() -> None:
+    """They are those of a packed batch with the same bounds, without unused ones; their number says their length."""
+    for batch, tokens, rows in ((1, 1, 64), (2, 200, 64), (3, 256, 128), (2, 320, 192), (4, 100, 100)):
+        pieces, spans = sg.dense_pieces(batch, tokens, rows)
+        segments = sg.dense_segments(batch, tokens)
+        table = sg.piece_table(segments, sg.piece_count(batch * tokens, batch, rows), rows)
+        first = sg.first_piece(segments[:, 0], np.arange(batch), rows)
+        count = sg.pieces_of(segments, rows)
+        used = np.concatenate([np.arange(n, n + m) for n, m in zip(first, count, strict=True)])
+        np.testing.assert_array_equal(pieces, table[used])
+        np.testing.assert_array_equal(spans, np.stack([np.cumsum(count) - count, count], axis=1))
+        assert pieces.dtype == spans.dtype == np.int32
+        parts = sg.piece_count(batch * tokens, batch, rows, packed=False)
+        assert parts == len(pieces)
+        if rows % 64 == 0:
+            found = sg.rows_of_pieces(batch * tokens, batch, parts, packed=False)
+            assert found <= rows
+            assert sg.piece_count(batch * tokens, batch, found, packed=False) == parts
+
+
 def test_first_slot_finds_each_sequence() -> None:
     segments = np.array(((5, 70), (70, 70), (80, 208), (250, 290)), np.int32)
     table = sg.chunk_table(segments, 300)

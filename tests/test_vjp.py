@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 from unittest import mock
@@ -17,7 +17,7 @@ from jax.ad_checkpoint import checkpoint_policies
 from test_api import assert_close, states, tokens
 
 import jax_qla
-from jax_qla import xla
+from jax_qla import policy, xla
 
 OPERANDS = (*tokens(1, 5), states(1))
 
@@ -70,6 +70,34 @@ def test_operands_are_saved_and_residuals_only_for_the_kernels() -> None:
     with stand_in.kernels():
         residuals = [((1, 5, 4, 64), v.dtype), ((1, 5, 4), g.dtype)]
         assert Counter(saved(*OPERANDS)) == Counter(operands + residuals)
+
+
+def test_pieces_are_saved_with_the_residuals(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where JAX sees one device, whose program nothing partitions; and the names cover them."""
+    monkeypatch.setenv(policy.OVERRIDE, "64")
+    operands = (*tokens(1, 130), states(1))
+    names = jax_qla.CHECKPOINT_NAMES
+
+    def forwards(names: Sequence[str]) -> int:
+        function = jax.checkpoint(lambda *x: loss(*x), policy=checkpoint_policies.save_only_these_names(*names))
+        return calls(jax.grad(function), *operands)["forward"]
+
+    with stand_in.kernels():
+        several = Counter(saved(*operands))
+        # Of a and gamma alone, the forward pass need not run again.
+        assert forwards((*jax_qla.RESIDUAL_NAMES, *jax_qla.RESULT_NAMES)) == 1
+        stand_in.forget_traces()
+        monkeypatch.setattr(jax, "device_count", lambda: 1)
+        key_dim, value_dim = operands[0].shape[3], operands[2].shape[3]
+        between = [
+            ((3, 4, key_dim, value_dim), jnp.float32),
+            ((3, 4, 2, key_dim, key_dim), jnp.bfloat16),
+            ((3, 4), jnp.int32),
+        ]
+        assert Counter(saved(*operands)) - several == Counter((s, jnp.dtype(d)) for s, d in between)
+        assert forwards(names) == 1
+        assert forwards([name for name in names if name != jax_qla.CARRY_NAMES[2]]) == 2
+        assert forwards(()) == 2
 
 
 def test_gradient_is_one_forward_and_one_backward() -> None:
