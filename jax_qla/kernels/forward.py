@@ -75,25 +75,6 @@ __device__ __forceinline__ void jax_qla_decayed(const void* product, const float
                  "r"(r[0]), "r"(r[1]), "r"(r[2]), "r"(r[3]) : "memory");
   }
 }
-// The transpose of a wgmma accumulator [64 columns][64 tokens], rounded, to the first `rows` of 64 rows of `out`, which are `pitch` elements
-// apart. Every warp writes its own 16 columns, 32 bytes a row, by way of its part of `tile`, which no other warp and no TMA touches.
-template <typename T>
-__device__ __forceinline__ void jax_qla_leave(const void* registers, const T* tile, T* out, int pitch, int rows) {
-  const int lane = threadIdx.x & 31, column = (threadIdx.x >> 5 & 3) * 16 + (lane & 1) * 8;
-  // of the 8 lanes that shared memory serves at once, every other row: no bank twice
-  const int token = (lane >> 1 & 3) * 2 + (lane >> 3 & 1) + (lane >> 4) * 8;
-  const char* from = reinterpret_cast<const char*>(tile) + token * 128 + ((column >> 3 ^ (token & 7)) << 4);
-  __syncwarp();  // the rows before have been read
-  jax_qla_store_transposed(registers, const_cast<T*>(tile));
-  __syncwarp();
-  out += static_cast<long long>(token) * pitch + column;
-#pragma unroll
-  for (int n = 0; n < 4; ++n) {
-    const uint4 x = *reinterpret_cast<const uint4*>(from + n * 2048);
-    if (token + n * 16 < rows) *reinterpret_cast<uint4*>(out) = x;
-    out += 16 * static_cast<long long>(pitch);
-  }
-}
 """
 )
 
@@ -157,7 +138,7 @@ def program(config: Config):
             q_s = T.alloc_shared((stages, C, K), dtype)
             k_s = T.alloc_shared((stages, C, K), dtype)
             v_s = T.alloc_shared((stages * parts, C, 64), dtype)
-            o_s = T.alloc_shared((parts, C, 64), dtype)  # for the C++ above alone
+            o_s = T.alloc_shared((parts, C, 64), dtype)
             # which nothing else here asks for
             T.annotate_layout({x: make_full_bank_swizzled_layout(x) for x in (v_s, o_s)})
             a_s = T.alloc_shared((stages, C, C), dtype)
@@ -277,6 +258,8 @@ def program(config: Config):
                             whole = whole_s[at]
                             for i, j in T.Parallel(64, K):
                                 state[i, j] = state[i, j] * whole
+                            T.tma_store_wait(0)
+                            T.sync_threads(4 + wg, 128)  # by now the previous chunk's outputs have left
                             T.wait_wgmma(1)
                             for i, j in T.Parallel(64, C):
                                 acc[i, j] = acc[i, j] * scaled_s[at, j]
@@ -298,13 +281,22 @@ def program(config: Config):
                             T.barrier_arrive(free[at])
                             T.call_extern(
                                 "handle",
-                                "jax_qla_leave",
+                                "jax_qla_store_transposed",
                                 T.address_of(acc[0, 0]),
-                                T.access_ptr(o_s[wg, 0, 0], "r"),
-                                T.address_of(o[start + c * C, head, first + part]),
-                                value_heads * V,
-                                end - start - c * C,
+                                T.address_of(o_s[wg, 0, 0]),
                             )
+                            T.fence_proxy_async()
+                            T.sync_threads(4 + wg, 128)
+                            if end - start >= (c + 1) * C:
+                                T.tma_copy(
+                                    o_s[wg, :, :],
+                                    o[start + c * C : start + c * C + C, head, first + part : first + part + 64],
+                                    leader_scope_threads=128,
+                                )
+                            else:
+                                m.store_rows(
+                                    o_s, wg, o, start + c * C, end - start - c * C, head, first + part, 0, tx - wg * 128
+                                )
                             T.call_extern(
                                 "handle",
                                 "jax_qla_load_transposed",
@@ -312,6 +304,7 @@ def program(config: Config):
                                 T.access_ptr(v_s[after * parts + wg, 0, 0], "r"),
                             )
                             T.wait_wgmma(0)
+                        T.tma_store_wait(0)
                         if final_states > 0:
                             for i, j in T.Parallel(64, K):
                                 final_state[n, head, j, first + part + i] = state[i, j]
