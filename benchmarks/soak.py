@@ -183,8 +183,9 @@ def compiled(shape: Shape, implementation: str) -> Any:
 
 def on_other_stream(function: Any) -> Any:
     """`function`, called on another stream of the device."""
-    from jax.experimental.compute_on import compute_on
+    from jax.experimental import compute_on as module
 
+    compute_on: Any = module.compute_on
     if "out_memory_spaces" not in inspect.signature(compute_on).parameters:
         return compute_on("gpu_stream:1")(jax.jit(function))
     # What jax 0.11 has under this name: of one traced function, whose results stay on the device.

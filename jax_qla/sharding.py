@@ -536,7 +536,7 @@ def forward(
 
 def _kept_rows(layout: Layout, k: jax.Array, v: jax.Array, segments: jax.Array | None) -> int | None:
     """`policy.kept_rows` of what each device computes."""
-    sizes = (layout.mesh or jax.sharding.get_abstract_mesh()).shape
+    sizes = (jax.sharding.get_abstract_mesh() if layout.mesh is None else layout.mesh).shape
 
     def part(size: int, axes: Axes) -> int:
         return size // math.prod(sizes[axis] for axis in axes if axis in layout.mapped)

@@ -257,12 +257,14 @@ def test_several_cotangents_of_one_forward(packed: bool) -> None:
         _close(a, b, f"gradient {i}")
 
 
-def _recorded(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
-    """Kernels of each call that follows."""
+def _recorded(monkeypatch: pytest.MonkeyPatch, waiting: list[str] | None = None) -> list[list[str]]:
+    """Kernels of each call that follows; those that start when what precedes them has ended go to `waiting` too."""
     calls: list[list[str]] = []
 
     def recording(steps: Sequence[Step], *operands: Any) -> dict[str, jax.Array]:
         calls.append([step.kernel for step in steps])
+        if waiting is not None:
+            waiting.extend(step.kernel for step in steps if not step.overlap)
         return launch_specifications(steps, *operands)
 
     monkeypatch.setattr(cuda, "launch", recording)
@@ -279,17 +281,10 @@ KEPT = ["adjoint_summaries", "compose", *END]
 def test_pieces_are_summarised_once(packed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever the environment says by the time of the backward pass; and again for a caller who has only a and gamma.
 
-    Kernels that follow none that they wait for start when what precedes them has ended.
+    What no kernel that they wait for precedes starts when all before it has ended.
     """
-    calls = _recorded(monkeypatch)
     waiting: list[str] = []
-    launch = cuda.launch
-
-    def watching(steps: Sequence[Step], *operands: Any) -> dict[str, jax.Array]:
-        waiting.extend(step.kernel for step in steps if not step.overlap)
-        return launch(steps, *operands)
-
-    monkeypatch.setattr(cuda, "launch", watching)
+    calls = _recorded(monkeypatch, waiting)
     operands, segments, (do, _) = jax.tree.map(lambda x: x[0], _batched(packed, 1))
     options: Any = {"layout": sharding.LOCAL, "choice": OF_KERNELS, "scale": 0.25}
     stand_in.forget_traces()

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import stand_in
 from jax.ad_checkpoint import checkpoint_policies
+from jax.sharding import AxisType
 from test_api import assert_close, states, tokens
 
 import jax_qla
@@ -73,7 +74,7 @@ def test_operands_are_saved_and_residuals_only_for_the_kernels() -> None:
 
 
 def test_pieces_are_saved_with_the_residuals(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where JAX sees one device, whose program nothing partitions; and the names cover them."""
+    """Where JAX sees one device, or the mesh has one, whose program nothing partitions; and the names cover them."""
     monkeypatch.setenv(policy.OVERRIDE, "64")
     operands = (*tokens(1, 130), states(1))
     names = jax_qla.CHECKPOINT_NAMES
@@ -82,6 +83,7 @@ def test_pieces_are_saved_with_the_residuals(monkeypatch: pytest.MonkeyPatch) ->
         function = jax.checkpoint(lambda *x: loss(*x), policy=checkpoint_policies.save_only_these_names(*names))
         return calls(jax.grad(function), *operands)["forward"]
 
+    monkeypatch.setattr(jax, "device_count", lambda: 8)
     with stand_in.kernels():
         several = Counter(saved(*operands))
         # Of a and gamma alone, the forward pass need not run again.
@@ -95,6 +97,10 @@ def test_pieces_are_saved_with_the_residuals(monkeypatch: pytest.MonkeyPatch) ->
             ((3, 4), jnp.int32),
         ]
         assert Counter(saved(*operands)) - several == Counter((s, jnp.dtype(d)) for s, d in between)
+        monkeypatch.setattr(jax, "device_count", lambda: 8)
+        with jax.set_mesh(jax.make_mesh((1,), ("data",), axis_types=(AxisType.Auto,))):
+            assert Counter(saved(*operands)) - several == Counter((s, jnp.dtype(d)) for s, d in between)
+        monkeypatch.setattr(jax, "device_count", lambda: 1)
         assert forwards(names) == 1
         assert forwards([name for name in names if name != jax_qla.CARRY_NAMES[2]]) == 2
         assert forwards(()) == 2
