@@ -19,7 +19,8 @@ pytest.importorskip("flax", reason="needs the flax extra")
 pytest.importorskip("equinox", reason="needs the equinox extra")
 
 import equinox as eqx
-from flax import nnx
+from flax import linen, nnx
+from flax.nnx import bridge
 from frameworks import FRAMEWORKS, Framework, assert_close, random_weights
 
 import jax_qla.nn.equinox
@@ -346,6 +347,25 @@ def test_equinox_parameters_are_sharded_by_logical_names() -> None:
     assert placed.in_proj_z.weight.sharding.spec == PartitionSpec("model", None)
     equinox = FRAMEWORKS["equinox"]
     assert_close(call(equinox, placed, x), call(equinox, layer, x), LIMIT)
+
+
+def test_layer_in_linen_by_the_bridge_of_flax() -> None:
+    """The same results and gradients as of the NNX layer, from the same parameters."""
+    module = bridge.to_linen(jax_qla.nn.flax.GatedDeltaNet, CONFIG)
+    x = random_array(2, 9, CONFIG.hidden_size)
+    variables = jax.jit(module.init)(jax.random.key(0), x)
+    layer = jax_qla.nn.flax.GatedDeltaNet(CONFIG, rngs=nnx.Rngs(1))
+    state = nnx.state(layer)
+    nnx.replace_by_pure_dict(state, linen.meta.unbox(variables["params"]))
+    nnx.update(layer, state)
+    assert_close(jax.jit(module.apply)(variables, x), call(FRAMEWORKS["flax"], layer, x), LIMIT)
+
+    by_linen = jax.jit(jax.grad(lambda params: jnp.sum(module.apply({"params": params}, x) ** 2)))(variables["params"])
+    by_nnx = nnx.jit(nnx.grad(lambda layer: jnp.sum(layer(x) ** 2)))(layer)
+    gradients = [jax.tree.leaves(tree) for tree in (linen.meta.unbox(by_linen), nnx.to_pure_dict(by_nnx))]
+    assert len(gradients[0]) == len(gradients[1]) == len(parameter_shapes(CONFIG))
+    for found, expected in zip(*gradients, strict=True):
+        assert_close(found, expected, LIMIT)
 
 
 def test_layers_work_under_the_transforms_of_equinox() -> None:
