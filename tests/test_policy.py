@@ -22,6 +22,33 @@ def test_saturated_calls_stay_whole_and_starved_ones_are_cut() -> None:
         assert tokens / rows * heads >= 64
 
 
+MEASURED = {
+    # sequences, tokens of each, value heads: milliseconds of both passes by rows of a piece, 0 for whole sequences
+    (1, 32768, 8): {0: 2.149, 512: 1.243, 1024: 0.980, 2048: 0.862, 4096: 1.149},
+    (1, 8192, 8): {0: 0.657, 512: 0.379, 1024: 0.377, 2048: 0.467},
+    (2, 16384, 8): {0: 1.229, 2048: 0.863, 4096: 1.212},
+    (4, 8192, 8): {0: 0.791, 512: 1.079, 1024: 0.860, 2048: 0.830},
+    (1, 2048, 8): {0: 0.267, 512: 0.308},
+    (1, 32768, 32): {0: 2.933, 2048: 2.905, 4096: 2.699, 8192: 2.834},
+    (1, 8192, 32): {0: 0.850, 2048: 0.870},
+    (1, 2048, 32): {0: 0.293, 512: 0.375},
+    (1, 32768, 64): {0: 4.600, 2048: 5.537, 4096: 5.122, 8192: 4.841},
+    (1, 8192, 64): {0: 1.230, 2048: 1.431},
+    (1, 8192, 48): {0: 1.133, 2048: 1.204},
+    (4, 8192, 48): {0: 3.304, 512: 6.068, 1024: 4.806, 2048: 4.214},
+}
+"""On an H200, packed, K = V = 128 (docs/performance.md, "Pieces")."""
+
+
+@pytest.mark.parametrize(("shape", "times"), MEASURED.items(), ids=map(str, MEASURED))
+def test_choice_is_within_five_per_cent_of_the_best_that_was_measured(
+    shape: tuple[int, int, int], times: dict[int, float]
+) -> None:
+    sequences, tokens, heads = shape
+    rows = policy.piece_rows(sequences * tokens, sequences, heads, 128, 128, packed=True)
+    assert times[rows or 0] <= 1.05 * min(times.values())
+
+
 def test_length_grows_with_the_sequence() -> None:
     """So that the number of pieces, and with it the serial composition, stays bounded."""
     for tokens in (1 << 15, 1 << 17, 1 << 20):
