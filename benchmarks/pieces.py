@@ -5,8 +5,8 @@
     python benchmarks/pieces.py --rows 1,2/1x256 --lengths 0 64 --implementation xla       # a CPU, to try the script
 
 A row is named Hk,Hv/sequences x length; lengths are rows of a piece, 0 for whole sequences; K = V = 128, bfloat16,
-packed. Prints device milliseconds of the forward and the backward pass, what the policy chooses, and how much more that takes
-than the best by the sum of both; writes pieces.json to the output folder.
+packed. Prints device milliseconds of the forward and the backward pass, what the policy chooses, and how much more
+that takes than the best by the sum of both; writes pieces.json to the output folder.
 """
 
 from __future__ import annotations
