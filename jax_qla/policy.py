@@ -92,11 +92,12 @@ def piece_rows(tokens: int, sequences: int, heads: int, key_dim: int, value_dim:
         return _ROWS_OF_MEMORY * piece_count(tokens, sequences, length * CHUNK, packed=packed) <= tokens
 
     lengths = (None, *filter(fits, _LENGTHS)) if tokens and sequences else (None,)
-    least = [min(column) for column in zip(*map(times, lengths), strict=True)]
+    table = {length: times(length) for length in lengths}
+    least = [min(column) for column in zip(*table.values(), strict=True)]
 
     def excess(length: int | None) -> float:
         return sum(
-            weight * time / limit for (weight, _, _), time, limit in zip(layouts, times(length), least, strict=True)
+            weight * time / limit for (weight, _, _), time, limit in zip(layouts, table[length], least, strict=True)
         )
 
     best = min(lengths, key=excess)
@@ -117,7 +118,7 @@ def kept_rows(tokens: int, sequences: int, heads: int, key_dim: int, value_dim: 
 
     The backward pass finds out from their number how long they are (`segments.rows_of_pieces`), which does not say it
     of a packed batch whose tokens are no multiple of them, or nearly so. Nor is it kept of more pieces than one in 1024
-    tokens, whose states would take more memory than the other residuals.
+    tokens, whose states would take more memory than the other residuals, unless the environment asks for such pieces.
     """
     if tokens == 0 or sequences == 0:
         return None
