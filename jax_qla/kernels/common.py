@@ -24,28 +24,68 @@ PASS_CONFIGS: dict[str, object] = {
 }
 
 
-PRELUDE = r"""
+MATRIX_PRELUDE = r"""
+// Instructions, one a function.
+
+__device__ __forceinline__ unsigned jax_qla_address(const void* p) { return static_cast<unsigned>(__cvta_generic_to_shared(p)); }
+// Four 8x8 matrices of 16-bit elements, the lanes' addresses being those of their rows.
+template <bool transposed>
+__device__ __forceinline__ void jax_qla_load_matrices(unsigned* r, unsigned address) {
+  if constexpr (transposed) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(address) : "memory");
+  } else {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(address) : "memory");
+  }
+}
+template <bool transposed>
+__device__ __forceinline__ void jax_qla_store_matrices(unsigned address, unsigned r0, unsigned r1, unsigned r2, unsigned r3) {
+  if constexpr (transposed) {
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%4], {%0, %1, %2, %3};"
+                 ::"r"(r0), "r"(r1), "r"(r2), "r"(r3), "r"(address) : "memory");
+  } else {
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%4], {%0, %1, %2, %3};"
+                 ::"r"(r0), "r"(r1), "r"(r2), "r"(r3), "r"(address) : "memory");
+  }
+}
+// Two numbers rounded to 16 bits, the first in the lower half.
+template <bool bf16>
+__device__ __forceinline__ unsigned jax_qla_round(float x, float y) {
+  unsigned pair;
+  if constexpr (bf16) {
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(y), "f"(x));
+  } else {
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(y), "f"(x));
+  }
+  return pair;
+}
+"""
+
+
+PRELUDE = (
+    MATRIX_PRELUDE
+    + r"""
 // A warpgroup's part of a transposed tile. The tile is [64 tokens][64 columns] of 16-bit elements in shared memory, 128-byte
 // swizzled; the fragment is its transpose, [64 columns][64 tokens] in the layout of a wgmma accumulator: register 4 n + 2 h + e of
 // lane l in warp w holds column 16 w + 8 h + l / 4, token 8 n + 2 (l % 4) + e.
 __device__ __forceinline__ unsigned jax_qla_matrix_row(const void* tile, int n) {
   const int lane = threadIdx.x & 31, warp = (threadIdx.x >> 5) & 3, matrix = lane >> 3;
   const int token = n * 16 + (matrix >> 1) * 8 + (lane & 7), column = warp * 16 + (matrix & 1) * 8;
-  return static_cast<unsigned>(__cvta_generic_to_shared(tile)) + token * 128 + (((column >> 3) ^ (token & 7)) << 4);
+  return jax_qla_address(tile) + token * 128 + (((column >> 3) ^ (token & 7)) << 4);
 }
 __device__ __forceinline__ void jax_qla_load_transposed(void* registers, const void* tile) {
   unsigned* r = static_cast<unsigned*>(registers);
 #pragma unroll
-  for (int n = 0; n < 4; ++n) {
-    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(r[4 * n]), "=r"(r[4 * n + 1]), "=r"(r[4 * n + 2]), "=r"(r[4 * n + 3])
-                 : "r"(jax_qla_matrix_row(tile, n)) : "memory");
-  }
+  for (int n = 0; n < 4; ++n) jax_qla_load_matrices<true>(r + 4 * n, jax_qla_matrix_row(tile, n));
 }
 """
+)
 
 
-TILE_PRELUDE = r"""
+TILE_PRELUDE = (
+    PRELUDE
+    + r"""
 #include <tl_templates/cuda/common.h>  // half_t
 // What follows works on wgmma accumulators [64, 64] of a warpgroup: register 4 n + 2 h + e of lane l in warp w is at row 16 w + 8 h + l / 4,
 // column 8 n + 2 (l % 4) + e. Tiles in shared memory are [64][64] of 16-bit elements, 128-byte swizzled.
@@ -54,47 +94,37 @@ __device__ __forceinline__ float jax_qla_exp2(float x) {  // exp2f without its c
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
 }
-// Two numbers rounded to 16 bits, the first in the lower half.
 template <typename T>
 __device__ __forceinline__ unsigned jax_qla_pack(float low, float high) {
-  unsigned y;
-  if constexpr (std::is_same_v<T, half_t>) {
-    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(y) : "f"(high), "f"(low));
-  } else {
-    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(y) : "f"(high), "f"(low));
-  }
-  return y;
+  return jax_qla_round<!std::is_same_v<T, half_t>>(low, high);
+}
+// Columns 16 n to 16 n + 15 of x, from the matrix row at `address`.
+template <typename T, bool transposed>
+__device__ __forceinline__ void jax_qla_store_columns(const float* x, int n, unsigned address) {
+  jax_qla_store_matrices<transposed>(address, jax_qla_pack<T>(x[8 * n], x[8 * n + 1]), jax_qla_pack<T>(x[8 * n + 2], x[8 * n + 3]),
+                                     jax_qla_pack<T>(x[8 * n + 4], x[8 * n + 5]), jax_qla_pack<T>(x[8 * n + 6], x[8 * n + 7]));
 }
 // tile_ij = x_ij.
 template <typename T>
 __device__ __forceinline__ void jax_qla_store_tile(const void* registers, T* tile) {
-  const float* x = static_cast<const float*>(registers);
   const int lane = threadIdx.x & 31, warp = (threadIdx.x >> 5) & 3, matrix = lane >> 3;
-  const unsigned row = static_cast<unsigned>(__cvta_generic_to_shared(tile)) + (warp * 16 + (matrix & 1) * 8 + (lane & 7)) * 128;
+  const unsigned row = jax_qla_address(tile) + (warp * 16 + (matrix & 1) * 8 + (lane & 7)) * 128;
 #pragma unroll
   for (int n = 0; n < 4; ++n) {
-    asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%4], {%0, %1, %2, %3};"
-                 :: "r"(jax_qla_pack<T>(x[8 * n], x[8 * n + 1])), "r"(jax_qla_pack<T>(x[8 * n + 2], x[8 * n + 3])),
-                    "r"(jax_qla_pack<T>(x[8 * n + 4], x[8 * n + 5])), "r"(jax_qla_pack<T>(x[8 * n + 6], x[8 * n + 7])),
-                    "r"(row + (((2 * n + (matrix >> 1)) ^ (lane & 7)) << 4)) : "memory");
+    jax_qla_store_columns<T, false>(static_cast<const float*>(registers), n, row + (((2 * n + (matrix >> 1)) ^ (lane & 7)) << 4));
   }
 }
 // tile_ji = x_ij.
 template <typename T>
 __device__ __forceinline__ void jax_qla_store_transposed(const void* registers, T* tile) {
-  const float* x = static_cast<const float*>(registers);
   const int lane = threadIdx.x & 31, warp = (threadIdx.x >> 5) & 3, matrix = lane >> 3;
-  const unsigned corner = static_cast<unsigned>(__cvta_generic_to_shared(tile)) + ((matrix >> 1) * 8 + (lane & 7)) * 128 +
-                          (((warp * 2 + (matrix & 1)) ^ (lane & 7)) << 4);
+  const unsigned corner =
+      jax_qla_address(tile) + ((matrix >> 1) * 8 + (lane & 7)) * 128 + (((warp * 2 + (matrix & 1)) ^ (lane & 7)) << 4);
 #pragma unroll
-  for (int n = 0; n < 4; ++n) {
-    asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%4], {%0, %1, %2, %3};"
-                 :: "r"(jax_qla_pack<T>(x[8 * n], x[8 * n + 1])), "r"(jax_qla_pack<T>(x[8 * n + 2], x[8 * n + 3])),
-                    "r"(jax_qla_pack<T>(x[8 * n + 4], x[8 * n + 5])), "r"(jax_qla_pack<T>(x[8 * n + 6], x[8 * n + 7])),
-                    "r"(corner + n * 2048) : "memory");
-  }
+  for (int n = 0; n < 4; ++n) jax_qla_store_columns<T, true>(static_cast<const float*>(registers), n, corner + n * 2048);
 }
 """
+)
 
 
 STRETCHES = 1

@@ -35,15 +35,14 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 
-from jax_qla.kernels.common import CHUNK, LOG2_E, PASS_CONFIGS, PRELUDE, TILE_PRELUDE, accumulator_layout, macros
+from jax_qla.kernels.common import CHUNK, LOG2_E, PASS_CONFIGS, TILE_PRELUDE, accumulator_layout, macros
 from jax_qla.kernels.specification import decay, gather_chunks, last_row, scan_slots, scatter_chunks
 
 __all__ = ["PASS_CONFIGS", "Config", "program", "specification"]
 
 
 P_PRELUDE = (
-    PRELUDE
-    + TILE_PRELUDE
+    TILE_PRELUDE
     + r"""
 // P = scale product o G of one chunk, for i >= j, else 0. `product`: this thread's part of Q K^T, a wgmma accumulator [64, 64];
 // gamma in units of log2; `tile` [64][64] in shared memory, 128-byte swizzled, in the layout that wgmma reads.
@@ -53,7 +52,7 @@ __device__ __forceinline__ void jax_qla_decayed(const void* product, const float
   const int lane = threadIdx.x & 31, warp = (threadIdx.x >> 5) & 3, top = warp * 16 + lane / 4;
   const float near = gamma[top], far = gamma[top + 8];
   const int to = warp * 16 + (lane >> 3 & 1) * 8 + (lane & 7);  // the row that this lane points stmatrix at
-  const unsigned row = static_cast<unsigned>(__cvta_generic_to_shared(tile)) + to * 128;
+  const unsigned row = jax_qla_address(tile) + to * 128;
 #pragma unroll
   for (int n = 0; n < 8; n += 2) {
     unsigned r[4] = {0, 0, 0, 0};
@@ -71,8 +70,7 @@ __device__ __forceinline__ void jax_qla_decayed(const void* product, const float
         r[m * 2 + 1] = jax_qla_pack<T>(c, d);
       }
     }
-    asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(row + (((n + (lane >> 4)) ^ (to & 7)) << 4)),
-                 "r"(r[0]), "r"(r[1]), "r"(r[2]), "r"(r[3]) : "memory");
+    jax_qla_store_matrices<false>(row + (((n + (lane >> 4)) ^ (to & 7)) << 4), r[0], r[1], r[2], r[3]);
   }
 }
 """

@@ -272,14 +272,12 @@ __device__ __forceinline__ void jax_qla_decayed(void* x_registers, const void* y
 // lane l in warp w has row 16 w + 8 h + l / 4, columns 8 n + 2 (l % 4) and the next.
 __device__ __forceinline__ void jax_qla_load_tile(unsigned* registers, const void* tile) {
   const int lane = threadIdx.x & 31, warp = (threadIdx.x >> 5) & 3, matrix = lane >> 3;
-  unsigned row = static_cast<unsigned>(__cvta_generic_to_shared(tile)) + (warp * 16 + (matrix & 1) * 8 + (lane & 7)) * 128;
+  unsigned row = jax_qla_address(tile) + (warp * 16 + (matrix & 1) * 8 + (lane & 7)) * 128;
   const unsigned first = (matrix >> 1) ^ (lane & 7);
   asm volatile("" : "+r"(row));  // not to be known in the loop around: addresses kept from head to head would cost registers
 #pragma unroll
   for (int n = 0; n < 4; ++n) {
-    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(registers[4 * n]), "=r"(registers[4 * n + 1]), "=r"(registers[4 * n + 2]), "=r"(registers[4 * n + 3])
-                 : "r"(row + ((first ^ (2 * n)) << 4)));
+    jax_qla_load_matrices<false>(registers + 4 * n, row + ((first ^ (2 * n)) << 4));
   }
 }
 // Of x, a wgmma accumulator [64, 64], and t, a tile as above: sum_ij += scale factor_i x_ij, and this lane's part of <x_i, t_i> for its two rows i

@@ -37,7 +37,7 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 
-from jax_qla.kernels.common import CHUNK, LOG2_E, MIN_LOG_DECAY, PASS_CONFIGS, STRETCHES
+from jax_qla.kernels.common import CHUNK, LOG2_E, MATRIX_PRELUDE, MIN_LOG_DECAY, PASS_CONFIGS, STRETCHES
 from jax_qla.kernels.specification import decay, gather_chunks, mark, scatter_chunks
 
 __all__ = ["PASS_CONFIGS", "Config", "program", "specification"]
@@ -52,7 +52,8 @@ class Config:
 
 
 PRELUDE = (
-    f"constexpr int kStretches = {STRETCHES};\nconstexpr float kMinLogDecay = {MIN_LOG_DECAY}f, kLog2e = {LOG2_E}f;"
+    MATRIX_PRELUDE
+    + f"constexpr int kStretches = {STRETCHES};\nconstexpr float kMinLogDecay = {MIN_LOG_DECAY}f, kLog2e = {LOG2_E}f;"
     r"""
 constexpr int kTile = 8192;    // bytes of 64 rows of 64 elements, 128-byte swizzled
 constexpr int kBlock = 1040;   // bytes from a block on the diagonal to the next in a head's scratch
@@ -60,24 +61,6 @@ constexpr int kLow = 512;      // bytes from the high parts of an inverted block
 constexpr int kGates = 80;     // floats from a head's gates to the next one's: half the banks apart
 constexpr float kLimit = 2.001f;
 
-// Instructions, one a function.
-
-__device__ __forceinline__ unsigned jax_qla_address(const void* p) { return static_cast<unsigned>(__cvta_generic_to_shared(p)); }
-// Four 8x8 matrices of 16-bit elements, the lanes' addresses being those of their rows.
-template <bool transposed>
-__device__ __forceinline__ void jax_qla_load_matrices(unsigned* r, unsigned address) {
-  if constexpr (transposed) {
-    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(address) : "memory");
-  } else {
-    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(address) : "memory");
-  }
-}
-__device__ __forceinline__ void jax_qla_store_matrices(unsigned address, unsigned r0, unsigned r1, unsigned r2, unsigned r3) {
-  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};"
-               ::"r"(address), "r"(r0), "r"(r1), "r"(r2), "r"(r3) : "memory");
-}
 // c [16, 8] += a [16, 16] b [16, 8]
 template <bool bf16>
 __device__ __forceinline__ void jax_qla_mma(float* c, const unsigned* a, unsigned b0, unsigned b1) {
@@ -90,16 +73,6 @@ __device__ __forceinline__ void jax_qla_mma(float* c, const unsigned* a, unsigne
         : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
   }
-}
-template <bool bf16>
-__device__ __forceinline__ unsigned jax_qla_round(float x, float y) {
-  unsigned pair;
-  if constexpr (bf16) {
-    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(y), "f"(x));
-  } else {
-    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(y), "f"(x));
-  }
-  return pair;
 }
 
 // What is made of them. A 16x16 block is held by a warp as an accumulator, two 16x8 tiles: element 4 n + 2 h + e of lane l is that
@@ -321,7 +294,7 @@ __device__ __forceinline__ void jax_qla_pack(unsigned* r, const float* c) {
 }
 // Block (i, j) of a, to its swizzled tile.
 __device__ __forceinline__ void jax_qla_put(unsigned to, int i, int j, const unsigned* r) {
-  jax_qla_store_matrices((to ^ (j << 5)) + i * 2048, r[0], r[1], r[2], r[3]);
+  jax_qla_store_matrices<false>((to ^ (j << 5)) + i * 2048, r[0], r[1], r[2], r[3]);
 }
 // The same of an inverted block on the diagonal, a left operand, and zeros to the right of it.
 template <bool bf16>

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 
-from jax_qla.kernels.common import CHUNK, PASS_CONFIGS, PRELUDE, TILE_PRELUDE, macros
+from jax_qla.kernels.common import CHUNK, PASS_CONFIGS, TILE_PRELUDE, macros
 from jax_qla.kernels.specification import gather_chunks, last_row, scan_slots, scatter_chunks
 
 __all__ = ["PASS_CONFIGS", "Config", "program", "specification"]
@@ -64,7 +64,7 @@ def program(config: Config):
         vd: T.Tensor((tokens, value_heads, V), dtype),
         ratio: T.int32,
     ):
-        with T.Kernel(sequences * tiles, value_heads, threads=S + 128, prelude=PRELUDE + TILE_PRELUDE) as (block, head):
+        with T.Kernel(sequences * tiles, value_heads, threads=S + 128, prelude=TILE_PRELUDE) as (block, head):
             T.annotate_min_blocks_per_sm(1)
             T.pdl_sync()  # what comes before has ended
             T.pdl_trigger()  # `state_gradients` reads nothing of this and may run beside it
