@@ -4,6 +4,16 @@ Every kernel works on flat token arrays [tokens, heads, dim] and two tables (jax
 sequence, and `chunks` [slots, 4] = (sequence, first row, rows, fill rows) of each chunk slot. A chunk tile is always loaded whole (64 rows)
 with TMA; the rows beyond its sequence hold another sequence's data or nothing at all and must never reach a result, not even as 0 * NaN:
 they are replaced by zeros in shared memory wherever a matrix product sums over rows.
+
+With `l2norm` not 0, q and k count as divided by their lengths |x| = sqrt(<x, x> + 1e-6). No kernel divides a tile: the matrix products are
+of the rows as they are, and the lengths are those of the gates' vectors beside them,
+
+    beta / |k|^2  for  beta  and  |k| V  for  V  (so that beta V becomes beta / |k| V),     scale / |q_i|  for  scale  in row i,
+
+for beta |k|^-2 k k^T = beta k^ k^^T and k (beta |k|^-2) (|k| v) = beta k^ v with k^ = k / |k|. `a` and all states are those of normalised
+keys; Vd and dX between kernels are |k| times less and more. What gradients kernels/gradients.py finds by q and k with the lengths held
+constant become the whole ones by dk - k <k, dk> / |k|^2. Each kernel computes the lengths from its tiles, in the warpgroup that has the
+gates. In bfloat16 only: lengths far from 1 would leave float16's range.
 """
 
 CHUNK = 64
@@ -16,6 +26,9 @@ MIN_LOG_DECAY = -110.0  # exp of it is 0 in float32; clamping keeps the cumulati
 # A kernel of three warpgroups is launched with 168 registers a thread, so what `set_max_nreg` gives its warpgroups may add up
 # to 504: an increase beyond that waits forever.
 LOG2_E = 1.4426950408889634
+
+L2NORM_EPSILON = 1e-6
+"""q and k are divided by sqrt(|x|^2 + this) where a call asks for it."""
 
 PASS_CONFIGS: dict[str, object] = {
     "tl.disable_warp_specialized": True,  # roles are written by hand
@@ -63,8 +76,37 @@ __device__ __forceinline__ unsigned jax_qla_round(float x, float y) {
 """
 
 
+L2NORM_PRELUDE = (
+    f"constexpr float kL2NormEpsilon = {L2NORM_EPSILON}f;"
+    r"""
+// 1 / |x| of row `row` of a tile [64, columns] of bf16 in shared memory (halves of 64 columns, 128-byte swizzled).
+template <int columns>
+__device__ __forceinline__ float jax_qla_inverse_length(const void* tile, int row) {
+  const uint4* vectors = static_cast<const uint4*>(tile) + row * 8;
+  float sum[2] = {kL2NormEpsilon, 0.f};
+#pragma unroll 1
+  for (int half = 0; half < columns / 64; ++half) {
+#pragma unroll 4
+    for (int n = 0; n < 8; ++n) {
+      const uint4 x = vectors[half * 512 + (n ^ (row & 7))];
+      const unsigned pairs[4] = {x.x, x.y, x.z, x.w};
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        const float low = __uint_as_float(pairs[e] << 16), high = __uint_as_float(pairs[e] & 0xffff0000u);
+        sum[0] += low * low;
+        sum[1] += high * high;
+      }
+    }
+  }
+  return rsqrtf(sum[0] + sum[1]);
+}
+"""
+)
+
+
 PRELUDE = (
     MATRIX_PRELUDE
+    + L2NORM_PRELUDE
     + r"""
 // A warpgroup's part of a transposed tile. The tile is [64 tokens][64 columns] of 16-bit elements in shared memory, 128-byte
 // swizzled; the fragment is its transpose, [64 columns][64 tokens] in the layout of a wgmma accumulator: register 4 n + 2 h + e of
@@ -212,6 +254,12 @@ def macros():
                 fall_s[stage, thread] = 0.0
                 beta_s[stage, thread] = 0.0
 
+    def inverse_length(tiles, stage, row):
+        """1 / |x| of a row of tile `stage` of tiles [stages, 64, width] in bfloat16."""
+        return T.call_extern(
+            "float32", f"jax_qla_inverse_length<{tiles.shape[2]}>", T.access_ptr(tiles[stage, 0, 0], "r"), row
+        )
+
     @T.macro
     def load_rows(source, row, head, first, width, tiles, stage, loaded):
         """One warp has TMA load rows row..row + 64, columns first..first + `width` of `source` into tile `stage` of `tiles`; the barrier
@@ -245,6 +293,7 @@ def macros():
     return SimpleNamespace(
         fetch_gates=fetch_gates,
         store_gates=store_gates,
+        inverse_length=inverse_length,
         load_rows=load_rows,
         zero_tail=zero_tail,
         store_rows=store_rows,

@@ -45,12 +45,12 @@ P_PRELUDE = (
     TILE_PRELUDE
     + r"""
 // P = scale product o G of one chunk, for i >= j, else 0. `product`: this thread's part of Q K^T, a wgmma accumulator [64, 64];
-// gamma in units of log2; `tile` [64][64] in shared memory, 128-byte swizzled, in the layout that wgmma reads.
+// gamma in units of log2; `query` another factor, by row; `tile` [64][64] in shared memory, 128-byte swizzled, in the layout that wgmma reads.
 template <typename T>
-__device__ __forceinline__ void jax_qla_decayed(const void* product, const float* gamma, float scale, T* tile) {
+__device__ __forceinline__ void jax_qla_decayed(const void* product, const float* gamma, float scale, const float* query, T* tile) {
   const float* p = static_cast<const float*>(product);
   const int lane = threadIdx.x & 31, warp = (threadIdx.x >> 5) & 3, top = warp * 16 + lane / 4;
-  const float near = gamma[top], far = gamma[top + 8];
+  const float near = gamma[top], far = gamma[top + 8], near_scale = scale * query[top], far_scale = scale * query[top + 8];
   const int to = warp * 16 + (lane >> 3 & 1) * 8 + (lane & 7);  // the row that this lane points stmatrix at
   const unsigned row = jax_qla_address(tile) + to * 128;
 #pragma unroll
@@ -62,10 +62,10 @@ __device__ __forceinline__ void jax_qla_decayed(const void* product, const float
         const int column = (n + m) * 8 + lane % 4 * 2;
         const float2 from = *reinterpret_cast<const float2*>(gamma + column);
         const float* x = p + (n + m) * 4;
-        const float a = top >= column ? x[0] * scale * jax_qla_exp2(near - from.x) : 0.f;
-        const float b = top > column ? x[1] * scale * jax_qla_exp2(near - from.y) : 0.f;
-        const float c = top + 8 >= column ? x[2] * scale * jax_qla_exp2(far - from.x) : 0.f;
-        const float d = top + 8 > column ? x[3] * scale * jax_qla_exp2(far - from.y) : 0.f;
+        const float a = top >= column ? x[0] * near_scale * jax_qla_exp2(near - from.x) : 0.f;
+        const float b = top > column ? x[1] * near_scale * jax_qla_exp2(near - from.y) : 0.f;
+        const float c = top + 8 >= column ? x[2] * far_scale * jax_qla_exp2(far - from.x) : 0.f;
+        const float d = top + 8 > column ? x[3] * far_scale * jax_qla_exp2(far - from.y) : 0.f;
         r[m * 2] = jax_qla_pack<T>(a, b);
         r[m * 2 + 1] = jax_qla_pack<T>(c, d);
       }
@@ -97,6 +97,7 @@ def program(config: Config):
     tiles = V // W  # blocks a head
     parts = W // 64  # warpgroups that hold the state
     stages = 3
+    fused = dtype == "bfloat16"  # what l2norm asks for; float16 has not the range
     S = 128 * parts  # threads that hold the state
     m = macros()
     tokens, key_heads, value_heads, sequences = T.dynamic("tokens, key_heads, value_heads, sequences")
@@ -116,6 +117,7 @@ def program(config: Config):
         final_state: T.Tensor((final_states, value_heads, K, V), "float32"),
         ratio: T.int32,
         scale: T.float32,
+        l2norm: T.int32,
     ):
         with T.Kernel(sequences * tiles, value_heads, threads=S + 256, prelude=P_PRELUDE) as (block, head):
             T.annotate_min_blocks_per_sm(1)
@@ -145,7 +147,8 @@ def program(config: Config):
             rise_s = T.alloc_shared((stages, C), "float32")
             fall_s = T.alloc_shared((stages, C), "float32")
             beta_s = T.alloc_shared((stages, C), "float32")
-            scaled_s = T.alloc_shared((stages, C), "float32")  # scale exp(gamma)
+            query_s = T.alloc_shared((stages, C), "float32")  # 1 / |q|, or 1
+            scaled_s = T.alloc_shared((stages, C), "float32")  # scale / |q| exp(gamma)
             whole_s = T.alloc_shared((stages,), "float32")  # exp(gamma_C)
             loaded = T.alloc_barrier([32] * stages)
             ready = T.alloc_barrier([128] * stages)
@@ -172,6 +175,7 @@ def program(config: Config):
             elif tx >= S:
                 T.set_max_nreg(72, 0)
                 fetched = T.alloc_local((3,), "float32")  # gates of the chunk to come
+                length = T.alloc_var("float32")
                 p = T.alloc_fragment((C, C), "float32")
                 T.annotate_layout({p: accumulator_layout(C, S)})
                 m.fetch_gates(gamma, beta, start, T.min(end - start, C), head, tx - S, fetched)
@@ -182,6 +186,8 @@ def program(config: Config):
                     m.store_gates(fetched, rows, tx - S, at, gamma_s, rise_s, fall_s, beta_s)
                     if tx < S + C:
                         scaled_s[at, tx - S] = scale * rise_s[at, tx - S]
+                    else:
+                        query_s[at, tx - (S + C)] = 1.0
                     if tx == S:
                         whole_s[at] = T.exp2(fetched[1] * T.float32(LOG2_E))
                     m.fetch_gates(
@@ -193,6 +199,15 @@ def program(config: Config):
                         tx - S,
                         fetched,
                     )
+                    if fused and l2norm != 0:
+                        if tx < S + C:
+                            if tx - S < rows:
+                                # X = beta / |k| (V - exp(gamma) / |k| K S)
+                                length = m.inverse_length(k_s, at, tx - S)
+                                beta_s[at, tx - S] = beta_s[at, tx - S] * length
+                                rise_s[at, tx - S] = rise_s[at, tx - S] * length
+                        elif tx - (S + C) < rows:
+                            query_s[at, tx - (S + C)] = m.inverse_length(q_s, at, tx - (S + C))
                     if rows < C:
                         m.zero_tail(k_s, at, rows, K, tx - S, 128)
                         for part in T.unroll(parts):
@@ -200,6 +215,8 @@ def program(config: Config):
                         m.zero_tail(a_s, at, rows, C, tx - S, 128)
                         T.fence_proxy_async()
                     T.sync_threads(3, 128)
+                    if fused and l2norm != 0 and tx < S + C:
+                        scaled_s[at, tx - S] = scaled_s[at, tx - S] * query_s[at, tx - S]
                     T.gemm(q_s[at, :, :], k_s[at, :, :], p, transpose_B=True, clear_accum=True)
                     T.call_extern(
                         "handle",
@@ -207,6 +224,7 @@ def program(config: Config):
                         T.address_of(p[0, 0]),
                         T.address_of(gamma_s[at, 0]),
                         scale,
+                        T.address_of(query_s[at, 0]),
                         T.address_of(p_s[at, 0, 0]),
                     )
                     T.fence_proxy_async()

@@ -12,6 +12,9 @@ E = scale (dO Vd^T o G), F = -(dX Vd^T o G) strictly lower, M = diag(beta) F, Z 
              R = E o P + diag(beta) F o K K^T, strictly lower
     dg_i   = sum_{j >= i} dgamma_j + sum_{j < i} <Y_j, K_j> + exp(gamma_C) <dh, h>, and 0 where g < -110 (the clamp)
 
+With `l2norm` these are of beta / |k|^2 for beta, |k| V for V and scale / |q_i| for scale (kernels/common.py), which leaves <dX, Vd> / beta
+what it is; the tiles of dq and dk are projected before they leave.
+
 What dg would add and subtract again (the diagonal of R, <Y_j, K_j> of the rows from i on) is left out: where the decay is
 strong, dg is smaller than the rounding of these. R is summed in float32 and never rounded.
 
@@ -128,15 +131,16 @@ struct jax_qla_share {
     if (vector % 2 == 0) out[first + step * (vector / 2)] = total;
   }
 };
-// Rows i < rows of out [.., heads, columns] become factor_i x_i, and dots_i = <x_i, y_i>, of tiles x and y in shared memory.
+// Rows i < rows of out [.., heads, columns] become factor_i norm_i x_i, and dots_i = <x_i, y_i>, of tiles x and y in shared memory.
 template <typename T, int columns>
-__device__ __forceinline__ void jax_qla_scale_and_dot(const void* x, const void* y, const float* factor, int rows, int heads, T* out,
-                                                      float* dots) {
+__device__ __forceinline__ void jax_qla_scale_and_dot(const void* x, const void* y, const float* factor, const float* norm, int rows,
+                                                      int heads, T* out, float* dots) {
   using Share = jax_qla_share<columns>;
   const Share share;
   const long long step = static_cast<long long>(Share::step * columns) * heads;
   out += static_cast<long long>(share.first) * (heads * columns) + share.vector * 8;
   factor += share.first;
+  norm += share.first;
   float sum[Share::passes];
 #pragma unroll
   for (int base = 0; base < Share::passes; base += 4) {
@@ -148,7 +152,7 @@ __device__ __forceinline__ void jax_qla_scale_and_dot(const void* x, const void*
     }
 #pragma unroll
     for (int n = 0; n < 4; ++n) {
-      const float f = factor[Share::step * (base + n)];
+      const float f = factor[Share::step * (base + n)] * norm[Share::step * (base + n)];
       T p[8], q[8];
       memcpy(p, &a[n], 16);
       memcpy(q, &b[n], 16);
@@ -218,17 +222,19 @@ __device__ __forceinline__ void jax_qla_write_rows(const float* sums, float* out
   }
 }
 // From x = A B^T and y = C D^T, wgmma accumulators [64, 64], in place:
-//   x_ij = factor x_ij exp(gamma_i - gamma_j) for j <= i < rows (j < i if strict), else 0       gamma in units of log2
-// and, over j < i, row sums of x_ij y_ij in row_sums [64], column sums of (weight_i, if strict) x_ij y_ij over the 16 rows of each warp in row
-// `warp` of column_sums [4, 64]. Each exchange halves the columns that a lane still sums: in the end lane l has 2 l and 2 l + 1.
+//   x_ij = factor (norm_i, unless strict) x_ij exp(gamma_i - gamma_j) for j <= i < rows (j < i if strict), else 0    gamma in units of log2
+// and, over j < i, row sums of x_ij y_ij in row_sums [64], column sums of (weight_i norm_i, if strict) x_ij y_ij over the 16 rows of each
+// warp in row `warp` of column_sums [4, 64]. Each exchange halves the columns that a lane still sums: in the end lane l has 2 l and 2 l + 1.
 template <bool strict>
 __device__ __forceinline__ void jax_qla_decayed(void* x_registers, const void* y_registers, const float* gamma, const float* weight,
-                                                float factor, int rows, float* row_sums, float* column_sums) {
+                                                const float* norm, float factor, int rows, float* row_sums, float* column_sums) {
   float* x = static_cast<float*>(x_registers);
   const float* y = static_cast<const float*>(y_registers);
   const int lane = threadIdx.x & 31, warp = (threadIdx.x >> 5) & 3, top = warp * 16 + lane / 4;
   const float at_row[2] = {gamma[top], gamma[top + 8]};
-  const float of_sum[2] = {strict ? weight[top] : 1.f, strict ? weight[top + 8] : 1.f};
+  const float norms[2] = {norm[top], norm[top + 8]};
+  const float of_sum[2] = {strict ? weight[top] * norms[0] : 1.f, strict ? weight[top + 8] * norms[1] : 1.f};
+  const float factors[2] = {strict ? factor : factor * norms[0], strict ? factor : factor * norms[1]};
   float at_column[16];
 #pragma unroll
   for (int n = 0; n < 8; ++n) {
@@ -254,7 +260,7 @@ __device__ __forceinline__ void jax_qla_decayed(void* x_registers, const void* y
       for (int n = 0; n < 4; ++n) {
         const int column = n / 2 * 8 + lane % 4 * 2 + n % 2;
         float& value = x[8 * block + n / 2 * 4 + 2 * h + n % 2];
-        const float decayed = value * (factor * jax_qla_exp2(fminf(at_row[h] - at_column[4 * block + n], 0.f)));
+        const float decayed = value * (factors[h] * jax_qla_exp2(fminf(at_row[h] - at_column[4 * block + n], 0.f)));
         value = column < limit || (!strict && column == limit) ? decayed : 0.f;
         const float product = column < limit ? value * y[8 * block + n / 2 * 4 + 2 * h + n % 2] : 0.f;
         of_row[h] += product;
@@ -280,17 +286,17 @@ __device__ __forceinline__ void jax_qla_load_tile(unsigned* registers, const voi
     jax_qla_load_matrices<false>(registers + 4 * n, row + ((first ^ (2 * n)) << 4));
   }
 }
-// Of x, a wgmma accumulator [64, 64], and t, a tile as above: sum_ij += scale factor_i x_ij, and this lane's part of <x_i, t_i> for its two rows i
-// is added to dots [2].
-template <typename T>
-__device__ __forceinline__ void jax_qla_add_rows(void* sum_registers, const void* registers, const float* factor, float scale,
-                                                 const unsigned* t, float* dots) {
+// Of x, a wgmma accumulator [64, 64], and t, a tile as above: sum_ij += scale factor_i (norm_i, if normed) x_ij, and this lane's part of
+// <x_i, t_i> for its two rows i is added to dots [2].
+template <typename T, bool normed>
+__device__ __forceinline__ void jax_qla_add_rows(void* sum_registers, const void* registers, const float* factor, const float* norm,
+                                                 float scale, const unsigned* t, float* dots) {
   float* sum = static_cast<float*>(sum_registers);
   const float* x = static_cast<const float*>(registers);
   const int row = (threadIdx.x >> 5 & 3) * 16 + threadIdx.x % 32 / 4;
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
-    const float f = factor[row + h * 8] * scale;
+    const float f = factor[row + h * 8] * (normed ? norm[row + h * 8] : 1.f) * scale;
     float dot[2] = {0.f, 0.f};
 #pragma unroll
     for (int n = 0; n < 8; ++n) {
@@ -303,6 +309,42 @@ __device__ __forceinline__ void jax_qla_add_rows(void* sum_registers, const void
       }
     }
     dots[h] += dot[0] + dot[1];
+  }
+}
+// Rows i of x, wgmma accumulators [64, 64] side by side, lose norm_i^2 <x_i, t_i> t_i, of t in shared memory, `parts` tiles as above: the
+// gradient by t of what was computed from norm_i t_i, norm_i = 1 / |t_i|, with norm_i held constant, becomes the whole one.
+template <typename T, int parts>
+__device__ __forceinline__ void jax_qla_project(void* registers, const void* tiles, const float* norm) {
+  float* x = static_cast<float*>(registers);
+  const int row = (threadIdx.x >> 5 & 3) * 16 + threadIdx.x % 32 / 4;
+  float dots[2] = {0.f, 0.f};
+#pragma unroll
+  for (int subtract = 0; subtract < 2; ++subtract) {
+#pragma unroll
+    for (int part = 0; part < parts; ++part) {
+      unsigned t[16];
+      jax_qla_load_tile(t, static_cast<const char*>(tiles) + part * 8192);
+#pragma unroll
+      for (int n = 0; n < 16; ++n) {
+        T pair[2];
+        memcpy(pair, &t[n], 4);
+#pragma unroll
+        for (int e = 0; e < 2; ++e) {
+          float& value = x[part * 32 + 2 * n + e];
+          if (subtract) {
+            value -= dots[n % 2] * static_cast<float>(pair[e]);
+          } else {
+            dots[n % 2] += value * static_cast<float>(pair[e]);
+          }
+        }
+      }
+    }
+#pragma unroll
+    for (int h = 0; h < 2 && !subtract; ++h) {
+      dots[h] += __shfl_xor_sync(0xffffffffu, dots[h], 1);
+      dots[h] += __shfl_xor_sync(0xffffffffu, dots[h], 2);
+      dots[h] *= norm[row + h * 8] * norm[row + h * 8];
+    }
   }
 }
 """
@@ -325,6 +367,7 @@ def program(config: Config):
     C, K, V, dtype = CHUNK, config.key_dim, config.value_dim, config.dtype
     ctype = {"bfloat16": "bfloat16_t", "float16": "half_t"}[dtype]
     m = macros()
+    fused = dtype == "bfloat16"  # what l2norm asks for; float16 has not the range
     tokens, key_heads, value_heads, slots = T.dynamic("tokens, key_heads, value_heads, slots")
 
     # Key heads of a block: so many that eight rounds of blocks fill an H200's 132 multiprocessors, for a block begins with a wait.
@@ -337,8 +380,16 @@ def program(config: Config):
         T.barrier_arrive(loaded[0])
 
     @T.macro
-    def finish_keys(q_s, k_s, rows, thread, parity, loaded, ready):
+    def finish_keys(q_s, k_s, query_s, key_s, key2_s, l2norm, rows, thread, parity, loaded, ready):
         T.barrier_wait(loaded[0], parity)
+        if fused and l2norm != 0:
+            if thread < C:
+                if thread < rows:
+                    length = m.inverse_length(k_s, 0, thread)
+                    key_s[thread] = length
+                    key2_s[thread] = length * length
+            elif thread - C < rows:
+                query_s[thread - C] = m.inverse_length(q_s, 0, thread - C)
         if rows < C:
             m.zero_tail(q_s, 0, rows, K, thread, 128)
             m.zero_tail(k_s, 0, rows, K, thread, 128)
@@ -378,6 +429,7 @@ def program(config: Config):
         dbeta: T.Tensor((tokens, value_heads), "float32"),
         ratio: T.int32,
         scale: T.float32,
+        l2norm: T.int32,
     ):
         with T.Kernel(slots, T.ceildiv(key_heads, group), threads=384, prelude=PRELUDE) as (slot, part_of_heads):
             T.annotate_min_blocks_per_sm(1)
@@ -410,6 +462,9 @@ def program(config: Config):
             fall_s = T.alloc_shared((2, C), "float32")
             beta_s = T.alloc_shared((2, C), "float32")
             drop_s = T.alloc_shared((2, C), "float32")  # -exp(gamma) beta
+            query_s = T.alloc_shared((C,), "float32")  # of this key head 1 / |q|, or 1
+            key_s = T.alloc_shared((C,), "float32")  # 1 / |k|, or 1
+            key2_s = T.alloc_shared((C,), "float32")  # and its square
             zero_s = T.alloc_shared((2, 4), "int32")  # whether a beta of a warp's rows is 0
             # parts of dgamma and dbeta, by stage: inner products of rows, row sums and column sums
             q_dots_s = T.alloc_shared((2, C), "float32")
@@ -468,7 +523,12 @@ def program(config: Config):
                             "int32", "jax_qla_any", T.cast(i < rows and gates[2] == 0, "int32")
                         )
                         T.barrier_arrive(gates_ready[r])
-                    finish_keys(q_s, k_s, rows, i, 0, keys_loaded, keys_ready)
+                    if i < C:
+                        query_s[i] = 1.0
+                        key_s[i] = 1.0
+                        key2_s[i] = 1.0
+                    T.sync_threads(3, 128)
+                    finish_keys(q_s, k_s, query_s, key_s, key2_s, l2norm, rows, i, 0, keys_loaded, keys_ready)
                     for key in T.serial(keys):
                         for r in T.serial(ratio):
                             at = (key * ratio + r) % 2
@@ -483,6 +543,11 @@ def program(config: Config):
                                 if i < 32:
                                     load_keys(q, k, q_s, k_s, row, first + key, keys_loaded)
                             T.barrier_wait(rows_loaded[at], (key * ratio + r) // 2 % 2)
+                            if r == 0 and key > 0 and l2norm != 0:
+                                finish_keys(
+                                    q_s, k_s, query_s, key_s, key2_s, l2norm, rows, i, key % 2, keys_loaded, keys_ready
+                                )
+                                T.sync_threads(3, 128)
                             # dV = beta dX; <dX_i, Vd_i>, and where a beta is 0 <dX_i, V_i>, for dbeta
                             T.call_extern(
                                 "handle",
@@ -490,6 +555,7 @@ def program(config: Config):
                                 T.address_of(dx_s[at, 0, 0]),
                                 T.address_of(vd_s[at, 0, 0]),
                                 T.address_of(beta_s[at, 0]),
+                                T.address_of(key_s[0]),
                                 rows,
                                 value_heads,
                                 T.address_of(dv[row, head, 0]),
@@ -505,8 +571,10 @@ def program(config: Config):
                                     value_heads,
                                     T.address_of(dot_v_s[0]),
                                 )
-                            if r == 0 and key > 0:
-                                finish_keys(q_s, k_s, rows, i, key % 2, keys_loaded, keys_ready)
+                            if r == 0 and key > 0 and l2norm == 0:
+                                finish_keys(
+                                    q_s, k_s, query_s, key_s, key2_s, l2norm, rows, i, key % 2, keys_loaded, keys_ready
+                                )
                             T.barrier_wait(h_loaded[0], at)
                             T.barrier_wait(dh_loaded[0], at)
                             T.call_extern(
@@ -533,15 +601,15 @@ def program(config: Config):
                                     inner = rows_k_s[at, i] - rise_s[at, i] * z_dots_s[at, i]
                                     total = (
                                         rows_q_s[at, i]
-                                        + scale * rise_s[at, i] * q_dots_s[at, i]
-                                        + beta_s[at, i] * inner
+                                        + scale * query_s[i] * rise_s[at, i] * q_dots_s[at, i]
+                                        + beta_s[at, i] * key2_s[i] * inner
                                     )
                                     for x in T.unroll(4):
                                         total = total - (columns_q_s[at, x, i] + columns_k_s[at, x, i])
                                     if beta_s[at, i] != 0:
                                         dbeta[row + i, head] = dot_s[i] / beta_s[at, i]
                                     else:
-                                        dbeta[row + i, head] = inner + dot_v_s[i]
+                                        dbeta[row + i, head] = key2_s[i] * inner + key_s[i] * dot_v_s[i]
                                     earlier = fall_s[at, i] * y_dots_s[at, i]
                                 later = T.call_extern("float32", "jax_qla_from", total)
                                 total = earlier
@@ -611,13 +679,14 @@ def program(config: Config):
                                 T.address_of(kk[0, 0]),
                                 T.address_of(gamma_s[at_k, 0]),
                                 T.address_of(beta_s[at_k, 0]),
+                                T.address_of(key2_s[0]),
                                 T.float32(-1),
                                 rows,
                                 T.address_of(rows_k_s[at_k, 0]),
                                 T.address_of(columns_k_s[at_k, 0, 0]),
                             )
                             for i, j in T.Parallel(C, C):
-                                f_s[i, j] = T.cast(s_k[i, j] * beta_s[at_k, i], dtype)
+                                f_s[i, j] = T.cast(s_k[i, j] * (beta_s[at_k, i] * key2_s[i]), dtype)
                             T.fence_proxy_async()
                             T.sync_threads(2, 128)
                             for x in T.unroll(4):
@@ -639,10 +708,11 @@ def program(config: Config):
                                 T.wait_wgmma(1)
                                 T.call_extern(
                                     "handle",
-                                    f"jax_qla_add_rows<{ctype}>",
+                                    f"jax_qla_add_rows<{ctype}, true>",
                                     T.address_of(dk_f[0, part * 64]),
                                     T.address_of(z_k[0, 0]),
                                     T.access_ptr(drop_s[at_k, 0], "r"),
+                                    T.access_ptr(key2_s[0], "r"),
                                     T.float32(1),
                                     T.address_of(key_pairs[0]),
                                     T.address_of(dots[0]),
@@ -654,10 +724,11 @@ def program(config: Config):
                                     T.wait_wgmma(0)
                                 T.call_extern(
                                     "handle",
-                                    f"jax_qla_add_rows<{ctype}>",
+                                    f"jax_qla_add_rows<{ctype}, false>",
                                     T.address_of(dk_f[0, part * 64]),
                                     T.address_of(y_k[0, 0]),
                                     T.access_ptr(fall_s[at_k, 0], "r"),
+                                    T.access_ptr(key2_s[0], "r"),
                                     T.float32(1),
                                     T.address_of(key_pairs[0]),
                                     T.address_of(dots[2]),
@@ -685,6 +756,14 @@ def program(config: Config):
                             T.wgmma_gemm(e_s, q_s[0, :, :], dk_f, transpose_A=True)
                             T.wait_wgmma(0)
                             T.barrier_arrive(e_free[0])
+                        if fused and l2norm != 0:
+                            T.call_extern(
+                                "handle",
+                                f"jax_qla_project<{ctype}, {K // 64}>",
+                                T.address_of(dk_f[0, 0]),
+                                T.access_ptr(k_s[0, 0, 0], "r"),
+                                T.access_ptr(key_s[0], "r"),
+                            )
                         T.sync_threads(4, 256)  # nobody reads Q or K any more
                         for i, j in T.Parallel(C, K):
                             k_s[0, i, j] = T.cast(dk_f[i, j], dtype)
@@ -725,6 +804,7 @@ def program(config: Config):
                                 T.address_of(p[0, 0]),
                                 T.address_of(gamma_s[at_q, 0]),
                                 T.address_of(beta_s[at_q, 0]),
+                                T.address_of(query_s[0]),
                                 scale,
                                 rows,
                                 T.address_of(rows_q_s[at_q, 0]),
@@ -753,10 +833,11 @@ def program(config: Config):
                                 )
                                 T.call_extern(
                                     "handle",
-                                    f"jax_qla_add_rows<{ctype}>",
+                                    f"jax_qla_add_rows<{ctype}, true>",
                                     T.address_of(dq_f[0, part_q * 64]),
                                     T.address_of(t_q[0, part_q * 64]),
                                     T.access_ptr(rise_s[at_q, 0], "r"),
+                                    T.access_ptr(query_s[0], "r"),
                                     scale,
                                     T.address_of(queries[0]),
                                     T.address_of(dots_q[0]),
@@ -768,6 +849,14 @@ def program(config: Config):
                                 T.access_ptr(q_dots_s[at_q, 0], "r"),
                             )
                             T.barrier_arrive(parts_ready[0])
+                        if fused and l2norm != 0:
+                            T.call_extern(
+                                "handle",
+                                f"jax_qla_project<{ctype}, {K // 64}>",
+                                T.address_of(dq_f[0, 0]),
+                                T.access_ptr(q_s[0, 0, 0], "r"),
+                                T.access_ptr(query_s[0], "r"),
+                            )
                         T.sync_threads(4, 256)  # nobody reads Q or K any more
                         for i, j in T.Parallel(C, K):
                             q_s[0, i, j] = T.cast(dq_f[i, j], dtype)

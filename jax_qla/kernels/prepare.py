@@ -10,6 +10,8 @@ A token maps the state by exp(g) (I - beta k k^T). Unless some beta <k, k> excee
 of what a chunk does to the state before it, which tells kernels/summaries.py what a run of tokens forgets. Chunks where one does exceed
 it are marked in the lowest bit of their last gamma (kernels/common.py: STRETCHES), which costs gamma 6e-8 of itself and no memory.
 
+With `l2norm`, beta is divided by |k|^2 first, which K K^T has on its diagonal (kernels/common.py).
+
 The *gated* matrix is inverted: the gate-free one can overflow where the recurrence itself is stable (long keys, strong decay).
 
 Plan, one block per (chunk slot, key head, pair of its value heads), 64 threads, a warp a value head. Within a
@@ -37,7 +39,15 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 
-from jax_qla.kernels.common import CHUNK, LOG2_E, MATRIX_PRELUDE, MIN_LOG_DECAY, PASS_CONFIGS, STRETCHES
+from jax_qla.kernels.common import (
+    CHUNK,
+    L2NORM_PRELUDE,
+    LOG2_E,
+    MATRIX_PRELUDE,
+    MIN_LOG_DECAY,
+    PASS_CONFIGS,
+    STRETCHES,
+)
 from jax_qla.kernels.specification import decay, gather_chunks, mark, scatter_chunks
 
 __all__ = ["PASS_CONFIGS", "Config", "program", "specification"]
@@ -53,6 +63,7 @@ class Config:
 
 PRELUDE = (
     MATRIX_PRELUDE
+    + L2NORM_PRELUDE
     + f"constexpr int kStretches = {STRETCHES};\nconstexpr float kMinLogDecay = {MIN_LOG_DECAY}f, kLog2e = {LOG2_E}f;"
     r"""
 constexpr int kTile = 8192;    // bytes of 64 rows of 64 elements, 128-byte swizzled
@@ -187,6 +198,20 @@ __device__ __forceinline__ void jax_qla_products(void* kk, const void* tiles, un
   }
 }
 
+// beta_i / (|k_i|^2 + epsilon), in place, |k_i|^2 from the diagonal of K K^T; one warp.
+__device__ __forceinline__ void jax_qla_normalise(float* beta, const float* kk) {
+  const int lane = threadIdx.x & 31, row = lane / 4;
+  if (row / 2 == lane % 4) {
+#pragma unroll
+    for (int k = 0; k < 4; ++k) {
+      const float* c = kk + jax_qla_upper(k, k) * 8;
+      beta[k * 16 + row] = __fdividef(beta[k * 16 + row], (row & 1 ? c[1] : c[0]) + kL2NormEpsilon);
+      beta[k * 16 + 8 + row] = __fdividef(beta[k * 16 + 8 + row], (row & 1 ? c[7] : c[6]) + kL2NormEpsilon);
+    }
+  }
+  __syncwarp();
+}
+
 // L^T from the upper half of K K^T; gamma in units of log2. Its blocks on the diagonal go to scratch memory as rows of 16 floats, the
 // four quarters of which change places by row; what lies below the diagonal there is not L. Those above it become right operands -L.
 // Returns whether some beta <k, k> exceeds kLimit.
@@ -315,10 +340,11 @@ __device__ __forceinline__ void jax_qla_put_diagonal(unsigned to, int i, const S
 
 // kk (jax_qla_products) -> a, in the swizzled `tile`, and `last_gamma` with its mark -> marked[at]; one warp. gamma in units of log2.
 template <bool bf16>
-__device__ __forceinline__ void jax_qla_invert(const void* products, const float* gamma, const float* beta, float* scratch, void* tile,
-                                               float* marked, int at, float last_gamma) {
+__device__ __forceinline__ void jax_qla_invert(const void* products, const float* gamma, float* beta, float* scratch, void* tile,
+                                               float* marked, int at, float last_gamma, int l2norm) {
   const float* kk = static_cast<const float*>(products);
   const int lane = threadIdx.x & 31;
+  if (bf16 && l2norm) jax_qla_normalise(beta, kk);  // float16 has not the range for it
   Split lower[6];
   const bool stretches = __any_sync(0xffffffffu, jax_qla_gate(lower, kk, gamma, beta, scratch));
   if (lane == 0) marked[at] = __int_as_float((__float_as_int(last_gamma) & ~kStretches) | (stretches ? kStretches : 0));
@@ -393,6 +419,7 @@ def program(config: Config):
         gamma: T.Tensor((tokens, value_heads), "float32"),
         o: T.Tensor((tokens, value_heads, value_dim), dtype),
         ratio: T.int32,
+        l2norm: T.int32,
     ):
         with T.Kernel(slots * (key_heads * ((ratio + 1) // 2)), threads=64, prelude=PRELUDE) as block:
             T.annotate_min_blocks_per_sm(8)
@@ -492,6 +519,7 @@ def program(config: Config):
                         T.address_of(gamma[row, 0]),
                         (rows - 1) * value_heads + head,
                         gamma_s[half, rows - 1],
+                        l2norm,
                     )
                     T.fence_proxy_async()
                     T.sync_warp()

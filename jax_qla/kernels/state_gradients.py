@@ -35,12 +35,12 @@ __all__ = ["PASS_CONFIGS", "Config", "program", "specification"]
 PRELUDE = (
     TILE_PRELUDE
     + r"""
-// tile_ij = scale x_ij exp(gamma_i - gamma_j) for i >= j, else 0, of x, a wgmma accumulator [64, 64]; gamma in units of log2.
+// tile_ij = scale query_i x_ij exp(gamma_i - gamma_j) for i >= j, else 0, of x, a wgmma accumulator [64, 64]; gamma in units of log2.
 template <typename T>
-__device__ __forceinline__ void jax_qla_store_decayed(void* registers, const float* gamma, float scale, T* tile) {
+__device__ __forceinline__ void jax_qla_store_decayed(void* registers, const float* gamma, float scale, const float* query, T* tile) {
   float* x = static_cast<float*>(registers);
   const int lane = threadIdx.x & 31, warp = (threadIdx.x >> 5) & 3, top = warp * 16 + lane / 4;
-  const float at_row[2] = {gamma[top], gamma[top + 8]};
+  const float at_row[2] = {gamma[top], gamma[top + 8]}, of_row[2] = {scale * query[top], scale * query[top + 8]};
 #pragma unroll
   for (int n = 0; n < 8; ++n) {
     const float2 at_column = *reinterpret_cast<const float2*>(gamma + n * 8 + lane % 4 * 2);
@@ -50,7 +50,7 @@ __device__ __forceinline__ void jax_qla_store_decayed(void* registers, const flo
       for (int e = 0; e < 2; ++e) {
         float& value = x[4 * n + 2 * h + e];
         const float decay = jax_qla_exp2(fminf(at_row[h] - (e ? at_column.y : at_column.x), 0.f));
-        value = top + h * 8 >= n * 8 + lane % 4 * 2 + e ? value * scale * decay : 0.f;
+        value = top + h * 8 >= n * 8 + lane % 4 * 2 + e ? value * of_row[h] * decay : 0.f;
       }
     }
   }
@@ -102,6 +102,7 @@ def program(config: Config):
     C, K, V, W, dtype = CHUNK, config.key_dim, config.value_dim, config.value_tile, config.dtype
     tiles = V // W  # blocks a head
     ctype = {"bfloat16": "bfloat16_t", "float16": "half_t"}[dtype]
+    fused = dtype == "bfloat16"  # what l2norm asks for; float16 has not the range
     stages = 3
     S = 2 * W  # threads that hold the gradient: one warpgroup for every 64 value columns
     m = macros()
@@ -123,6 +124,7 @@ def program(config: Config):
         d_initial_state: T.Tensor((initial_states, value_heads, K, V), "float32"),
         ratio: T.int32,
         scale: T.float32,
+        l2norm: T.int32,
     ):
         with T.Kernel(sequences * tiles, value_heads, threads=S + 128, prelude=PRELUDE) as (block, head):
             T.annotate_min_blocks_per_sm(1)
@@ -150,7 +152,9 @@ def program(config: Config):
             rise_s = T.alloc_shared((stages, C), "float32")
             fall_s = T.alloc_shared((stages, C), "float32")
             beta_s = T.alloc_shared((stages, C), "float32")
-            drop_s = T.alloc_shared((stages, C), "float32")  # -exp(gamma) beta
+            drop_s = T.alloc_shared((stages, C), "float32")  # -exp(gamma) beta, over |k|^2 if keys are normalised
+            query_s = T.alloc_shared((stages, C), "float32")  # 1 / |q|, or 1
+            lift_s = T.alloc_shared((stages, C), "float32")  # exp(gamma) / |q|, or exp(gamma)
             loaded = T.alloc_barrier([32] * stages)
             ready = T.alloc_barrier([128] * stages)
             free = T.alloc_barrier([S] * stages)
@@ -159,6 +163,7 @@ def program(config: Config):
                 T.set_max_nreg(104, 0)
                 fetched = T.alloc_local((3,), "float32")  # gates of the chunk after
                 gates = T.alloc_local((3,), "float32")
+                length = T.alloc_var("float32")
                 p = T.alloc_fragment((C, C), "float32")
                 T.clear(gates)
                 for step in T.serial(count + 1):
@@ -188,7 +193,17 @@ def program(config: Config):
                         m.store_gates(gates, rows, tx - S, stage, gamma_s, rise_s, fall_s, beta_s)
                         if tx < S + C:
                             drop_s[stage, tx - S] = -(rise_s[stage, tx - S] * beta_s[stage, tx - S])
+                            lift_s[stage, tx - S] = rise_s[stage, tx - S]
+                        else:
+                            query_s[stage, tx - (S + C)] = 1.0
                         T.barrier_wait(loaded[stage], (step - 1) // stages % 2)
+                        if fused and l2norm != 0:
+                            if tx < S + C:
+                                if tx - S < rows:
+                                    length = m.inverse_length(k_s, stage, tx - S)
+                                    drop_s[stage, tx - S] = drop_s[stage, tx - S] * (length * length)
+                            elif tx - (S + C) < rows:
+                                query_s[stage, tx - (S + C)] = m.inverse_length(q_s, stage, tx - (S + C))
                         if rows < C:
                             m.zero_tail(q_s, stage, rows, K, tx - S, 128)
                             m.zero_tail(k_s, stage, rows, K, tx - S, 128)
@@ -198,6 +213,8 @@ def program(config: Config):
                         if tx < S + C:
                             a_s[stage, tx - S, tx - S] = T.cast(0, dtype)
                         T.sync_threads(3, 128)
+                        if fused and l2norm != 0 and tx < S + C:
+                            lift_s[stage, tx - S] = lift_s[stage, tx - S] * query_s[stage, tx - S]
                         T.gemm(q_s[stage, :, :], k_s[stage, :, :], p, transpose_B=True, clear_accum=True)
                         T.call_extern(
                             "handle",
@@ -205,6 +222,7 @@ def program(config: Config):
                             p.data,
                             T.address_of(gamma_s[stage, 0]),
                             scale,
+                            T.address_of(query_s[stage, 0]),
                             T.address_of(p_s[(step + 1) % 2, 0, 0]),
                         )
                         T.sync_threads(3, 128)  # every warp has read Q
@@ -212,7 +230,7 @@ def program(config: Config):
                             "handle",
                             f"jax_qla_scale_rows<{ctype}, {K}>",
                             T.address_of(q_s[stage, 0, 0]),
-                            T.address_of(rise_s[stage, 0]),
+                            T.address_of(lift_s[stage, 0]),
                             scale,
                         )
                         T.fence_proxy_async()

@@ -45,6 +45,7 @@ def program(config: Config):
 
     C, K, V, W, dtype = CHUNK, config.key_dim, config.value_dim, config.value_tile, config.dtype
     tiles = V // W  # blocks a head
+    fused = dtype == "bfloat16"  # what l2norm asks for; float16 has not the range
     stages = 3
     S = 2 * W  # threads that hold the state: one warpgroup for every 64 value columns
     m = macros()
@@ -63,6 +64,7 @@ def program(config: Config):
         h: T.Tensor((slots, value_heads, V, K), dtype),
         vd: T.Tensor((tokens, value_heads, V), dtype),
         ratio: T.int32,
+        l2norm: T.int32,
     ):
         with T.Kernel(sequences * tiles, value_heads, threads=S + 128, prelude=TILE_PRELUDE) as (block, head):
             T.annotate_min_blocks_per_sm(1)
@@ -98,6 +100,7 @@ def program(config: Config):
                 T.set_max_nreg(40, 0)
                 fetched = T.alloc_local((3,), "float32")  # gates of the chunk after
                 gates = T.alloc_local((3,), "float32")
+                length = T.alloc_var("float32")
                 T.clear(gates)
                 for step in T.serial(count + 1):
                     if step < count:
@@ -120,6 +123,12 @@ def program(config: Config):
                         if tx < S + C:
                             drop_s[stage, tx - S] = -(rise_s[stage, tx - S] * beta_s[stage, tx - S])
                         T.barrier_wait(loaded[stage], (step - 1) // stages % 2)
+                        if fused and l2norm != 0:
+                            if tx - S < rows:
+                                # X = beta / |k| V - exp(gamma) beta / |k|^2 K S
+                                length = m.inverse_length(k_s, stage, tx - S)
+                                beta_s[stage, tx - S] = beta_s[stage, tx - S] * length
+                                drop_s[stage, tx - S] = drop_s[stage, tx - S] * (length * length)
                         if rows < C:
                             m.zero_tail(k_s, stage, rows, K, tx - S, 128)
                             m.zero_tail(v_s, stage, rows, W, tx - S, 128)

@@ -63,6 +63,7 @@ def program(config: Config):
     C, K, V, dtype = CHUNK, config.key_dim, config.value_dim, config.dtype
     value_tiles = V // 64
     tiles = value_tiles + K // 64  # blocks a piece and head
+    fused = dtype == "bfloat16"  # what l2norm asks for; float16 has not the range
     stages = 3
     m = macros()
     tokens, key_heads, value_heads, parts = T.dynamic("tokens, key_heads, value_heads, parts")
@@ -81,6 +82,7 @@ def program(config: Config):
         transition: T.Tensor((parts, value_heads, 2, K, K), "bfloat16"),
         forgotten: T.Tensor((parts, value_heads), "int32"),
         ratio: T.int32,
+        l2norm: T.int32,
     ):
         with T.Kernel(parts * tiles, value_heads, threads=256, prelude=PRELUDE + REACH_PRELUDE) as (block, head):
             T.annotate_min_blocks_per_sm(2)
@@ -131,6 +133,7 @@ def program(config: Config):
             a_s = T.alloc_shared((stages, C, C), dtype)
             gamma_s = T.alloc_shared((stages, C), "float32")
             rise_s = T.alloc_shared((stages, C), "float32")
+            lift_s = T.alloc_shared((stages, C), "float32")  # exp(gamma) / |k|, or exp(gamma)
             fall_s = T.alloc_shared((stages, C), "float32")
             beta_s = T.alloc_shared((stages, C), "float32")
             loaded = T.alloc_barrier([32] * stages)
@@ -141,6 +144,7 @@ def program(config: Config):
                 T.set_max_nreg(40, 0)
                 fetched = T.alloc_local((3,), "float32")  # gates of the chunk after
                 gates = T.alloc_local((3,), "float32")
+                length = T.alloc_var("float32")
                 T.clear(gates)
                 for step in T.serial(count + 1):
                     if step < count:
@@ -161,7 +165,15 @@ def program(config: Config):
                         stage = (step + stages - 1) % stages
                         rows = T.min(end - (start + (step - 1) * C), C)
                         m.store_gates(gates, rows, tx - 128, stage, gamma_s, rise_s, fall_s, beta_s)
+                        if tx < 128 + C:
+                            lift_s[stage, tx - 128] = rise_s[stage, tx - 128]
                         T.barrier_wait(loaded[stage], (step - 1) // stages % 2)
+                        if fused and l2norm != 0:
+                            if tx - 128 < rows:
+                                # X = beta / |k| (V - exp(gamma) / |k| K S)
+                                length = m.inverse_length(k_s, stage, tx - 128)
+                                beta_s[stage, tx - 128] = beta_s[stage, tx - 128] * length
+                                lift_s[stage, tx - 128] = lift_s[stage, tx - 128] * length
                         if rows < C:
                             m.zero_tail(k_s, stage, rows, K, tx - 128, 128)
                             m.zero_tail(v_s, stage, rows, 64, tx - 128, 128)
@@ -205,7 +217,7 @@ def program(config: Config):
                     for i, j in T.Parallel(64, C):
                         x_b[i, j] = beta_s[at, j] * (
                             T.Select(tile < value_tiles, T.cast(v_t[i, j], "float32"), T.float32(0))
-                            - rise_s[at, j] * u[i, j]
+                            - lift_s[at, j] * u[i, j]
                         )
                     # Vd = X A^T
                     T.wgmma_gemm(x_b, a_s[at, :, :], u, transpose_B=True, clear_accum=True)
