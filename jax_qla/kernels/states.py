@@ -123,12 +123,11 @@ def program(config: Config):
                         if tx < S + C:
                             drop_s[stage, tx - S] = -(rise_s[stage, tx - S] * beta_s[stage, tx - S])
                         T.barrier_wait(loaded[stage], (step - 1) // stages % 2)
-                        if fused and l2norm != 0:
-                            if tx - S < rows:
-                                # X = beta / |k| V - exp(gamma) beta / |k|^2 K S
-                                length = m.inverse_length(k_s, stage, tx - S)
-                                beta_s[stage, tx - S] = beta_s[stage, tx - S] * length
-                                drop_s[stage, tx - S] = drop_s[stage, tx - S] * (length * length)
+                        if fused and l2norm != 0 and tx - S < rows:
+                            # X = beta / |k| V - exp(gamma) beta / |k|^2 K S
+                            length = m.inverse_length(k_s, stage, tx - S)
+                            beta_s[stage, tx - S] = beta_s[stage, tx - S] * length
+                            drop_s[stage, tx - S] = drop_s[stage, tx - S] * (length * length)
                         if rows < C:
                             m.zero_tail(k_s, stage, rows, K, tx - S, 128)
                             m.zero_tail(v_s, stage, rows, W, tx - S, 128)

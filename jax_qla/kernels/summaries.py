@@ -168,12 +168,11 @@ def program(config: Config):
                         if tx < 128 + C:
                             lift_s[stage, tx - 128] = rise_s[stage, tx - 128]
                         T.barrier_wait(loaded[stage], (step - 1) // stages % 2)
-                        if fused and l2norm != 0:
-                            if tx - 128 < rows:
-                                # X = beta / |k| (V - exp(gamma) / |k| K S)
-                                length = m.inverse_length(k_s, stage, tx - 128)
-                                beta_s[stage, tx - 128] = beta_s[stage, tx - 128] * length
-                                lift_s[stage, tx - 128] = lift_s[stage, tx - 128] * length
+                        if fused and l2norm != 0 and tx - 128 < rows:
+                            # X = beta / |k| (V - exp(gamma) / |k| K S)
+                            length = m.inverse_length(k_s, stage, tx - 128)
+                            beta_s[stage, tx - 128] = beta_s[stage, tx - 128] * length
+                            lift_s[stage, tx - 128] = lift_s[stage, tx - 128] * length
                         if rows < C:
                             m.zero_tail(k_s, stage, rows, K, tx - 128, 128)
                             m.zero_tail(v_s, stage, rows, 64, tx - 128, 128)
