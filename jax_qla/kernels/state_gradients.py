@@ -322,7 +322,7 @@ def program(config: Config):
                                     leader_scope_threads=128,
                                 )
                             else:
-                                m.store_rows(do_s, at, dx, line, lines, head, first, part, tx - wg * 128)
+                                m.store_rows(do_s, at, dx, line, lines, head, first, part, tx - wg * 128, 128)
                                 T.tma_store_wait(0)  # one group less than the waits above count on
                             T.wait_wgmma(0)
                         T.tma_store_wait(0)
