@@ -17,6 +17,9 @@ MIN_LOG_DECAY = -110.0  # exp of it is 0 in float32; clamping keeps the cumulati
 # to 504: an increase beyond that waits forever.
 LOG2_E = 1.4426950408889634
 
+L2NORM_EPSILON = 1e-6
+"""q and k are divided by sqrt(|x|^2 + this) where a call asks for it."""
+
 PASS_CONFIGS: dict[str, object] = {
     "tl.disable_warp_specialized": True,  # roles are written by hand
     "tl.disable_thread_storage_sync": True,  # and so are barriers
