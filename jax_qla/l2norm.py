@@ -20,7 +20,10 @@ def normalize(x: jax.Array) -> jax.Array:
 
 
 def normalize_gradient(x: jax.Array, gradient: jax.Array) -> jax.Array:
-    """The gradient with respect to x from that with respect to `normalize(x)`, computed and returned likewise."""
+    """The gradient with respect to x from that with respect to `normalize(x)`, computed and returned likewise.
+
+    Rows without a gradient, such as those of no sequence, get none even where x is not a number.
+    """
     _, transpose = jax.vjp(normalize, x)
     (dx,) = transpose(gradient)
-    return dx
+    return jnp.where(jnp.any(gradient != 0, axis=-1, keepdims=True), dx, jnp.zeros_like(dx))
