@@ -62,7 +62,8 @@ def chunked_or_normalised(*operands: Any, l2norm: bool = False) -> Any:
     if segments is not None:  # of every row of a batch; the battery has one
         state, segments = None if state is None else state[None], segments[None]
     options = vjp.Options(Choice("xla", "xla", "", ""), scale, output_final_state=True, l2norm=True)
-    results: Any = vjp.gated_delta_rule(options, *rows, state, segments)
+    rule: Any = vjp.gated_delta_rule
+    results = rule(options, *rows, state, segments)
     return results if segments is None else (results[0], results[1][0])
 
 
