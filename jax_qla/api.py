@@ -22,6 +22,7 @@ from jax_qla import decode, dispatch, reference, sharding, vjp
 from jax_qla.checks import Checked, check, check_gradient
 from jax_qla.implementations import Between, Choice, RecurrentCall, Residuals, choose
 from jax_qla.kernels.common import CHUNK
+from jax_qla.l2norm import normalize
 from jax_qla.segments import gates_with_resets, segments_from_cu_seqlens
 from jax_qla.sharding import Layout, MeshAxes
 
@@ -71,7 +72,10 @@ def chunk_gated_delta_rule(
         initial_state: the states before the first tokens, float32, default zero. [B, Hv, K, V]; with cu_seqlens
             [N, Hv, K, V]; with segment_ids [B, max_segments, Hv, K, V].
         output_final_state: whether to return the states after the last tokens, of the same shape.
-        use_qk_l2norm_in_kernel: divides q and k by sqrt(|x|^2 + 1e-6) over K first, in float32.
+        use_qk_l2norm_in_kernel: divides q and k by sqrt(|x|^2 + 1e-6) over K first, in float32. Gradients are those of
+            q and k as given, and only these are kept for them. In bfloat16 the kernels of "cuda" do it themselves, and
+            the quotients are never rounded. In float16, whose range long keys would leave, and with the other
+            implementations it is done before, and they are rounded to q's dtype.
         cu_seqlens: int32 [N + 1]: the batch is one row (B = 1) of N sequences, sequence n in rows
             [cu_seqlens[n], cu_seqlens[n + 1]); empty ones are allowed. The values are read on the device only. They
             should be sorted and within [0, T]; others are clipped, and never lead outside the arrays.
@@ -135,8 +139,6 @@ def chunk_gated_delta_rule(
     layout, (q, k, v, g, beta, initial_state, cu_seqlens, segment_ids) = _laid_out(
         mesh_axes, q, k, v, g, beta, initial_state, cu_seqlens, segment_ids
     )
-    if use_qk_l2norm_in_kernel:
-        q, k = _l2norm(q), _l2norm(k)
     g, beta = _widen(g), _widen(beta)
 
     segments = valid = None
@@ -148,7 +150,7 @@ def chunk_gated_delta_rule(
     elif segment_ids is not None and max_segments is not None:
         segments = sharding.segments_of_rows(layout, segment_ids, int(max_segments))
 
-    options = vjp.Options(choice, checked.scale, output_final_state, precision, layout)
+    options = vjp.Options(choice, checked.scale, output_final_state, bool(use_qk_l2norm_in_kernel), precision, layout)
     o, final_state = _compute(options, (q, k, v, g, beta, initial_state, segments))
 
     if valid is not None:
@@ -388,6 +390,7 @@ def recurrent_gated_delta_rule(
 
     Args:
         All as in `chunk_gated_delta_rule`, but for:
+        use_qk_l2norm_in_kernel: done before, always; the quotients are rounded to q's dtype.
         initial_state: float32 or bfloat16; it is read once and written once, whatever the number of tokens.
         implementation: "cuda" (a Hopper kernel; K and V 64 or 128, bfloat16 or float16, without cu_seqlens), "xla" (the
             recurrence in plain JAX on any platform, for any size, written out for few tokens), "reference" (the same as
@@ -431,7 +434,7 @@ def recurrent_gated_delta_rule(
     choice = choose(q, k, v, implementation=implementation, precision=None, recurrent=call)
     q, k, v, g, beta, initial_state, cu_seqlens = _arrays(q, k, v, g, beta, initial_state, cu_seqlens)
     if use_qk_l2norm_in_kernel:
-        q, k = _l2norm(q), _l2norm(k)
+        q, k = normalize(q), normalize(k)
     segments = None if cu_seqlens is None else segments_from_cu_seqlens(cu_seqlens, v.shape[1])
     operands = (q, k, v, _widen(g), _widen(beta), initial_state, segments)
     return decode.recurrent(*operands, choice=choice, scale=checked.scale, output_final_state=output_final_state)
@@ -441,9 +444,11 @@ def _compute(options: vjp.Options, operands: Sequence[Any]) -> tuple[jax.Array, 
     """o and final_state by the chosen implementation, differentiable as that is."""
     choice = options.choice
 
-    def by_recurrence(*operands: Any) -> tuple[jax.Array, jax.Array | None]:
+    def by_recurrence(q: Any, k: Any, *others: Any) -> tuple[jax.Array, jax.Array | None]:
+        if options.l2norm:
+            q, k = normalize(q), normalize(k)
         o, final_state = sharding.without_exchange(
-            options.layout, functools.partial(reference.recurrence, scale=options.scale), operands
+            options.layout, functools.partial(reference.recurrence, scale=options.scale), (q, k, *others)
         )
         return o, final_state if options.output_final_state else None
 
@@ -541,12 +546,6 @@ def _residuals(residuals: Sequence[Any], k: Any, v: Any, g: Any) -> Residuals:
 def _arrays(*operands: Any) -> tuple[Any, ...]:
     """The operands as JAX arrays, None where they are None."""
     return tuple(None if x is None else jnp.asarray(x) for x in operands)
-
-
-def _l2norm(x: jax.Array) -> jax.Array:
-    """x / sqrt(|x|^2 + 1e-6) over the last axis, computed in at least float32, in x's dtype."""
-    wide = _widen(x)
-    return (wide * jax.lax.rsqrt(jnp.sum(wide * wide, axis=-1, keepdims=True) + 1e-6)).astype(x.dtype)
 
 
 def _widen(x: jax.Array) -> jax.Array:

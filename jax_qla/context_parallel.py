@@ -214,22 +214,21 @@ def forward(
     output_final_state: bool,
     with_residuals: bool,
     piece_rows: int | None = None,
+    l2norm: bool = False,
     precision: Any = None,
 ) -> tuple[jax.Array, jax.Array | None, Residuals | None, Carry | None]:
     """o, final_state, residuals and, with `axes`, what `backward` needs of the exchange.
 
     Args:
         q, k, v, g, beta, initial_state, segments, axes: see the module; g and beta float32, states float32 or None.
-        choice, scale, output_final_state, with_residuals, piece_rows, precision: as in `dispatch.forward`.
+        choice, scale, output_final_state, with_residuals, piece_rows, l2norm, precision: as in `dispatch.forward`.
     """
-    options = {"choice": choice, "with_residuals": with_residuals, "scale": scale, "precision": precision}
+    shared: dict[str, Any] = {"choice": choice, "l2norm": l2norm, "precision": precision}
     states, local_segments = initial_state, segments
     carry = residuals = None
     ends = None
     if axes:
-        carry, residuals = _exchange(
-            q, k, v, g, beta, initial_state, segments, None, axes=axes, choice=choice, precision=precision
-        )
+        carry, residuals = _exchange(q, k, v, g, beta, initial_state, segments, None, axes=axes, **shared)
         states, ends = carry.incoming, _is_last(axes)
         if segments is not None:
             shard = _Shard(segments, v.shape[1], axes)
@@ -239,9 +238,11 @@ def forward(
     pieces = None if carry is None else carry.pieces
     o, final_state, residuals = dispatch.forward(
         *(*rows, states, flat_segments, residuals, pieces),
+        scale=scale,
         output_final_state=output_final_state,
+        with_residuals=with_residuals,
         piece_rows=piece_rows,
-        **options,
+        **shared,
     )
     between = None if residuals is None else residuals.between
     (o, residuals), final_state = _unflatten((o, _of_rows(residuals)), final_state, v, segments)
@@ -268,6 +269,7 @@ def backward(
     axes: Axes,
     choice: Choice,
     scale: float,
+    l2norm: bool = False,
     precision: Any = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array, jax.Array | None]:
     """dq, dk, dv, dg, dbeta and d_initial_state (None without initial_state).
@@ -277,22 +279,20 @@ def backward(
         do: [B, T, Hv, V], d_final_state: of final_state's shape, the same on all shards of a row; None for zero.
         All others: as in `forward`.
     """
+    shared: dict[str, Any] = {"choice": choice, "l2norm": l2norm, "precision": precision}
     states, d_states = initial_state, d_final_state
     shard = pieces = adjoint_response = None
     local_segments = segments
     if axes:
         if carry is None:
-            carry, _ = _exchange(
-                q, k, v, g, beta, initial_state, segments, residuals, axes=axes, choice=choice, precision=precision
-            )
-        options = {"choice": choice, "scale": scale, "precision": precision}
+            carry, _ = _exchange(q, k, v, g, beta, initial_state, segments, residuals, axes=axes, **shared)
         rows: Any = (q, k, v, g, beta)
         if segments is None:
             if d_final_state is not None:
                 d_final_state = _mask(_is_last(axes), d_final_state)
             pieces = carry.pieces
             response, adjoint_response = dispatch.state_gradient(
-                *rows, None, residuals, do, d_final_state, pieces, **options
+                *rows, None, residuals, do, d_final_state, pieces, scale=scale, **shared
             )
             outgoing = response_before(jnp.swapaxes(carry.transition, -1, -2), response, axes, reverse=True)
             states = carry.incoming
@@ -307,7 +307,7 @@ def backward(
                 (rows, _of_rows(residuals), do), d_of_continuing, shard.continuing_rows()[:, None]
             )
             response, _ = dispatch.state_gradient(
-                *rows, continuing, flat_residuals, flat_do, d_of_continuing, None, **options
+                *rows, continuing, flat_residuals, flat_do, d_of_continuing, None, scale=scale, **shared
             )
             outgoing = response_before(jnp.swapaxes(carry.transition, -1, -2), response, axes, reverse=True)
             states = _true_first_states(shard, carry, initial_state)
@@ -318,9 +318,8 @@ def backward(
     flat_residuals = None if residuals is None else flat[5]._replace(between=residuals.between)
     *gradients, d_states = dispatch.backward(
         *(*flat[:5], states, flat_segments, flat_residuals, flat[6], d_states, pieces, adjoint_response),
-        choice=choice,
         scale=scale,
-        precision=precision,
+        **shared,
     )
     gradients, d_states = _unflatten(tuple(gradients), d_states, v, segments)
     if initial_state is None:
@@ -342,13 +341,14 @@ def _exchange(
     *,
     axes: Axes,
     choice: Choice,
+    l2norm: bool,
     precision: Any,
 ) -> tuple[Carry, Residuals | None]:
     """Summarises this shard and receives the state before it; and what the summary knows of the residuals.
 
     Arguments as in `forward`, and `residuals` from it if it has run.
     """
-    options = {"choice": choice, "precision": precision}
+    options: dict[str, Any] = {"choice": choice, "l2norm": l2norm, "precision": precision}
     if segments is None:
         # The first shard's response includes the initial state, so what any shard receives does.
         first = None if initial_state is None else _mask(_is_first(axes), initial_state)

@@ -49,6 +49,10 @@ HEAD_DIMS = (64, 128)
 DTYPES = ("bfloat16", "float16")
 """Dtypes of q, k and v that kernels exist for."""
 
+L2NORM_DTYPES = ("bfloat16",)
+"""Dtypes of q and k that the functions here normalise themselves, with `l2norm`. The range of float16 does not bear
+what long or short keys make of Vd and dX."""
+
 _OF_GRADIENTS = {"response": "adjoint_response", "initial_state": "d_final_state", "entering": "leaving"}
 """Operands of `compose` in reverse."""
 
@@ -119,10 +123,11 @@ def forward(
     with_residuals: bool,
     cut: policy.Cut | None = None,
     piece_rows: int | None = None,
+    l2norm: bool = False,
     precision: Any = None,
 ) -> tuple[jax.Array, jax.Array | None, Residuals | None]:
     """o, final_state and residuals; the contract is `dispatch.forward`'s. `precision` is not used."""
-    call = _Call(q, k, v, segments, shard=None if pieces is None else cut, rows=piece_rows)
+    call = _Call(q, k, v, segments, l2norm=l2norm, shard=None if pieces is None else cut, rows=piece_rows)
     inputs = call.flat(q=q, k=k, v=v, g=g, beta=beta) | call.tables | {"initial_state": call.states(initial_state)}
     tokens, value_heads, value_dim = call.tokens, call.value_heads, v.shape[3]
     outputs = {
@@ -171,10 +176,11 @@ def backward(
     scale: float,
     cut: policy.Cut | None = None,
     piece_rows: int | None = None,
+    l2norm: bool = False,
     precision: Any = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array, jax.Array | None]:
     """Gradients; the contract is `dispatch.backward`'s. `precision` is not used."""
-    call = _Call(q, k, v, segments, shard=None if pieces is None else cut, rows=piece_rows)
+    call = _Call(q, k, v, segments, l2norm=l2norm, shard=None if pieces is None else cut, rows=piece_rows)
     if do is None:
         do = jnp.zeros_like(v)
     a, gamma, between = residuals
@@ -268,6 +274,7 @@ def summary(
     *,
     cut: policy.Cut,
     with_residuals: bool,
+    l2norm: bool = False,
     precision: Any = None,
 ) -> tuple[jax.Array, jax.Array, Residuals | None, Pieces | None]:
     """Transition and response of each sequence, and what is kept; the contract is `dispatch.summary`'s. `precision` is
@@ -276,7 +283,7 @@ def summary(
     N by `compose` from the initial state. M by the reversed one from the identity, as the product of the transposes,
     with nothing added between: so the two run side by side.
     """
-    call = _Call(q, k, v, segments, whole=True)
+    call = _Call(q, k, v, segments, l2norm=l2norm, whole=True)
     shapes = Pieces.shapes(call.sequences, cut.pieces, call.value_heads, call.key_dim, call.value_dim)
     products = jax.ShapeDtypeStruct((*shapes["transition"].shape[:2], call.key_dim, call.key_dim), jnp.float32)
     inputs = call.flat(k=k, v=v, g=g, beta=beta) | call.tables | call.shard_tables(segments, cut)
@@ -327,13 +334,14 @@ def state_gradient(
     *,
     cut: policy.Cut,
     scale: float,
+    l2norm: bool = False,
     precision: Any = None,
 ) -> tuple[jax.Array, jax.Array | None]:
     """The gradient of the initial states, and what is kept; the contract is `dispatch.state_gradient`'s. `precision` is
     not used.
     """
     del g, initial_state
-    call = _Call(q, k, v, segments, whole=True)
+    call = _Call(q, k, v, segments, l2norm=l2norm, whole=True)
     shapes = Pieces.shapes(call.sequences, cut.pieces, call.value_heads, call.key_dim, call.value_dim)
     inputs = call.flat(q=q, k=k, v=v, beta=beta, do=jnp.zeros_like(v) if do is None else do)
     inputs |= call.flat(a=residuals[0], gamma=residuals[1]) | call.shard_tables(segments, cut)
@@ -369,6 +377,7 @@ class _Call:
         v: jax.Array,
         segments: jax.Array | None,
         *,
+        l2norm: bool,
         whole: bool = False,
         shard: policy.Cut | None = None,
         rows: int | None = None,
@@ -378,6 +387,7 @@ class _Call:
         self.value_heads, self.value_dim = v.shape[2:]
         self.tokens = self.batch * self.length
         self.dtype = q.dtype.name
+        self.l2norm = l2norm
         packed = segments is not None
         self.sequences = segments.shape[0] if segments is not None else self.batch
         if rows is None and shard is None and not whole:
@@ -518,11 +528,13 @@ class _Call:
     def step(
         self, kernel: Any, *, rename: Mapping[str, str] | None = None, overlap: bool = True, **options: Any
     ) -> Step:
-        """One kernel of the sequence, by its module; options that are not fields of its Config are scalars."""
+        """One kernel of the sequence, by its module; options that are not fields of its Config are scalars. Besides
+        these it may have those of every call.
+        """
         sizes = {"key_dim": self.key_dim, "value_dim": self.value_dim, "dtype": self.dtype}
         values = sizes | {"value_tile": self.value_tile} | options
         fields = [field.name for field in dataclasses.fields(kernel.Config)]
         config = kernel.Config(**{field: values[field] for field in fields})
         scalars = {name: x for name, x in options.items() if name not in fields}
-        scalars["ratio"] = self.value_heads // self.key_heads
+        scalars |= {"ratio": self.value_heads // self.key_heads, "l2norm": int(self.l2norm)}
         return Step(kernel.__name__.rpartition(".")[2], config, scalars, rename or {}, overlap)

@@ -18,6 +18,7 @@ import jax.numpy as jnp
 from jax_qla import policy
 from jax_qla.implementations import Between, Choice, Pieces, Residuals, load
 from jax_qla.kernels.common import CHUNK
+from jax_qla.l2norm import normalize, normalize_gradient
 from jax_qla.refusal import refuse
 from jax_qla.segments import piece_count, rows_of_pieces
 
@@ -37,7 +38,7 @@ _KINDS_OF_RESIDUALS = Residuals(_ROWS, _ROWS, _STATES)  # type: ignore[arg-type]
 
 @functools.partial(
     jax.jit,
-    static_argnames=("choice", "scale", "output_final_state", "with_residuals", "piece_rows", "precision"),
+    static_argnames=("choice", "scale", "output_final_state", "with_residuals", "piece_rows", "l2norm", "precision"),
 )
 def forward(
     q: jax.Array,
@@ -55,6 +56,7 @@ def forward(
     output_final_state: bool,
     with_residuals: bool,
     piece_rows: int | None = None,
+    l2norm: bool = False,
     precision: Any = None,
 ) -> tuple[jax.Array, jax.Array | None, Residuals | None]:
     """o, final_state and residuals of the local gated delta rule.
@@ -70,6 +72,7 @@ def forward(
         with_residuals: whether to return what the backward reads.
         piece_rows: from `policy.kept_rows`: sequences are cut so, which `jax.vmap` does not change then, and the
             residuals say what lies between the pieces. None lets the implementation cut, and keeps nothing of it.
+        l2norm: whether q and k are to be divided by sqrt(|x|^2 + 1e-6), over K.
         precision: of the matrix products of "xla".
 
     Returns:
@@ -82,7 +85,7 @@ def forward(
     def local(*operands: Any) -> Any:
         if _nothing_to_do(operands[2], operands[6]):
             return _forward_of_nothing(*operands, output_final_state=output_final_state, with_residuals=with_residuals)
-        return _on_platform(choice, "forward", operands, options)
+        return _on_platform(choice, "forward", operands, options, l2norm)
 
     if not with_residuals or pieces is not None:
         piece_rows = None
@@ -97,7 +100,7 @@ def forward(
     return o, final_state, residuals
 
 
-@functools.partial(jax.jit, static_argnames=("choice", "scale", "precision"))
+@functools.partial(jax.jit, static_argnames=("choice", "scale", "l2norm", "precision"))
 def backward(
     q: jax.Array,
     k: jax.Array,
@@ -114,12 +117,13 @@ def backward(
     *,
     choice: Choice,
     scale: float,
+    l2norm: bool = False,
     precision: Any = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array, jax.Array | None]:
     """Cotangents of the operands of `forward` from those of its results.
 
     Args:
-        q, k, v, g, beta, initial_state, segments, choice, scale, precision: as in `forward`.
+        q, k, v, g, beta, initial_state, segments, choice, scale, l2norm, precision: as in `forward`.
         residuals: from `forward`.
         do: [B, T, Hv, V] in v's dtype, or None for zero.
         d_final_state: [N, Hv, K, V] float32, or None for zero. At most one of the two is None.
@@ -133,7 +137,7 @@ def backward(
     def local(*operands: Any) -> Any:
         if _nothing_to_do(operands[2], operands[6]):
             return _backward_of_nothing(*operands)
-        return _on_platform(choice, "backward", operands, options)
+        return _on_platform(choice, "backward", operands, options, l2norm)
 
     piece_rows = None if residuals is None else _rows_of(residuals.between, v, segments)
     cut = None if pieces is None else _cut(k, v, segments)
@@ -146,7 +150,7 @@ def backward(
     return dq, dk, dv, dg, dbeta, d_initial_state
 
 
-@functools.partial(jax.jit, static_argnames=("choice", "precision"))
+@functools.partial(jax.jit, static_argnames=("choice", "l2norm", "precision"))
 def summary(
     q: jax.Array,
     k: jax.Array,
@@ -158,6 +162,7 @@ def summary(
     residuals: Residuals | None,
     *,
     choice: Choice,
+    l2norm: bool = False,
     precision: Any = None,
 ) -> tuple[jax.Array, jax.Array, Residuals | None, Pieces | None]:
     """What the rows of each sequence do to the state before them: S -> transition S + response, per value head.
@@ -180,7 +185,7 @@ def summary(
     def local(*operands: Any) -> Any:
         if _nothing_to_do(operands[2], operands[6]):
             return _summary_of_nothing(*operands, **options)
-        return _on_platform(choice, "summary", operands, options)
+        return _on_platform(choice, "summary", operands, options, l2norm)
 
     kinds = (*(_ROWS,) * 5, _STATES, _SEGMENTS, _KINDS_OF_RESIDUALS)
     batchable = _batchable(local, kinds, (_STATES, _STATES, _KINDS_OF_RESIDUALS, _STATES))
@@ -189,7 +194,7 @@ def summary(
     return transition, response, residuals, pieces
 
 
-@functools.partial(jax.jit, static_argnames=("choice", "scale", "precision"))
+@functools.partial(jax.jit, static_argnames=("choice", "scale", "l2norm", "precision"))
 def state_gradient(
     q: jax.Array,
     k: jax.Array,
@@ -204,6 +209,7 @@ def state_gradient(
     *,
     choice: Choice,
     scale: float,
+    l2norm: bool = False,
     precision: Any = None,
 ) -> tuple[jax.Array, jax.Array | None]:
     """The gradient of the initial states alone, which depends on no state.
@@ -222,7 +228,7 @@ def state_gradient(
     def local(*operands: Any) -> Any:
         if _nothing_to_do(operands[2], operands[6]):
             return _state_gradient_of_nothing(*operands)
-        return _on_platform(choice, "state_gradient", operands, options)
+        return _on_platform(choice, "state_gradient", operands, options, l2norm)
 
     kinds = (*(_ROWS,) * 5, _STATES, _SEGMENTS, _KINDS_OF_RESIDUALS, _ROWS, _STATES, _STATES)
     operands = (q, k, v, g, beta, None, segments, residuals, do, d_final_state, pieces)
@@ -258,13 +264,18 @@ def _rows_of(between: Between | None, v: jax.Array, segments: jax.Array | None) 
     return rows
 
 
-def _on_platform(choice: Choice, function: str, operands: Sequence[Any], options: dict[str, Any]) -> Any:
+def _on_platform(choice: Choice, function: str, operands: Sequence[Any], options: dict[str, Any], l2norm: bool) -> Any:
     """Calls `function` of the implementation that `choice` names for the platform this is lowered for."""
 
     def implementation(name: str) -> Callable[..., Any]:
         # Both branches of a choice must agree in type, so in the manual mesh axes over which the results vary: those
         # over which any operand does.
-        call = functools.partial(getattr(load(name), function), **options)
+        module = load(name)
+        call = functools.partial(getattr(module, function), **options)
+        if l2norm and operands[0].dtype.name in module.L2NORM_DTYPES:
+            call = functools.partial(call, l2norm=True)
+        elif l2norm:
+            call = functools.partial(_of_normalized, call, with_gradients=function == "backward")
         return lambda *operands: match_varying(call(*operands), operands)
 
     if choice.same_everywhere:
@@ -277,6 +288,17 @@ def _on_platform(choice: Choice, function: str, operands: Sequence[Any], options
     return jax.lax.platform_dependent(
         *operands, cuda=implementation(choice.on_cuda), default=implementation(choice.elsewhere)
     )
+
+
+def _of_normalized(
+    function: Callable[..., tuple[Any, ...]], q: jax.Array, k: jax.Array, *others: Any, with_gradients: bool
+) -> tuple[Any, ...]:
+    """`function` of q and k normalised; with_gradients: of those it returns, the first two become those of q and k."""
+    results = function(normalize(q), normalize(k), *others)
+    if not with_gradients:
+        return results
+    dq, dk, *gradients = match_varying(results, (q, k, others))
+    return normalize_gradient(q, dq), normalize_gradient(k, dk), *gradients
 
 
 def match_varying(tree: _Tree, like: Any) -> _Tree:

@@ -456,7 +456,8 @@ def _spread(
 
 
 @functools.partial(
-    jax.jit, static_argnames=("layout", "choice", "scale", "output_final_state", "with_residuals", "precision")
+    jax.jit,
+    static_argnames=("layout", "choice", "scale", "output_final_state", "with_residuals", "l2norm", "precision"),
 )
 def forward(
     q: jax.Array,
@@ -472,6 +473,7 @@ def forward(
     scale: float,
     output_final_state: bool,
     with_residuals: bool,
+    l2norm: bool = False,
     precision: Any = None,
 ) -> tuple[jax.Array, jax.Array | None, Residuals | None, Carry | None]:
     """o, final_state, residuals and what the backward needs of the exchange between the shards of the sequence.
@@ -500,6 +502,7 @@ def forward(
             output_final_state=output_final_state,
             with_residuals=with_residuals,
             piece_rows=piece_rows,
+            l2norm=l2norm,
             precision=precision,
         )
         kept = (x[None] for x in jax.tree.leaves(carry)) if with_carry else ()
@@ -555,7 +558,7 @@ def _carry(arrays: Sequence[jax.Array]) -> Carry:
     return Carry(incoming, transition, Pieces(*pieces) if pieces else None)
 
 
-@functools.partial(jax.jit, static_argnames=("layout", "choice", "scale", "precision"))
+@functools.partial(jax.jit, static_argnames=("layout", "choice", "scale", "l2norm", "precision"))
 def backward(
     q: jax.Array,
     k: jax.Array,
@@ -572,6 +575,7 @@ def backward(
     layout: Layout,
     choice: Choice,
     scale: float,
+    l2norm: bool = False,
     precision: Any = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array, jax.Array | None]:
     """Gradients of `forward`'s operands; d_initial_state is a summand where its final_state is."""
@@ -585,7 +589,12 @@ def backward(
         carry = None if operands[8] is None else _carry([x[0] for x in operands[8]])
         operands = (*operands[:8], carry, *operands[9:])
         gradients: tuple[Any, ...] = context_parallel.backward(
-            *operands, axes=() if layout.alone else axes, choice=choice, scale=scale, precision=precision
+            *operands,
+            axes=() if layout.alone else axes,
+            choice=choice,
+            scale=scale,
+            l2norm=l2norm,
+            precision=precision,
         )
         return gradients if stateful else gradients[:5]
 

@@ -1,12 +1,13 @@
 """The derivative of the gated delta rule: what is saved, what is recomputed, what is refused.
 
-Reverse mode only. Between forward and backward live the operands (q, k, v, g, beta, initial_state, segments: no copies)
-and, where the program may be lowered for the CUDA kernels, the residuals a [B, T, Hv, 64] in v's dtype and gamma
-[B, T, Hv] in float32; the chunk states are recomputed. Where one card computes long sequences in pieces (policy.py), so
-do the state before each piece and its transition, 4 K (V + K) bytes per piece and value head (128 KiB at K = V = 128:
-8 pieces of 32 heads take 32 MiB), so that the backward pass need not summarise the pieces again. It does where the
-compiler may spread the call over several devices, so that the number of pieces is not known in time: in Auto meshes
-without names, and without a mesh where JAX sees several. "xla" recomputes everything and saves no residuals.
+Reverse mode only. Between forward and backward live the operands (q, k, v, g, beta, initial_state, segments: no copies,
+and none normalised) and, where the program may be lowered for the CUDA kernels, the residuals a [B, T, Hv, 64] in v's
+dtype and gamma [B, T, Hv] in float32; the chunk states are recomputed. Where one card computes long sequences in pieces
+(policy.py), so do the state before each piece and its transition, 4 K (V + K) bytes per piece and value head (128 KiB
+at K = V = 128: 8 pieces of 32 heads take 32 MiB), so that the backward pass need not summarise the pieces again. It
+does where the compiler may spread the call over several devices, so that the number of pieces is not known in time: in
+Auto meshes without names, and without a mesh where JAX sees several. "xla" recomputes everything and saves no
+residuals.
 
 Where the sequence is sharded, a device keeps the state before its tokens and their transition, [K, V + K] in float32
 per value head and row of the batch, so that the backward pass need not repeat the exchange (in Auto meshes it does);
@@ -53,6 +54,8 @@ class Options:
     choice: Choice
     scale: float
     output_final_state: bool
+    l2norm: bool = False
+    """Whether q and k are to be normalised."""
     precision: Any = None
     layout: sharding.Layout = sharding.LOCAL
 
@@ -106,6 +109,7 @@ def _forward(options: Options, operands: tuple[Any, ...], *, with_residuals: boo
         scale=options.scale,
         output_final_state=options.output_final_state,
         with_residuals=with_residuals,
+        l2norm=options.l2norm,
         precision=options.precision,
     )
 
@@ -133,6 +137,7 @@ def _gated_delta_rule_bwd(options: Options, saved: Any, cotangents: Any) -> tupl
         layout=options.layout,
         choice=options.choice,
         scale=options.scale,
+        l2norm=options.l2norm,
         precision=options.precision,
     )
     return (*gradients, None)  # None: segments have no gradient.

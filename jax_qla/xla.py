@@ -42,6 +42,9 @@ _HEADS_AT_ONCE = 512
 
 _DTYPES = ("bfloat16", "float16", "float32")
 
+L2NORM_DTYPES: tuple[str, ...] = ()
+"""Dtypes of q and k that the functions here would normalise themselves, with `l2norm`."""
+
 Precision = jax.lax.PrecisionLike
 
 

@@ -4,8 +4,9 @@
 
     function(q, k, v, g, beta, initial_state, segments, scale) -> (o, final_state)
 
-on a case, takes its gradients from random cotangents of both results, compares o, the final state and all gradients
-with `jax_qla.reference` in float64 on the same (rounded) inputs, and returns the measured errors.
+(with l2norm=True besides where a case says so) on a case, takes its gradients from random cotangents of both results,
+compares o, the final state and all gradients with `jax_qla.reference` in float64 on the same (rounded) inputs, and
+returns the measured errors.
 
 Three relative errors are measured of each result, in the Euclidean norm:
     whole      over everything
@@ -26,7 +27,7 @@ import dataclasses
 import functools
 import zlib
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -62,14 +63,16 @@ class Case:
     """A constant, or "random" (a quarter of the heads zero), "alternating" (0, -30), "single" (small, one of -1e4),
     "strong" (half small, half down to -70, none a round number), "resets" (random, some -inf)."""
     keys: str = "unit"
-    """"unit" (random of length 1), "identical" (of length 1), "identical long" (of length 4) or "zero"."""
-    beta: float | None = None
-    """A constant, or None for random in (0, 1)."""
+    """"unit" (random of length 1), "identical" (of length 1), "identical long" (of length 4), "zero" or "some zero"."""
+    beta: float | Literal["some zero"] | None = None
+    """A constant, None for random in (0, 1), or every third of these zero."""
     segments: tuple[tuple[int, int], ...] | None = None
     """Start and end row of each sequence, or None for a dense batch."""
     initial_state: bool = True
     poisoned: bool = False
     """Rows outside every segment hold NaN in q, k, v, g, beta and do."""
+    l2norm: bool = False
+    """Whether q and k are to be normalised; they are then of lengths from 0.3 to 8."""
 
     @property
     def sequences(self) -> int:
@@ -161,15 +164,21 @@ def inputs(case: Case) -> Inputs:
         k = np.broadcast_to(k[:, :1], k.shape) * (4 if case.keys == "identical long" else 1)
     elif case.keys == "zero":
         k = np.zeros_like(k)
+    elif case.keys == "some zero":
+        k[:, ::5] = 0
     v = normal((batch, tokens, value_heads, case.value_dim))
     g = _gates(case, random, (batch, tokens, value_heads))
     beta = 1 / (1 + np.exp(-normal((batch, tokens, value_heads))))
-    if case.beta is not None:
+    if case.beta == "some zero":
+        beta[:, ::3] = 0
+    elif case.beta is not None:
         beta = np.full_like(beta, case.beta)
     state_shape = (case.sequences, value_heads, case.key_dim, case.value_dim)
     initial_state = normal(state_shape) if case.initial_state else None
     do = normal(v.shape)
     d_final_state = normal(state_shape)
+    if case.l2norm:
+        q, k = (x * np.exp(random.uniform(np.log(0.3), np.log(8), (*x.shape[:3], 1))) for x in (q, k))
 
     segments = None
     outside = np.zeros(tokens, bool)
@@ -188,8 +197,12 @@ def inputs(case: Case) -> Inputs:
 
 
 @functools.cache
-def _with_gradients(function: Function, scale: float, initial_state: bool) -> Callable[..., tuple[jax.Array, ...]]:
+def _with_gradients(
+    function: Function, scale: float, initial_state: bool, l2norm: bool
+) -> Callable[..., tuple[jax.Array, ...]]:
     """Jitted: results of `function` and gradients by its operands, in the order of RESULTS."""
+
+    options = {"l2norm": True} if l2norm else {}
 
     @jax.jit
     def run(
@@ -199,7 +212,7 @@ def _with_gradients(function: Function, scale: float, initial_state: bool) -> Ca
         cotangents: tuple[jax.Array, ...],
     ) -> tuple[jax.Array, ...]:
         def of(*operands: jax.Array) -> tuple[jax.Array, jax.Array]:
-            return function(*operands[:5], operands[5] if initial_state else None, segments, scale)
+            return function(*operands[:5], operands[5] if initial_state else None, segments, scale, **options)
 
         results, vjp = jax.vjp(of, *rows, *((state,) if initial_state else ()))
         return *results, *vjp(cotangents)
@@ -207,8 +220,15 @@ def _with_gradients(function: Function, scale: float, initial_state: bool) -> Ca
     return run
 
 
-def _float64_recurrence(*operands: Any) -> tuple[jax.Array, jax.Array]:
-    return recurrence(*operands[:-1], scale=operands[-1])
+def _normalized(x: Any) -> Any:
+    return x / ((x * x).sum(axis=-1, keepdims=True) + 1e-6) ** 0.5
+
+
+def _float64_recurrence(q: Any, k: Any, *others: Any, l2norm: bool = False) -> tuple[jax.Array, jax.Array]:
+    if l2norm:
+        # Rows of NaN, which no sequence has, have gradients of zero.
+        q, k = (_normalized(jnp.nan_to_num(x)) for x in (q, k))
+    return recurrence(q, k, *others[:-1], scale=others[-1])
 
 
 def _scale(case: Case) -> float:
@@ -218,7 +238,7 @@ def _scale(case: Case) -> float:
 def run(case: Case, function: Function) -> dict[str, np.ndarray]:
     """Results and gradients of `function` on the case, by the names in RESULTS."""
     x = inputs(case)
-    run = _with_gradients(function, _scale(case), case.initial_state)
+    run = _with_gradients(function, _scale(case), case.initial_state, case.l2norm)
     values = run(x[:5], x.initial_state, x.segments, (x.do, x.d_final_state))
     return {name: np.asarray(value) for name, value in zip(RESULTS, values, strict=False)}
 
@@ -235,7 +255,7 @@ def reference(case: Case) -> dict[str, np.ndarray]:
         return np.pad(array, ((0, 0), (0, padding), *((0, 0),) * (array.ndim - 2)))
 
     with jax.enable_x64(True), jax.default_device(jax.devices("cpu")[0]):
-        run = _with_gradients(_float64_recurrence, _scale(case), case.initial_state)
+        run = _with_gradients(_float64_recurrence, _scale(case), case.initial_state, case.l2norm)
         state = None if x.initial_state is None else x.initial_state.astype(np.float64)
         cotangents = (wide(x.do), x.d_final_state.astype(np.float64))
         values = run(tuple(wide(array) for array in x[:5]), state, x.segments, cotangents)
@@ -248,6 +268,8 @@ def terms(case: Case) -> dict[str, np.ndarray]:
     """For dg and dbeta, the Euclidean length of the terms that each of their elements is the sum of, [B, T, Hv]."""
     x = inputs(case)
     q, k, v, g, beta, do = (y.astype(np.float32) for y in (*x[:5], x.do))
+    if case.l2norm:
+        q, k = _normalized(q), _normalized(k)
     scale, ratio = _scale(case), case.value_heads // case.key_heads
     lengths = {name: np.zeros(g.shape) for name in ("dg", "dbeta")}
     bounds = ((0, case.tokens),) * case.batch if case.segments is None else case.segments
@@ -391,10 +413,21 @@ def _cases() -> Iterator[Case]:
         value_dim=128,
         segments=_TIGHT,
     )
+    normalised = functools.partial(Case, l2norm=True)
+    for tokens in (1, 63, 65, 1000):
+        yield normalised(f"normalised, length {tokens}", tokens=tokens)
+    yield normalised("normalised, batch 2, ratio 3", batch=2, tokens=100, value_heads=3)
+    yield normalised("normalised, zero keys", keys="zero")
+    yield normalised("normalised, some keys zero", keys="some zero")
+    yield normalised("normalised, beta 0", beta=0.0)
+    yield normalised("normalised, some beta 0", beta="some zero")
+    yield normalised("normalised, packed, empty sequences", tokens=300, segments=_TIGHT)
+    yield normalised("normalised, packed, gaps of NaN", tokens=300, segments=_GAPS, poisoned=True)
 
 
 CASES: tuple[Case, ...] = (
     *(dataclasses.replace(case, dtype=dtype) for case in _cases() for dtype in ("float32", "bfloat16")),
     Case("float16", dtype="float16"),
+    Case("float16, normalised", dtype="float16", l2norm=True),
 )
 """All cases, each in float32 and bfloat16; K and V in {64, 128}."""

@@ -66,6 +66,7 @@ def kernels(objection: str | None = None) -> Iterator[None]:
     """`jax_qla.cuda` replaced by a module that takes everything, or nothing because of `objection`."""
     module = types.ModuleType("jax_qla.cuda")
     functions: dict[str, Any] = {
+        "L2NORM_DTYPES": (),
         "forward": _forward,
         "summary": _summary,
         "backward": _backward,

@@ -194,6 +194,88 @@ def test_l2norm_and_scale() -> None:
     assert_close(default, jax_qla.chunk_gated_delta_rule(q, k / 3, v, g, beta, scale=KEY_DIM**-0.5)[0], 0)
 
 
+def of_any_length(x: np.ndarray, zero: int) -> np.ndarray:
+    """With rows of lengths from 0.01 to 30, and some of zero."""
+    lengths = np.exp(np.random.default_rng(zero).uniform(np.log(0.01), np.log(30), (*x.shape[:3], 1)))
+    lengths[:, zero::20] = 0
+    return np.asarray(x / np.linalg.norm(x, axis=-1, keepdims=True) * lengths, x.dtype)
+
+
+def normalized(x: jax.Array) -> jax.Array:
+    wide = x.astype(jnp.float32)
+    return (wide * jax.lax.rsqrt(jnp.sum(wide * wide, axis=-1, keepdims=True) + 1e-6)).astype(x.dtype)
+
+
+def l2norm_options(layout: str) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """float32 operands of `chunk_gated_delta_rule`, without states, and its options."""
+    every: dict[str, dict[str, Any]] = {
+        "dense": {"output_final_state": True},
+        "cu_seqlens": {"cu_seqlens": jnp.array([0, 65, 65, 80], jnp.int32), "output_final_state": True},
+        "segment_ids": {"segment_ids": IDS, "max_segments": 2, "output_final_state": True},
+        "resets": {"segment_ids": IDS},
+    }
+    q, k, *others = tokens(1 if layout == "cu_seqlens" else 2, 80)
+    return (of_any_length(q, 3), of_any_length(k, 4), *others), every[layout]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("layout", ["dense", "cu_seqlens", "segment_ids", "resets"])
+def test_l2norm_is_normalising_before(layout: str, dtype: str) -> None:
+    """With "xla", values and the gradients with respect to q and k as given."""
+    operands, options = l2norm_options(layout)
+    operands = (*(x.astype(dtype) for x in operands[:3]), *operands[3:])
+
+    def before(q: jax.Array, k: jax.Array, *others: jax.Array) -> Any:
+        return jax_qla.chunk_gated_delta_rule(normalized(q), normalized(k), *others, **options)
+
+    within = partial(jax_qla.chunk_gated_delta_rule, use_qk_l2norm_in_kernel=True, **options)
+    # XLA may leave out a rounding to bfloat16 between two operations; told not to, it finds the same bits.
+    tolerance = TOLERANCE if dtype == "float32" else 5e-3
+    assert_close(with_gradients(within, *operands), with_gradients(before, *operands), tolerance)
+
+
+@pytest.mark.parametrize("layout", ["dense", "cu_seqlens", "segment_ids"])
+def test_l2norm_of_all_implementations(layout: str) -> None:
+    operands, options = l2norm_options(layout)
+    options["use_qk_l2norm_in_kernel"] = True
+    expected = with_gradients(jax_qla.chunk_gated_delta_rule, *operands, implementation="reference", **options)
+    assert_close(with_gradients(jax_qla.chunk_gated_delta_rule, *operands, **options), expected)
+    if layout != "segment_ids":
+        recurrent = with_gradients(jax_qla.recurrent_gated_delta_rule, *operands, **options)
+        assert_close(recurrent, expected)
+
+
+def test_l2norm_under_vmap() -> None:
+    operands, _ = l2norm_options("dense")
+
+    def gradients(*x: jax.Array) -> Any:
+        function = partial(jax_qla.chunk_gated_delta_rule, use_qk_l2norm_in_kernel=True, output_final_state=True)
+        return with_gradients(function, *x)
+
+    members = [x[:, None] for x in operands]
+    one_by_one = [gradients(*(x[i] for x in members)) for i in range(2)]
+    # k is the same for both members, and no batch axis of theirs.
+    shared = [members[0], members[1][0], *members[2:]]
+    one_by_one[1] = gradients(*(x if i == 1 else x[1] for i, x in enumerate(shared)))
+    assert_close(
+        jax.vmap(gradients, in_axes=(0, None, 0, 0, 0))(*shared), jax.tree.map(lambda *x: jnp.stack(x), *one_by_one)
+    )
+
+
+def test_l2norm_keeps_q_and_k_as_given() -> None:
+    """Between forward and backward no normalised copies live."""
+    operands, _ = l2norm_options("dense")
+
+    def saved(*x: Any) -> Any:
+        return jax.vjp(lambda *x: jax_qla.chunk_gated_delta_rule(*x, use_qk_l2norm_in_kernel=True)[0], *x)[1]
+
+    kept = jax.tree.leaves(jax.jit(saved)(*operands))
+    of_their_shape = [x for x in kept if x.shape == operands[0].shape]
+    assert len(of_their_shape) == 2
+    for x, given in zip(of_their_shape, operands, strict=False):
+        assert_close(x, given, 0)
+
+
 @pytest.mark.parametrize("implementation", ["xla", "reference"])
 @pytest.mark.parametrize(("batch", "length", "sequences"), [(2, 0, None), (0, 5, None), (1, 5, 0), (1, 0, 2)], ids=str)
 def test_nothing(implementation: str, batch: int, length: int, sequences: int | None) -> None:

@@ -33,10 +33,12 @@ def _pieces(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     stand_in.forget_traces()
 
 
-def cuda(q: Any, k: Any, v: Any, g: Any, beta: Any, initial_state: Any, segments: Any, scale: float) -> Any:
+def cuda(
+    q: Any, k: Any, v: Any, g: Any, beta: Any, initial_state: Any, segments: Any, scale: float, l2norm: bool = False
+) -> Any:
     """The kernels as a function of the battery's signature."""
     choice = implementations.choose(q, k, v, implementation="cuda", precision=None)
-    options = vjp.Options(choice, scale, output_final_state=True)
+    options = vjp.Options(choice, scale, output_final_state=True, l2norm=l2norm)
     if segments is None:
         return vjp.gated_delta_rule(options, q, k, v, g, beta, initial_state, None)
     # vjp wants the sequences of every row of a packed batch; the battery has one row.
@@ -64,6 +66,8 @@ CASES = (
     MANY_HEADS,
     dataclasses.replace(MANY_HEADS, name="many heads, packed, gaps", segments=((3, 130), (130, 130), (150, 499))),
 )
+
+NORMALISED = dataclasses.replace(CASES[-1], name="many heads, packed, gaps, normalised", l2norm=True)
 
 
 @pytest.fixture(scope="module")
@@ -94,7 +98,7 @@ def _parameter(case: battery.Case) -> Any:
     return pytest.param(case, marks=marks, id=str(case))
 
 
-@pytest.mark.parametrize("case", [_parameter(case) for case in CASES])
+@pytest.mark.parametrize("case", [_parameter(case) for case in (*CASES, NORMALISED)])
 def test_battery(
     case: battery.Case, measured: dict[str, dict[str, battery.Error]], request: pytest.FixtureRequest
 ) -> None:
@@ -109,7 +113,7 @@ def _run(case: battery.Case) -> dict[str, np.ndarray]:
     return battery.run(case, cuda)
 
 
-@pytest.mark.parametrize("case", [MANY_HEADS, CASES[-1]], ids=str)
+@pytest.mark.parametrize("case", [MANY_HEADS, CASES[-1], NORMALISED], ids=str)
 def test_bitwise_repeatable(case: battery.Case) -> None:
     first = _run(case)
     for _ in range(50):
@@ -117,9 +121,9 @@ def test_bitwise_repeatable(case: battery.Case) -> None:
         assert all(again[name].tobytes() == first[name].tobytes() for name in first)
 
 
-def test_poisoned_memory() -> None:
+@pytest.mark.parametrize("case", [CASES[-1], NORMALISED], ids=str)
+def test_poisoned_memory(case: battery.Case) -> None:
     """Results do not depend on what the memory of workspaces and results held before."""
-    case = CASES[-1]
     first = _run(case)
     for value in (np.nan, np.inf):
         # Freed at once: the next call's workspaces and results are cut from these.

@@ -18,6 +18,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jax_qla import MeshAxes, cuda, dispatch, policy, sharding, vjp, xla
+from jax_qla import l2norm as l2norm_module
 from jax_qla import segments as tables
 from jax_qla.implementations import Choice
 from jax_qla.launch import Step
@@ -182,10 +183,10 @@ def test_forward_and_backward(packed: bool, states: bool, kept: bool) -> None:
         _close(found, right, name)
 
 
-def _rule(choice: Choice, *operands: Any, layout: sharding.Layout = sharding.LOCAL) -> Any:
-    """o and final states, differentiable, of the operands of `dispatch.forward` up to segments."""
+def _rule(choice: Choice, *operands: Any, layout: sharding.Layout = sharding.LOCAL, l2norm: bool = False) -> Any:
+    """o and final states, differentiable, of the operands of `sharding.forward` up to segments."""
     rule: Any = vjp.gated_delta_rule
-    return rule(vjp.Options(choice, 0.25, output_final_state=True, layout=layout), *operands)
+    return rule(vjp.Options(choice, 0.25, output_final_state=True, layout=layout, l2norm=l2norm), *operands)
 
 
 def _batched(packed: bool, members: int) -> tuple[tuple[jax.Array, ...], jax.Array | None, tuple[jax.Array, ...]]:
@@ -257,6 +258,96 @@ def test_several_cotangents_of_one_forward(packed: bool) -> None:
         _close(a, b, f"gradient {i}")
 
 
+def _of_any_length(x: jax.Array) -> jax.Array:
+    lengths = np.exp(np.random.default_rng(3).uniform(np.log(0.1), np.log(10), (*x.shape[:-1], 1)))
+    return x / jnp.linalg.norm(x, axis=-1, keepdims=True) * jnp.asarray(lengths, x.dtype)
+
+
+def _to_be_normalised(packed: bool, dtype: str) -> tuple[tuple[Any, ...], jax.Array | None, tuple[Any, ...]]:
+    """Operands and segments of `sharding.forward`, and cotangents."""
+    (q, k, v, *others), segments, (do, d_final) = jax.tree.map(lambda x: x[0], _batched(packed, 1))
+    low = (x.astype(dtype) for x in (_of_any_length(q), _of_any_length(k), v))
+    return (*low, *others), segments, (do.astype(dtype), d_final)
+
+
+OF_XLA = Choice("xla", "xla", "", "")
+
+
+def _with_l2norm(
+    choice: Choice, operands: Sequence[Any], segments: Any, cotangents: Any, *, l2norm: bool = True
+) -> tuple[Any, ...]:
+    """Results and gradients of `_rule`."""
+
+    @jax.jit
+    def both(operands: Any, segments: Any, cotangents: Any) -> Any:
+        results, transpose = jax.vjp(lambda *x: _rule(choice, *x, segments, l2norm=l2norm), *operands)
+        return *results, *transpose(cotangents)
+
+    stand_in.forget_traces()
+    results: tuple[Any, ...] = both(operands, segments, cotangents)
+    stand_in.forget_traces()
+    return results
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
+@pytest.mark.usefixtures("_chain")
+def test_kernels_that_normalise(packed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their specifications in float32, of q and k as given, against q and k normalised before and gradients after."""
+    given = _to_be_normalised(packed, "float32")
+    expected = _with_l2norm(OF_XLA, *given)
+    monkeypatch.setattr(cuda, "L2NORM_DTYPES", ("float32",))
+    found = _with_l2norm(OF_KERNELS, *given)
+    names = ("o", "final_state", "dq", "dk", "dv", "dg", "dbeta", "d_initial_state")
+    for name, a, b in zip(names, found, expected, strict=True):
+        _close(a, b, name)
+
+
+@pytest.mark.parametrize(("dtype", "l2norm"), [("bfloat16", True), ("float16", True), ("bfloat16", False)])
+@pytest.mark.usefixtures("_in_pieces")
+def test_who_normalises(dtype: str, l2norm: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In bfloat16 the kernels, of q and k as given; in float16 nobody lets them."""
+    scalars: list[tuple[str, int | float]] = []
+    rows: list[tuple[np.ndarray, ...]] = []
+
+    def recording(steps: Sequence[Step], inputs: Mapping[str, jax.Array], *others: Any) -> dict[str, jax.Array]:
+        scalars.extend((step.kernel, step.scalars["l2norm"]) for step in steps if step.kernel not in NOT_OF_ROWS)
+        jax.debug.callback(lambda *x: rows.append(x), inputs["q"], inputs["k"])
+        return launch_specifications(steps, inputs, *others)
+
+    monkeypatch.setattr(cuda, "launch", recording)
+    (q, k, *others), segments, cotangents = _to_be_normalised(True, dtype)
+    found = _with_l2norm(OF_KERNELS, (q, k, *others), segments, cotangents, l2norm=l2norm)
+    jax.effects_barrier()
+    in_kernels = l2norm and dtype == "bfloat16"
+    assert scalars == [(kernel, int(in_kernels)) for kernel in ("prepare", "summaries", "forward", *KEPT_OF_ROWS)]
+    assert len(rows) == 2
+    for passed in rows:
+        for x, given in zip(passed, (q, k), strict=True):
+            wanted = l2norm_module.normalize(given) if l2norm and not in_kernels else given
+            np.testing.assert_array_equal(x, wanted.reshape(x.shape))
+    if l2norm:
+        for i, (a, b) in enumerate(
+            zip(found, _with_l2norm(OF_XLA, (q, k, *others), segments, cotangents), strict=True)
+        ):
+            assert a.dtype == b.dtype
+            a, b = a.astype(jnp.float32), b.astype(jnp.float32)
+            assert float(jnp.linalg.norm(a - b)) <= 3e-2 * float(jnp.linalg.norm(b)), f"result {i}"
+
+
+NOT_OF_ROWS = ("layout", "compose")
+"""Kernels that read no keys."""
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.usefixtures("_in_pieces")
+def test_either_platform_normalises(dtype: str) -> None:
+    """The choice between them is left to the platform: both are traced, and agree in types; here it is "xla"."""
+    given = _to_be_normalised(True, dtype)
+    found = _with_l2norm(Choice("cuda", "xla", "", ""), *given)
+    for a, b in zip(found, _with_l2norm(OF_XLA, *given), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
 def _recorded(monkeypatch: pytest.MonkeyPatch, waiting: list[str] | None = None) -> list[list[str]]:
     """Kernels of each call that follows; those that start when what precedes them has ended go to `waiting` too."""
     calls: list[list[str]] = []
@@ -274,6 +365,7 @@ def _recorded(monkeypatch: pytest.MonkeyPatch, waiting: list[str] | None = None)
 END = ["states", "state_gradients", "gradients"]
 ANEW = ["summaries", "adjoint_summaries", "compose", "compose", *END]
 KEPT = ["adjoint_summaries", "compose", *END]
+KEPT_OF_ROWS = [kernel for kernel in KEPT if kernel not in NOT_OF_ROWS]
 
 
 @pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
@@ -416,15 +508,19 @@ DEVICES = 8
 
 
 @pytest.mark.usefixtures("_chain")
-@pytest.mark.parametrize("mode", ["named", "manual", "auto"])
+@pytest.mark.parametrize(("mode", "l2norm"), [("named", False), ("manual", False), ("auto", False), ("named", True)])
 @pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
-def test_sequence_over_devices(packed: bool, mode: str) -> None:
+def test_sequence_over_devices(packed: bool, mode: str, l2norm: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Sequences over 8 devices, 70 tokens on each, against one device by another implementation.
 
-    Named axes let the backward pass go on from what the forward pass found; in an Auto mesh it begins anew.
+    Named axes let the backward pass go on from what the forward pass found; in an Auto mesh it begins anew. What the
+    devices exchange is the same where the kernels normalise q and k.
     """
+    monkeypatch.setattr(cuda, "L2NORM_DTYPES", ("float32",))
     batch, sequences, tokens = 2, 3 if packed else 2, 70 * DEVICES
     x = _operands(batch, tokens, batch * 3 if packed else batch)
+    if l2norm:
+        x |= {name: _of_any_length(x[name]) for name in ("q", "k")}
     rows: Any = tuple(x[name] for name in ("q", "k", "v", "g", "beta"))
     state, d_final, segments = x["initial_state"], x["d_final_state"], None
     if packed:
@@ -432,9 +528,7 @@ def test_sequence_over_devices(packed: bool, mode: str) -> None:
         segments = jnp.asarray([[(0, 3), (3, 300), (333, 560)], [(5, 75), (140, 140), (140, 559)]], jnp.int32)
 
     def apply(choice: Choice, layout: sharding.Layout, segments: Any, *operands: Any) -> Any:
-        options = vjp.Options(choice, 0.25, output_final_state=True, layout=layout)
-        rule: Any = vjp.gated_delta_rule
-        return rule(options, *operands, segments)
+        return _rule(choice, *operands, segments, layout=layout, l2norm=l2norm)
 
     def both(function: Any) -> Any:
         @jax.jit

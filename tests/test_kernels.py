@@ -82,17 +82,30 @@ def inputs(batch: int, tokens: int, sequences: int, heads: tuple[int, int]) -> A
     return {name: jnp.asarray(x) for name, x in arrays.items()}
 
 
+def of_any_length(given: Arrays) -> Arrays:
+    """With q and k of lengths far from 1, and some of zero."""
+    random = np.random.default_rng(1)
+    changed = dict(given)
+    for name, first_zero in (("q", 8), ("k", 7)):
+        lengths = random.choice([0.01, 0.3, 1.0, 30.0], size=given[name].shape[:3])
+        lengths[:, first_zero::40, 0] = 0.0
+        changed[name] = given[name] * lengths[..., None]
+    return changed
+
+
 SUMMARIES = (
     (summaries, "k v a gamma beta initial_state pieces chunks -> response transition forgotten"),
     (adjoint_summaries, "q k do a gamma beta d_final_state pieces chunks -> adjoint_response"),
 )
 
 
-@functools.partial(jax.jit, static_argnames=("tokens", "piece_rows"))
-def chain(given: Mapping[str, Any], segments: Any, *, tokens: int, piece_rows: int | None = None) -> Arrays:
+@functools.partial(jax.jit, static_argnames=("tokens", "piece_rows", "l2norm"))
+def chain(
+    given: Mapping[str, Any], segments: Any, *, tokens: int, piece_rows: int | None = None, l2norm: int = 0
+) -> Arrays:
     """Results of all kernels by name, each kernel fed by name: dense batches flattened, as in `jax_qla.cuda`.
 
-    With `piece_rows`, sequences are cut into pieces of so many rows.
+    With `piece_rows`, sequences are cut into pieces of so many rows; with `l2norm`, q and k are to be normalised.
     """
     ratio = given["v"].shape[2] // given["k"].shape[2]
     have = {name: x if name in STATES else x.reshape(tokens, *x.shape[2:]) for name, x in given.items()}
@@ -118,7 +131,7 @@ def chain(given: Mapping[str, Any], segments: Any, *, tokens: int, piece_rows: i
     for kernel, names in kernels:
         operands, results = (part.split() for part in names.split("->"))
         with_scale = kernel in (forward, adjoint_summaries, state_gradients, gradients)
-        scalars = {"ratio": ratio} | ({"scale": SCALE} if with_scale else {})
+        scalars = {"ratio": ratio, "l2norm": l2norm} | ({"scale": SCALE} if with_scale else {})
         specification: Any = kernel.specification
         outputs = specification(*(have[name] for name in operands), **scalars)
         have |= dict(zip(results, outputs if len(results) > 1 else (outputs,), strict=True))
@@ -133,13 +146,19 @@ def chain(given: Mapping[str, Any], segments: Any, *, tokens: int, piece_rows: i
     return have
 
 
-@functools.partial(jax.jit, static_argnames="packed")
-def expected(given: Mapping[str, Any], segments: Any, *, packed: bool) -> Arrays:
+def inverse_length(x: jax.Array) -> jax.Array:
+    return 1 / jnp.sqrt(jnp.sum(x**2, axis=-1, keepdims=True) + 1e-6)
+
+
+@functools.partial(jax.jit, static_argnames=("packed", "l2norm"))
+def expected(given: Mapping[str, Any], segments: Any, *, packed: bool, l2norm: int) -> Arrays:
     """The same from the recurrence and its derivative."""
     names = ("q", "k", "v", "g", "beta", "initial_state")
 
     def function(*operands: Any) -> Any:
         q, k, v, g, beta, initial_state = operands
+        if l2norm:
+            q, k = inverse_length(q) * q, inverse_length(k) * k
         return recurrence(q, k, v, g, beta, initial_state, segments if packed else None, scale=SCALE)
 
     # As the kernels clamp: exp(-110) is 0 to rounding.
@@ -150,15 +169,19 @@ def expected(given: Mapping[str, Any], segments: Any, *, packed: bool) -> Arrays
     return {name.replace("dinitial", "d_initial"): x for name, x in results.items()}
 
 
-def check(given: Arrays, segments: Any, *, packed: bool, piece_rows: int | None = None) -> Arrays:
+def check(given: Arrays, segments: Any, *, packed: bool, piece_rows: int | None = None, l2norm: int = 0) -> Arrays:
     """Compares all results and returns what the chain has made."""
     batch, length = given["k"].shape[:2]
     tolerance = TOLERANCE if piece_rows is None else SPLIT_TOLERANCE
-    found = chain(given, segments, tokens=batch * length, piece_rows=piece_rows)
-    for name, right in expected(given, segments, packed=packed).items():
+    found = chain(given, segments, tokens=batch * length, piece_rows=piece_rows, l2norm=l2norm)
+    for name, right in expected(given, segments, packed=packed, l2norm=l2norm).items():
         if name == "dg":
             right = jnp.where(given["g"] < -110.0, 0.0, right)
         result = found[name].reshape(right.shape)
+        if l2norm and name in ("dq", "dk"):
+            # Gradients are the longer the shorter what they belong to is: this way all rows count alike.
+            of_row = inverse_length(given[name[1]])
+            result, right = result / of_row, right / of_row
         assert result.dtype == jnp.float64
         error = float(jnp.linalg.norm(result - right))
         assert error <= tolerance * float(jnp.linalg.norm(right)), f"{name}: {error}"
@@ -166,21 +189,29 @@ def check(given: Arrays, segments: Any, *, packed: bool, piece_rows: int | None 
 
 
 @pytest.mark.parametrize(
-    ("case", "heads"), [*((case, "grouped") for case in PACKED), ("gaps and empty sequences", "one for one")]
+    ("case", "heads", "l2norm"),
+    [
+        *((case, "grouped", 0) for case in PACKED),
+        ("gaps and empty sequences", "one for one", 0),
+        ("gaps and empty sequences", "grouped", 1),
+        ("whole chunks", "grouped", 1),
+    ],
 )
-def test_packed(case: str, heads: str) -> None:
+def test_packed(case: str, heads: str, l2norm: int) -> None:
     bounds = PACKED[case]
     segments = jnp.asarray(bounds, jnp.int32)
     given = inputs(1, TOKENS, len(bounds), HEADS[heads])
+    if l2norm:
+        given = of_any_length(given)
     # What lies outside of all sequences reaches no result.
     inside = np.zeros(TOKENS, bool)
     for start, end in bounds:
         inside[start:end] = True
-    found = check(given, segments, packed=True)
+    found = check(given, segments, packed=True, l2norm=l2norm)
     for name in ("o", "dq", "dk", "dv", "dg", "dbeta"):
         assert not np.any(np.asarray(found[name])[~inside]), name
     poisoned = {name: x if name in STATES else x.at[:, ~inside].set(jnp.nan) for name, x in given.items()}
-    again = chain(poisoned, segments, tokens=TOKENS)
+    again = chain(poisoned, segments, tokens=TOKENS, l2norm=l2norm)
     for name in ("o", "final_state", "dq", "dk", "dv", "dg", "dbeta", "d_initial_state"):
         np.testing.assert_array_equal(again[name], found[name], err_msg=name)
     # The state of an empty sequence passes through unchanged, and so does its gradient.
@@ -190,27 +221,32 @@ def test_packed(case: str, heads: str) -> None:
             np.testing.assert_array_equal(found["d_initial_state"][n], given["d_final_state"][n])
 
 
+@pytest.mark.parametrize("l2norm", [0, 1])
 @pytest.mark.parametrize(("case", "heads"), [("dense", "grouped"), ("dense", "one for one"), ("one token", "grouped")])
-def test_dense(case: str, heads: str) -> None:
+def test_dense(case: str, heads: str, l2norm: int) -> None:
     batch, tokens = DENSE[case]
     segments = jnp.asarray(tables.dense_segments(batch, tokens))
-    check(inputs(batch, tokens, batch, HEADS[heads]), segments, packed=False)
+    given = inputs(batch, tokens, batch, HEADS[heads])
+    check(of_any_length(given) if l2norm else given, segments, packed=False, l2norm=l2norm)
 
 
-@pytest.mark.parametrize("gates", ["none", "weak", "strong", "strong, long keys"])
-def test_pieces(gates: str) -> None:
+@pytest.mark.parametrize("l2norm", [0, 1])
+@pytest.mark.parametrize("gates", ["none", "weak", "strong", "strong, stretching"])
+def test_pieces(gates: str, l2norm: int) -> None:
     """Sequences in pieces give what whole ones give, whether heads decay (and pieces are forgotten) or not."""
     bounds = [(0, 5), (5, 5), (9, 700), (700, 764), (770, 1000)]
     segments = jnp.asarray(bounds, jnp.int32)
     given = inputs(1, 1000, len(bounds), HEADS["grouped"])
     factor = {"none": 0.0, "weak": 0.02, "strong": 5.0}.get(gates, 5.0)
     given["g"] = factor * jnp.where(jnp.isfinite(given["g"]), jnp.maximum(given["g"], -2.0), -2.0)
-    if gates == "strong, long keys":
+    if gates == "strong, stretching":
         # A token may then lengthen the state, by up to 2.2: gates alone are no bound.
         given["k"] = jnp.sqrt(3.2) * given["k"]
-        given["beta"] = jnp.ones_like(given["beta"])
+        given["beta"] = jnp.full_like(given["beta"], 3.2 if l2norm else 1.0)
         given["g"] = given["g"].at[..., 1].set(-0.7)
-    found = check(given, segments, packed=True, piece_rows=128)
+    if l2norm:
+        given = of_any_length(given)
+    found = check(given, segments, packed=True, piece_rows=128, l2norm=l2norm)
     forgotten = np.asarray(found["forgotten"])[np.asarray(found["pieces"])[:, 3] == 0]
     assert forgotten.shape[0] == 4
     assert np.all(forgotten == (gates == "strong"))

@@ -13,7 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jax_qla import xla
+from jax_qla import vjp, xla
+from jax_qla.implementations import Choice
 from jax_qla.segments import segments_from_cu_seqlens
 
 # Called with operands of many shapes and kinds, which a type checker cannot follow.
@@ -28,6 +29,8 @@ FLOAT32 = battery.Limits(o=2e-5, final_state=2e-5, gradients=2e-5)
 # exactly. The float32 recurrence, which has no K K^T, is at 2e-6.
 FLOAT32_REFLECTED = battery.Limits(o=1e-4, final_state=1e-4, gradients=1e-4)
 LOW = battery.Limits(o=3e-3, final_state=3e-3, gradients=4e-3)
+# q and k are normalised before, and rounded once more.
+LOW_NORMALISED = battery.Limits(o=4e-3, final_state=4e-3, gradients=6e-3, head=2.5, position=20.0, of_terms=True)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(7,))
@@ -51,13 +54,26 @@ def _chunked_backward(scale: float, saved: Any, cotangents: Any) -> Any:
 chunked.defvjp(_chunked_forward, _chunked_backward)
 
 
+def chunked_or_normalised(*operands: Any, l2norm: bool = False) -> Any:
+    """`chunked`, and with `l2norm` as a call reaches it that wants q and k normalised."""
+    if not l2norm:
+        return chunked(*operands)
+    *rows, state, segments, scale = operands
+    if segments is not None:  # of every row of a batch; the battery has one
+        state, segments = None if state is None else state[None], segments[None]
+    options = vjp.Options(Choice("xla", "xla", "", ""), scale, output_final_state=True, l2norm=True)
+    rule: Any = vjp.gated_delta_rule
+    results = rule(options, *rows, state, segments)
+    return results if segments is None else (results[0], results[1][0])
+
+
 def _operands(case: battery.Case) -> Any:
     return jax.tree.map(jnp.asarray, battery.inputs(case)[:7])
 
 
 def _limits(case: battery.Case) -> battery.Limits:
     if case.dtype != "float32":
-        return LOW
+        return LOW_NORMALISED if case.l2norm else LOW
     return FLOAT32_REFLECTED if case.keys == "identical" and case.beta == 2 else FLOAT32
 
 
@@ -71,7 +87,7 @@ def measured() -> Iterator[dict[str, dict[str, battery.Error]]]:
 
 @pytest.mark.parametrize("case", battery.CASES, ids=str)
 def test_battery(case: battery.Case, measured: dict[str, dict[str, battery.Error]]) -> None:
-    measured[str(case)] = battery.check(case, chunked, _limits(case))
+    measured[str(case)] = battery.check(case, chunked_or_normalised, _limits(case))
 
 
 def test_any_key_and_value_dimension() -> None:

@@ -23,7 +23,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_qla.kernels.common import CHUNK, FIRST, FORGOTTEN, L2NORM_PRELUDE, LAST, PASS_CONFIGS, REACH_PRELUDE, macros
-from jax_qla.kernels.specification import decay, gather_chunks, last_row, reach, scan_slots
+from jax_qla.kernels.specification import decay, gather_chunks, inverse_length, last_row, reach, scan_slots
 
 __all__ = ["PASS_CONFIGS", "Config", "program", "specification"]
 
@@ -243,21 +243,24 @@ def specification(
     *,
     ratio: int,
     scale: float,
+    l2norm: int = 0,
 ) -> jax.Array:
     """The adjoint response [P, Hv, K, V] of P pieces, whose chunk table `chunks` is; not a number where there is none."""
     keys, queries = (jnp.repeat(gather_chunks(x, chunks), ratio, axis=2) for x in (k, q))
     gradient, inverse, gates, strength = (gather_chunks(x, chunks) for x in (do, a, gamma, beta))
-    p = scale * jnp.einsum("sihk,sjhk->sijh", queries, keys) * decay(gates)
+    strength = strength * inverse_length(keys, l2norm) ** 2
+    scales = scale * inverse_length(queries, l2norm)
+    p = scales[:, :, None] * jnp.einsum("sihk,sjhk->sijh", queries, keys) * decay(gates)
     _, whole, matters = reach(gamma, pieces, chunks, from_end=False)
 
     def step(state, xs):
-        queries, keys, gradient, inverse, p, gates, strength, end, matters = xs
+        queries, keys, gradient, inverse, p, gates, strength, scales, end, matters = xs
         rise = jnp.exp(gates)[..., None]
         dvd = jnp.einsum("ijh,ihv->jhv", p, gradient)
         dvd += jnp.exp(end - gates)[..., None] * jnp.einsum("ihk,hkv->ihv", keys, state)
         dx = jnp.einsum("ihj,ihv->jhv", inverse, dvd)
         before = jnp.exp(end)[:, None, None] * state
-        before += jnp.einsum("ihk,ihv->hkv", queries, scale * rise * gradient)
+        before += jnp.einsum("ihk,ihv->hkv", queries, scales[..., None] * rise * gradient)
         before -= jnp.einsum("ihk,ihv->hkv", keys, rise * strength[..., None] * dx)
         return jnp.where(matters[:, None, None], before, state), None
 
@@ -265,6 +268,6 @@ def specification(
     begin = jnp.zeros((pieces.shape[0], do.shape[1], k.shape[2], do.shape[2]), d_final_state.dtype)
     if d_final_state.shape[0]:
         begin = jnp.where((last[:, None] & whole)[..., None, None], d_final_state[pieces[:, 2]], begin)
-    xs = (queries, keys, gradient, inverse, p, gates, strength, last_row(gates, chunks), matters)
+    xs = (queries, keys, gradient, inverse, p, gates, strength, scales, last_row(gates, chunks), matters)
     response, _ = scan_slots(step, begin, pieces, chunks, xs, reverse=True)
     return jnp.where(first[:, None, None, None], jnp.nan, response)

@@ -38,7 +38,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_qla.kernels.common import CHUNK, LOG2_E, PASS_CONFIGS, TILE_PRELUDE, accumulator_layout, macros
-from jax_qla.kernels.specification import decay, gather_chunks, last_row, scan_slots, scatter_chunks
+from jax_qla.kernels.specification import decay, gather_chunks, inverse_length, last_row, scan_slots, scatter_chunks
 
 __all__ = ["PASS_CONFIGS", "Config", "program", "specification"]
 
@@ -365,22 +365,25 @@ def specification(
     *,
     ratio: int,
     scale: float,
+    l2norm: int = 0,
 ) -> tuple[jax.Array, jax.Array]:
     """(o [tokens, Hv, V] in v's dtype, final_state [N, Hv, K, V])."""
     keys, queries = (jnp.repeat(gather_chunks(x, chunks), ratio, axis=2) for x in (k, q))
     values, inverse, gates, strength = (gather_chunks(x, chunks) for x in (v, a, gamma, beta))
-    p = scale * jnp.einsum("sihk,sjhk->sijh", queries, keys) * decay(gates)
+    of_key, scales = inverse_length(keys, l2norm), scale * inverse_length(queries, l2norm)
+    strength, values = strength * of_key**2, values / of_key[..., None]
+    p = scales[:, :, None] * jnp.einsum("sihk,sjhk->sijh", queries, keys) * decay(gates)
     end = last_row(gates, chunks)
 
     def step(state, xs):
-        queries, keys, values, inverse, p, gates, strength, end = xs
+        queries, keys, values, inverse, p, gates, strength, scales, end = xs
         rise = jnp.exp(gates)[..., None]
         x = strength[..., None] * (values - rise * jnp.einsum("ihk,hkv->ihv", keys, state))
         vd = jnp.einsum("ihj,jhv->ihv", inverse, x)
-        o = scale * rise * jnp.einsum("ihk,hkv->ihv", queries, state) + jnp.einsum("ijh,jhv->ihv", p, vd)
+        o = scales[..., None] * rise * jnp.einsum("ihk,hkv->ihv", queries, state) + jnp.einsum("ijh,jhv->ihv", p, vd)
         update = jnp.einsum("ihk,ihv->hkv", keys, jnp.exp(end - gates)[..., None] * vd)
         return jnp.exp(end)[:, None, None] * state + update, o
 
-    xs = (queries, keys, values, inverse, p, gates, strength, end)
+    xs = (queries, keys, values, inverse, p, gates, strength, scales, end)
     final_state, o = scan_slots(step, initial_state, segments, chunks, xs)
     return scatter_chunks(o, chunks, v.shape[0], v.dtype), final_state

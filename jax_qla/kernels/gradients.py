@@ -49,7 +49,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_qla.kernels.common import CHUNK, MIN_LOG_DECAY, PASS_CONFIGS, TILE_PRELUDE, accumulator_layout, macros
-from jax_qla.kernels.specification import decay, gather_chunks, last_row, scatter_chunks
+from jax_qla.kernels.specification import decay, gather_chunks, inverse_length, last_row, scatter_chunks
 
 __all__ = ["PASS_CONFIGS", "Config", "program", "specification"]
 
@@ -889,6 +889,7 @@ def specification(
     *,
     ratio: int,
     scale: float,
+    l2norm: int = 0,
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array]:
     """(dq, dk [tokens, Hk, K], dv [tokens, Hv, V], dg, dbeta [tokens, Hv]); rows of no sequence are zero."""
     tokens, key_heads = q.shape[:2]
@@ -898,14 +899,16 @@ def specification(
     h, dh = (jnp.where(used, x, 0).astype(keys.dtype) for x in (h, dh))
     end = last_row(gates, chunks)
     rise, fall = jnp.exp(gates), jnp.exp(end[:, None] - gates)
+    of_key, scales = inverse_length(keys, l2norm), scale * inverse_length(queries, l2norm)
+    plain_strength, strength = strength, strength * of_key**2
 
-    e = scale * jnp.einsum("sihv,sjhv->sijh", output, corrected) * decay(gates)
+    e = scales[:, :, None] * jnp.einsum("sihv,sjhv->sijh", output, corrected) * decay(gates)
     f = -jnp.einsum("sihv,sjhv->sijh", dx, corrected) * decay(gates, strict=True)
     kk = jnp.einsum("sihk,sjhk->sijh", keys, keys)
     m = f * strength[:, :, None]
     # without its diagonal, which the row and the column sums share
     r = e * jnp.einsum("sihk,sjhk->sijh", queries, keys) * decay(jnp.zeros_like(gates), strict=True) + m * kk
-    dq_state = scale * rise[..., None] * jnp.einsum("sihv,shvk->sihk", output, h)
+    dq_state = (scales * rise)[..., None] * jnp.einsum("sihv,shvk->sihk", output, h)
     z = jnp.einsum("sihv,shvk->sihk", dx, h)
     y = fall[..., None] * jnp.einsum("sihv,shvk->sihk", corrected, dh)
 
@@ -913,8 +916,9 @@ def specification(
     dk = jnp.einsum("sijh,sihk->sjhk", e, queries) + jnp.einsum("sijh,sjhk->sihk", m, keys)
     dk += jnp.einsum("sijh,sihk->sjhk", m, keys) - (rise * strength)[..., None] * z + y
     z_dot, y_dot = (jnp.sum(x * keys, axis=-1) for x in (z, y))
-    at_zero = jnp.sum(f * kk, axis=2) + jnp.sum(dx * values, axis=-1) - rise * z_dot
-    dbeta = jnp.where(strength == 0, at_zero, jnp.sum(dx * corrected, axis=-1) / jnp.where(strength == 0, 1, strength))
+    at_zero = jnp.sum(f * kk, axis=2) + jnp.sum(dx * values, axis=-1) / of_key - rise * z_dot
+    elsewhere = jnp.sum(dx * corrected, axis=-1) / jnp.where(plain_strength == 0, 1, plain_strength)
+    dbeta = jnp.where(plain_strength == 0, of_key**2 * at_zero, elsewhere)
     dgamma = jnp.sum(r, axis=2) - jnp.sum(r, axis=1) + jnp.sum(dq_state * queries, axis=-1)
     dgamma += -strength * rise * z_dot
     before = jnp.cumsum(y_dot, axis=1) - y_dot
@@ -925,13 +929,18 @@ def specification(
     def to_tokens(x, dtype):
         return scatter_chunks(x, chunks, tokens, dtype)
 
-    def over_value_heads(x):
-        return x.reshape(*x.shape[:2], key_heads, ratio, -1).sum(3)
+    def over_value_heads(x, given):
+        """The sum; where r `given` counts, without what the change of r takes away."""
+        total, given = x.reshape(*x.shape[:2], key_heads, ratio, -1).sum(3), gather_chunks(given, chunks)
+        if not l2norm:
+            return total
+        along = inverse_length(given, l2norm) ** 2 * jnp.sum(given * total, axis=-1)
+        return total - along[..., None] * given
 
     return (
-        to_tokens(over_value_heads(dq), q.dtype),
-        to_tokens(over_value_heads(dk), k.dtype),
-        to_tokens(strength[..., None] * dx, v.dtype),
+        to_tokens(over_value_heads(dq, q), q.dtype),
+        to_tokens(over_value_heads(dk, k), k.dtype),
+        to_tokens((strength / of_key)[..., None] * dx, v.dtype),
         to_tokens(dg, g.dtype),
         to_tokens(dbeta, g.dtype),
     )

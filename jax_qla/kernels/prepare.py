@@ -48,7 +48,7 @@ from jax_qla.kernels.common import (
     PASS_CONFIGS,
     STRETCHES,
 )
-from jax_qla.kernels.specification import decay, gather_chunks, mark, scatter_chunks
+from jax_qla.kernels.specification import decay, gather_chunks, inverse_length, mark, scatter_chunks
 
 __all__ = ["PASS_CONFIGS", "Config", "program", "specification"]
 
@@ -590,11 +590,11 @@ def program(config: Config):
 
 
 def specification(
-    k: jax.Array, g: jax.Array, beta: jax.Array, chunks: jax.Array, *, ratio: int
+    k: jax.Array, g: jax.Array, beta: jax.Array, chunks: jax.Array, *, ratio: int, l2norm: int = 0
 ) -> tuple[jax.Array, jax.Array]:
     """(a [tokens, Hv, 64] in k's dtype, gamma [tokens, Hv]); `o` is not a result, only its unused rows are zeroed."""
     keys = jnp.repeat(gather_chunks(k, chunks), ratio, axis=2)
-    strength = gather_chunks(beta, chunks)
+    strength = gather_chunks(beta, chunks) * inverse_length(keys, l2norm) ** 2
     gamma = jnp.cumsum(jnp.maximum(gather_chunks(g, chunks), MIN_LOG_DECAY), axis=1)
     product = jnp.einsum("sihk,sjhk->sijh", keys, keys) * strength[:, :, None]
     lower = jnp.moveaxis(product * decay(gamma, strict=True), 3, 1)

@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jax_qla.kernels.common import CHUNK, FORGOTTEN, STRETCHES
+from jax_qla.kernels.common import CHUNK, FORGOTTEN, L2NORM_EPSILON, STRETCHES
 
 
 def gather_chunks(x: jax.Array, chunks: jax.Array) -> jax.Array:
@@ -26,6 +26,18 @@ def scatter_chunks(x: jax.Array, chunks: jax.Array, tokens: int, dtype: Any) -> 
     row = jnp.arange(CHUNK)
     index = jnp.where(row < chunks[:, 2, None], chunks[:, 1, None] + row, tokens)
     return jnp.zeros((tokens, *x.shape[2:]), dtype).at[index].set(x.astype(dtype), mode="drop")
+
+
+def inverse_length(x: jax.Array, l2norm: int) -> jax.Array:
+    """r = 1 / |x| of the last axis if `l2norm`, else 1.
+
+    With `l2norm` the kernels compute with normalised keys and queries, but multiply by those they are given: beta r_k^2,
+    V / r_k and scale r_q stand where their formulas have beta, V and scale. The states are those of normalised keys, while
+    Vd is r_k times theirs, and dX 1 / r_k times.
+    """
+    if not l2norm:
+        return jnp.ones(x.shape[:-1], x.dtype)
+    return jax.lax.rsqrt(jnp.sum(x * x, axis=-1) + L2NORM_EPSILON)
 
 
 def decay(gamma: jax.Array, strict: bool = False) -> jax.Array:

@@ -32,7 +32,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_qla.kernels.common import CHUNK, PASS_CONFIGS, TILE_PRELUDE, macros
-from jax_qla.kernels.specification import decay, gather_chunks, last_row, scan_slots, scatter_chunks
+from jax_qla.kernels.specification import decay, gather_chunks, inverse_length, last_row, scan_slots, scatter_chunks
 
 __all__ = ["PASS_CONFIGS", "Config", "program", "specification"]
 
@@ -398,6 +398,7 @@ def specification(
     *,
     ratio: int,
     scale: float,
+    l2norm: int = 0,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """(dh [slots, Hv, V, K] in do's dtype, dx [tokens, Hv, V] in do's dtype, d_initial_state [N, Hv, K, V]).
 
@@ -405,17 +406,19 @@ def specification(
     """
     keys, queries = (jnp.repeat(gather_chunks(x, chunks), ratio, axis=2) for x in (k, q))
     output, inverse, gates, strength = (gather_chunks(x, chunks) for x in (do, a, gamma, beta))
-    p = scale * jnp.einsum("sihk,sjhk->sijh", queries, keys) * decay(gates)
+    strength = strength * inverse_length(keys, l2norm) ** 2
+    scales = scale * inverse_length(queries, l2norm)
+    p = scales[:, :, None] * jnp.einsum("sihk,sjhk->sijh", queries, keys) * decay(gates)
 
     def step(ds, xs):
-        queries, keys, output, inverse, p, gates, strength, end = xs
+        queries, keys, output, inverse, p, gates, strength, scales, end = xs
         fall, rise = jnp.exp(end - gates)[..., None], jnp.exp(gates)[..., None]
         dvd = jnp.einsum("ijh,ihv->jhv", p, output) + fall * jnp.einsum("ihk,hkv->ihv", keys, ds)
         dx = jnp.einsum("ihj,ihv->jhv", inverse, dvd)
-        update = jnp.einsum("ihk,ihv->hkv", queries, scale * rise * output)
+        update = jnp.einsum("ihk,ihv->hkv", queries, scales[..., None] * rise * output)
         update -= jnp.einsum("ihk,ihv->hkv", keys, rise * strength[..., None] * dx)
         return jnp.exp(end)[:, None, None] * ds + update, (jnp.swapaxes(ds, 1, 2), dx)
 
-    xs = (queries, keys, output, inverse, p, gates, strength, last_row(gates, chunks))
+    xs = (queries, keys, output, inverse, p, gates, strength, scales, last_row(gates, chunks))
     d_initial_state, (dh, dx) = scan_slots(step, d_final_state, segments, chunks, xs, reverse=True)
     return dh.astype(do.dtype), scatter_chunks(dx, chunks, do.shape[0], do.dtype), d_initial_state

@@ -31,7 +31,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_qla.kernels.common import CHUNK, PASS_CONFIGS, TILE_PRELUDE, macros
-from jax_qla.kernels.specification import gather_chunks, last_row, scan_slots, scatter_chunks
+from jax_qla.kernels.specification import gather_chunks, inverse_length, last_row, scan_slots, scatter_chunks
 
 __all__ = ["PASS_CONFIGS", "Config", "program", "specification"]
 
@@ -301,10 +301,13 @@ def specification(
     chunks: jax.Array,
     *,
     ratio: int,
+    l2norm: int = 0,
 ) -> tuple[jax.Array, jax.Array]:
     """(h [slots, Hv, V, K] in v's dtype, vd [tokens, Hv, V] in v's dtype); h of a slot without rows is not defined."""
     keys = jnp.repeat(gather_chunks(k, chunks), ratio, axis=2)
     values, inverse, gates, strength = (gather_chunks(x, chunks) for x in (v, a, gamma, beta))
+    of_key = inverse_length(keys, l2norm)
+    strength, values = strength * of_key**2, values / of_key[..., None]
 
     def step(state, xs):
         keys, values, inverse, gates, strength, end = xs

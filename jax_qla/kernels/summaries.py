@@ -41,7 +41,7 @@ from jax_qla.kernels.common import (
     accumulator_layout,
     macros,
 )
-from jax_qla.kernels.specification import gather_chunks, last_row, reach, scan_slots, split
+from jax_qla.kernels.specification import gather_chunks, inverse_length, last_row, reach, scan_slots, split
 
 __all__ = ["PASS_CONFIGS", "Config", "program", "specification"]
 
@@ -259,6 +259,7 @@ def specification(
     chunks: jax.Array,
     *,
     ratio: int,
+    l2norm: int = 0,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """(response [P, Hv, K, V], transition [P, Hv, 2, K, K] bf16, forgotten int32 [P, Hv]) of P pieces.
 
@@ -266,6 +267,8 @@ def specification(
     """
     keys = jnp.repeat(gather_chunks(k, chunks), ratio, axis=2)
     values, inverse, gates, strength = (gather_chunks(x, chunks) for x in (v, a, gamma, beta))
+    of_key = inverse_length(keys, l2norm)
+    strength, values = strength * of_key**2, values / of_key[..., None]
     columns = k.shape[2]
     forgotten, whole, matters = reach(gamma, pieces, chunks, from_end=True)
 
