@@ -116,100 +116,100 @@ def program(config: Config):
             h_left = T.alloc_barrier([32] * parts)
             vd_written = T.alloc_barrier([128] * parts)
 
-            if tx >= S + 64:
-                T.set_max_nreg(40, 0)
-                if tx < S + 96:
-                    slot = start // C + n + 1
-                    for c in T.serial(count):
-                        for wg in tuple(range(parts)):
-                            T.barrier_wait(h_written[wg], c % 2)
-                            T.fence_proxy_async()
-                            for x in T.unroll(halves):
-                                T.tma_copy(
-                                    h_s[wg * halves + x, :, :],
-                                    h[slot + c, head, first + wg * 64 : first + wg * 64 + 64, x * 64 : x * 64 + 64],
-                                    leader_scope_threads=32,
-                                )
-                            T.tma_store_wait(0)
-                            T.barrier_arrive(h_left[wg])
-                else:
-                    for c in T.serial(count):
-                        line = start + c * C
-                        lines = T.min(end - line, C)
-                        for wg in tuple(range(parts)):
-                            T.barrier_wait(vd_written[wg], c % 2)
-                            if lines == C:
+            if tx >= S:
+                T.set_max_nreg(40, 0)  # by the whole warpgroup at once
+                if tx >= S + 64:
+                    if tx < S + 96:
+                        slot = start // C + n + 1
+                        for c in T.serial(count):
+                            for wg in tuple(range(parts)):
+                                T.barrier_wait(h_written[wg], c % 2)
                                 T.fence_proxy_async()
-                                T.tma_copy(
-                                    v_s[c % stages * parts + wg, :, :],
-                                    vd[line : line + C, head, first + wg * 64 : first + wg * 64 + 64],
-                                    leader_scope_threads=32,
-                                )
-                            else:
-                                m.store_rows(
-                                    v_s,
-                                    c % stages * parts + wg,
-                                    vd,
-                                    line,
-                                    lines,
-                                    head,
-                                    first + wg * 64,
-                                    0,
-                                    tx - (S + 96),
-                                    32,
-                                )
-                        T.tma_store_wait(0)
-                        T.barrier_arrive(free[c % stages])
-            elif tx >= S:
-                T.set_max_nreg(40, 0)
-                fetched = T.alloc_local((3,), "float32")  # gates of the chunk after
-                gates = T.alloc_local((3,), "float32")
-                length = T.alloc_var("float32")
-                T.clear(gates)
-                for step in T.serial(count + 1):
-                    if step < count:
-                        # load a chunk as soon as the state has left the stage
-                        m.fetch_gates(
-                            gamma, beta, start + step * C, T.min(end - (start + step * C), C), head, tx - S, fetched
-                        )
-                        if step >= stages:
-                            T.barrier_wait(free[step % stages], (step // stages + 1) % 2)
-                        if tx < S + 32:
-                            m.load_rows(k, start + step * C, key_head, 0, K, k_s, step % stages, loaded)
-                            m.load_rows(a, start + step * C, head, 0, C, a_s, step % stages, loaded)
-                            for part in T.unroll(parts):
-                                T.tma_copy(
-                                    v[
-                                        start + step * C : start + step * C + C,
+                                for x in T.unroll(halves):
+                                    T.tma_copy(
+                                        h_s[wg * halves + x, :, :],
+                                        h[slot + c, head, first + wg * 64 : first + wg * 64 + 64, x * 64 : x * 64 + 64],
+                                        leader_scope_threads=32,
+                                    )
+                                T.tma_store_wait(0)
+                                T.barrier_arrive(h_left[wg])
+                    else:
+                        for c in T.serial(count):
+                            line = start + c * C
+                            lines = T.min(end - line, C)
+                            for wg in tuple(range(parts)):
+                                T.barrier_wait(vd_written[wg], c % 2)
+                                if lines == C:
+                                    T.fence_proxy_async()
+                                    T.tma_copy(
+                                        v_s[c % stages * parts + wg, :, :],
+                                        vd[line : line + C, head, first + wg * 64 : first + wg * 64 + 64],
+                                        leader_scope_threads=32,
+                                    )
+                                else:
+                                    m.store_rows(
+                                        v_s,
+                                        c % stages * parts + wg,
+                                        vd,
+                                        line,
+                                        lines,
                                         head,
-                                        first + part * 64 : first + part * 64 + 64,
-                                    ],
-                                    v_s[step % stages * parts + part, :, :],
-                                    barrier=loaded[step % stages],
-                                    leader_scope_threads=32,
-                                )
-                            T.barrier_arrive(loaded[step % stages])
-                    if step > 0:
-                        # prepare the chunk before, which has arrived
-                        stage = (step + stages - 1) % stages
-                        rows = T.min(end - (start + (step - 1) * C), C)
-                        m.store_gates(gates, rows, tx - S, stage, gamma_s, rise_s, fall_s, beta_s)
-                        drop_s[stage, tx - S] = -(rise_s[stage, tx - S] * beta_s[stage, tx - S])
-                        T.barrier_wait(loaded[stage], (step - 1) // stages % 2)
-                        if fused and l2norm != 0 and tx - S < rows:
-                            # X = beta / |k| V - exp(gamma) beta / |k|^2 K S
-                            length = m.inverse_length(k_s, stage, tx - S)
-                            beta_s[stage, tx - S] = beta_s[stage, tx - S] * length
-                            drop_s[stage, tx - S] = drop_s[stage, tx - S] * (length * length)
-                        if rows < C:
-                            m.zero_tail(k_s, stage, rows, K, tx - S, 64)
-                            for part in T.unroll(parts):
-                                m.zero_tail(v_s, stage * parts + part, rows, 64, tx - S, 64)
-                            m.zero_tail(a_s, stage, rows, C, tx - S, 64)
-                            T.fence_proxy_async()
-                        T.barrier_arrive(ready[stage])
-                    for x in T.unroll(3):
-                        gates[x] = fetched[x]
+                                        first + wg * 64,
+                                        0,
+                                        tx - (S + 96),
+                                        32,
+                                    )
+                            T.tma_store_wait(0)
+                            T.barrier_arrive(free[c % stages])
+                else:
+                    fetched = T.alloc_local((3,), "float32")  # gates of the chunk after
+                    gates = T.alloc_local((3,), "float32")
+                    length = T.alloc_var("float32")
+                    T.clear(gates)
+                    for step in T.serial(count + 1):
+                        if step < count:
+                            # load a chunk as soon as the state has left the stage
+                            m.fetch_gates(
+                                gamma, beta, start + step * C, T.min(end - (start + step * C), C), head, tx - S, fetched
+                            )
+                            if step >= stages:
+                                T.barrier_wait(free[step % stages], (step // stages + 1) % 2)
+                            if tx < S + 32:
+                                m.load_rows(k, start + step * C, key_head, 0, K, k_s, step % stages, loaded)
+                                m.load_rows(a, start + step * C, head, 0, C, a_s, step % stages, loaded)
+                                for part in T.unroll(parts):
+                                    T.tma_copy(
+                                        v[
+                                            start + step * C : start + step * C + C,
+                                            head,
+                                            first + part * 64 : first + part * 64 + 64,
+                                        ],
+                                        v_s[step % stages * parts + part, :, :],
+                                        barrier=loaded[step % stages],
+                                        leader_scope_threads=32,
+                                    )
+                                T.barrier_arrive(loaded[step % stages])
+                        if step > 0:
+                            # prepare the chunk before, which has arrived
+                            stage = (step + stages - 1) % stages
+                            rows = T.min(end - (start + (step - 1) * C), C)
+                            m.store_gates(gates, rows, tx - S, stage, gamma_s, rise_s, fall_s, beta_s)
+                            drop_s[stage, tx - S] = -(rise_s[stage, tx - S] * beta_s[stage, tx - S])
+                            T.barrier_wait(loaded[stage], (step - 1) // stages % 2)
+                            if fused and l2norm != 0 and tx - S < rows:
+                                # X = beta / |k| V - exp(gamma) beta / |k|^2 K S
+                                length = m.inverse_length(k_s, stage, tx - S)
+                                beta_s[stage, tx - S] = beta_s[stage, tx - S] * length
+                                drop_s[stage, tx - S] = drop_s[stage, tx - S] * (length * length)
+                            if rows < C:
+                                m.zero_tail(k_s, stage, rows, K, tx - S, 64)
+                                for part in T.unroll(parts):
+                                    m.zero_tail(v_s, stage * parts + part, rows, 64, tx - S, 64)
+                                m.zero_tail(a_s, stage, rows, C, tx - S, 64)
+                                T.fence_proxy_async()
+                            T.barrier_arrive(ready[stage])
+                        for x in T.unroll(3):
+                            gates[x] = fetched[x]
             else:
                 for wg in tuple(range(parts)):
                     part = wg * 64  # first of this warpgroup's columns
