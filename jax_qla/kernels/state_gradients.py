@@ -113,6 +113,7 @@ def program(config: Config):
     parts = W // 64  # warpgroups that hold the gradient
     halves = K // 64  # of a tile of dh
     S = 128 * parts  # threads that hold the gradient
+    tiles_of_rows = stages * parts
     leaving = S + 32  # those that must have done with a stage
     m = macros()
     tokens, key_heads, value_heads, sequences, slots = T.dynamic("tokens, key_heads, value_heads, sequences, slots")
@@ -174,7 +175,7 @@ def program(config: Config):
             p_free = T.alloc_barrier([S] * 2)
             dh_written = T.alloc_barrier([128] * parts)
             dh_left = T.alloc_barrier([32] * parts)
-            dx_written = T.alloc_barrier([128] * parts)
+            dx_written = T.alloc_barrier([128] * tiles_of_rows)
 
             if tx >= S + 128:
                 T.set_max_nreg(24, 0)
@@ -216,7 +217,7 @@ def program(config: Config):
                         line = start + (count - 1 - c) * C
                         lines = T.min(end - line, C)
                         for wg in tuple(range(parts)):
-                            T.barrier_wait(dx_written[wg], c % 2)
+                            T.barrier_wait(dx_written[c % stages * parts + wg], c // stages % 2)
                             if lines == C:
                                 T.fence_proxy_async()
                                 T.tma_copy(
@@ -374,7 +375,7 @@ def program(config: Config):
                                 u.data,
                                 T.access_ptr(do_s[at * parts + wg, 0, 0], "r"),
                             )
-                            T.barrier_arrive(dx_written[wg])
+                            T.barrier_arrive(dx_written[at * parts + wg])
                             T.wait_wgmma(0)
                             T.barrier_arrive(free[at])
                         if initial_states > 0:

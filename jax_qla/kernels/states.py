@@ -20,7 +20,7 @@ Vd^T stay in registers as the A operands of the next wgmma:
     free[stage]        state, 3     0, 1        the products of the chunk are done and Vd has left: the stage may be overwritten
     h_written[part]    state        2           h is in its tile ..
     h_left[part]       2            state       .. and has left it
-    vd_written[part]   state        3           Vd is in V's tile
+    vd_written[tile]   state        3           Vd is in V's tile (of a stage and part: the state may be a stage ahead)
 
 The warps that have TMA read what others wrote have the fence between the proxies, and the state waits for neither.
 """
@@ -59,6 +59,7 @@ def program(config: Config):
     parts = W // 64  # warpgroups that hold the state
     halves = K // 64  # of a tile of h
     S = 128 * parts  # threads that hold the state
+    tiles_of_rows = stages * parts
     leaving = S + 32  # those that must have done with a stage
     m = macros()
     tokens, key_heads, value_heads, sequences, slots = T.dynamic("tokens, key_heads, value_heads, sequences, slots")
@@ -114,7 +115,7 @@ def program(config: Config):
             free = T.alloc_barrier([leaving] * stages)
             h_written = T.alloc_barrier([128] * parts)
             h_left = T.alloc_barrier([32] * parts)
-            vd_written = T.alloc_barrier([128] * parts)
+            vd_written = T.alloc_barrier([128] * tiles_of_rows)
 
             if tx >= S:
                 T.set_max_nreg(40, 0)  # by the whole warpgroup at once
@@ -138,7 +139,7 @@ def program(config: Config):
                             line = start + c * C
                             lines = T.min(end - line, C)
                             for wg in tuple(range(parts)):
-                                T.barrier_wait(vd_written[wg], c % 2)
+                                T.barrier_wait(vd_written[c % stages * parts + wg], c // stages % 2)
                                 if lines == C:
                                     T.fence_proxy_async()
                                     T.tma_copy(
@@ -283,7 +284,7 @@ def program(config: Config):
                                 u.data,
                                 T.access_ptr(v_s[at * parts + wg, 0, 0], "r"),
                             )
-                            T.barrier_arrive(vd_written[wg])
+                            T.barrier_arrive(vd_written[at * parts + wg])
                             T.wait_wgmma(0)
                             T.barrier_arrive(free[at])
 
