@@ -6,8 +6,8 @@
 The calls are small, so that the host is what takes long: one sequence, dense and packed, the forward pass and both,
 with XLA's command buffers as they are by default and without them, each setting in a process of its own. Prints
 microseconds of a call: `dispatch` until it returns, `waited` for its results too, both in bursts of calls; beside it
-x + 1 of eight numbers (`one operation`), and a single kernel of the same operands and results (`same operands`), which
-says what part of the cost is theirs. `kernels` is what XLA launches besides, by the compiled program.
+x + 1 of eight numbers (`one operation`), and one kernel of the same operands with as many results (`same operands`),
+which says what part of the cost is theirs. `kernels` is what XLA launches besides, by the compiled program.
 
 With a C++ compiler at hand, one more process for each case has the driver timed (host_call_driver.cc): tensor maps that
 are encoded and kernels that are launched in one execution, with microseconds; `handler` is what is left of it. With
@@ -70,12 +70,12 @@ def both(operands: Mapping[str, jax.Array]) -> Any:
 
 
 def same_operands(function: Callable[..., Any], operands: Mapping[str, jax.Array]) -> Callable[..., Any]:
-    """A function of the operands of `function` and results like its, all of them of one element made by XLA."""
-    like = jax.eval_shape(function, operands)
+    """A function of the operands of `function` with as many results, of eight numbers each, that is one kernel."""
+    count = len(jax.tree.leaves(jax.eval_shape(function, operands)))
 
     def same(operands: Mapping[str, jax.Array]) -> Any:
-        first = sum(x.ravel()[0].astype(jnp.float32) for x in operands.values())
-        return jax.tree.map(lambda x: jnp.broadcast_to(first, x.shape).astype(x.dtype), like)
+        first = [x.ravel()[0].astype(jnp.float32) for x in operands.values()]
+        return [sum(first) + jnp.full(8, i, jnp.float32) for i in range(count)]
 
     return same
 
@@ -114,7 +114,7 @@ def host_times(functions: Mapping[str, Callable[[], Any]]) -> dict[str, dict[str
 
 def kernels_of_xla(text: str) -> int:
     """Kernels and copies in the entry computation of a compiled program, besides custom calls."""
-    entry = text[text.index("\nENTRY") :]
+    entry = text.partition("\nENTRY")[2]
     command_buffers = re.findall(r"\n%command_buffer[^\n]*\{\n(.*?)\n\}", text, re.DOTALL)
     return sum(len(re.findall(r" (?:fusion|copy)\(", part)) for part in (entry, *command_buffers))
 
@@ -127,14 +127,14 @@ def measure(tokens: int) -> dict[str, Any]:
     kernels = {}
     for name in CASES:
         operands = operands_of(name, tokens)
-        function = forward if "forward" in name else both
+        function: Callable[..., Any] = forward if "forward" in name else both
         compiled = jax.jit(function).lower(operands).compile()
-        kernels[name] = kernels_of_xla(compiled.as_text())
+        kernels[name] = kernels_of_xla(compiled.as_text() or "")
         functions[name] = partial(jax.jit(function), operands)
         functions[f"{name}, same operands"] = partial(jax.jit(same_operands(function, operands)), operands)
-    for function in functions.values():
+    for call in functions.values():
         for _ in range(3):  # the first ones compile, and record command buffers
-            burst(function)
+            burst(call)
     return {
         name: times | ({"kernels": kernels[name]} if name in kernels else {})
         for name, times in host_times(functions).items()
@@ -230,7 +230,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     elif timed:
         timed["JAX_QLA_TIMED_LIBCUDA"] = os.environ.get("JAX_QLA_LIBCUDA") or "libcuda.so.1"
     found: dict[str, Any] = {}
-    print(f"{jax.devices()[0].device_kind}, jax {jax.__version__}, Hk {KEY_HEADS}, Hv {VALUE_HEADS}, K = V = {HEAD_DIM}")
+    print(
+        f"{jax.devices()[0].device_kind}, jax {jax.__version__}, Hk {KEY_HEADS}, Hv {VALUE_HEADS}, K = V = {HEAD_DIM}"
+    )
     for tokens in options.tokens:
         for setting, flags in settings.items():
             environment = {"XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} {flags}".strip()}
