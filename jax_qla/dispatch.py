@@ -326,6 +326,9 @@ def _batchable(
         v, segments = operands[2], operands[6]
         tokens = v.shape[2 if in_batched[2] else 1]
         operands = jax.tree.map(expand, operands, tuple(in_batched))
+        if axis_size == 0:
+            results = results_of_no_members(local, operands)
+            return results, jax.tree.map(lambda _: True, results)
         folded = [_fold(kind, x, tokens, packed=segments is not None) for kind, x in zip(kinds, operands, strict=True)]
         results = _batchable(local, kinds, out_kinds)(*folded)
         results = tuple(
@@ -334,6 +337,13 @@ def _batchable(
         return results, jax.tree.map(lambda _: True, results)
 
     return first_order(batched)
+
+
+def results_of_no_members(function: Callable[..., Any], operands: Sequence[Any]) -> Any:
+    """What `jax.vmap` of `function` returns for operands [0, ...]: empty arrays, shaped as its results for a member."""
+    member = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), tuple(operands))
+    shapes = jax.eval_shape(function, *member)
+    return match_varying(jax.tree.map(lambda x: jnp.zeros((0, *x.shape), x.dtype), shapes), tuple(operands))
 
 
 def first_order(function: Callable[..., Any]) -> Callable[..., Any]:

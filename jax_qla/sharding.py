@@ -685,6 +685,9 @@ def _partitioned(
             x if is_batched else jnp.broadcast_to(x, (axis_size, *x.shape))
             for x, is_batched in zip(arrays, in_batched, strict=True)
         )
+        if axis_size == 0:
+            results = dispatch.results_of_no_members(_partitioned(local, dims, out_dims, heads, mapped_axes), arrays)
+            return results, (True,) * len(out_dims)
         letter = chr(ord("A") + 25 - lead)
         return _partitioned(local, dims, out_dims, heads, letter + mapped_axes)(*arrays), (True,) * len(out_dims)
 

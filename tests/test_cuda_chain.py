@@ -243,6 +243,22 @@ def test_what_is_kept_is_each_members_own(packed: bool, forward: str, backward: 
 
 @pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
 @pytest.mark.usefixtures("_in_pieces")
+def test_nothing_is_kept_of_no_members(packed: bool) -> None:
+    none = jax.tree.map(lambda x: x[:0], _batched(packed, MEMBERS))
+
+    def both(operands: Any, segments: Any, cotangents: Any) -> Any:
+        results, transpose = jax.vjp(lambda *x: _rule(OF_KERNELS, *x, segments), *operands)
+        return results, transpose(cotangents)
+
+    stand_in.forget_traces()
+    results, gradients = jax.jit(jax.vmap(both))(*none)
+    stand_in.forget_traces()
+    operands, _, cotangents = none
+    assert jax.tree.map(jnp.shape, (results, gradients)) == jax.tree.map(jnp.shape, (cotangents, operands))
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
+@pytest.mark.usefixtures("_in_pieces")
 def test_several_cotangents_of_one_forward(packed: bool) -> None:
     operands, segments, cotangents = _batched(packed, MEMBERS)
     first, its_segments = jax.tree.map(lambda x: x[0], (operands, segments))
