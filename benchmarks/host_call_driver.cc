@@ -74,15 +74,15 @@ void* Real(const char* symbol) {
 }  // namespace
 
 // X(symbol, what it counts as, parameters, arguments, what is done instead without a driver)
-#define TIMED(symbol, function, parameters, arguments, instead)                         \
-  TIMED_EXPORT CUresult symbol parameters {                                             \
-    static const auto real = reinterpret_cast<CUresult(*) parameters>(Real(#symbol));   \
-    const Timer timer(function);                                                        \
-    if (real != nullptr) {                                                              \
-      return real arguments;                                                            \
-    }                                                                                   \
-    instead;                                                                            \
-    return kCudaSuccess;                                                                \
+#define TIMED(symbol, function, parameters, arguments, instead)                       \
+  TIMED_EXPORT CUresult symbol parameters {                                           \
+    static const auto real = reinterpret_cast<CUresult(*) parameters>(Real(#symbol)); \
+    const Timer timer(function);                                                      \
+    if (real != nullptr) {                                                            \
+      return real arguments;                                                          \
+    }                                                                                 \
+    instead;                                                                          \
+    return kCudaSuccess;                                                              \
   }
 
 TIMED(cuInit, kOther, (unsigned flags), (flags), static_cast<void>(flags))
@@ -111,8 +111,7 @@ TIMED(cuLaunchKernelEx, kLaunch,
 
 // An execution begins with it (and on the platform "cpu" asks it twice).
 TIMED_EXPORT CUresult cuStreamGetCtx(CUstream stream, CUcontext* context) {
-  static const auto real =
-      reinterpret_cast<CUresult (*)(CUstream, CUcontext*)>(Real("cuStreamGetCtx"));
+  static const auto real = reinterpret_cast<CUresult (*)(CUstream, CUcontext*)>(Real("cuStreamGetCtx"));
   EndExecution();
   const Timer timer(kLookUp);
   begun = timer.begin();
