@@ -53,7 +53,8 @@ CUcontext ContextOf(const Driver& driver, CUstream stream) {
 }
 
 // What one call site keeps from compilation to its last run: the parsed plan, and for each context that the executable
-// has been initialised for the plan's functions and the tensor maps that were encoded last. Shared by all devices and threads that run the executable.
+// has been initialised for the plan's functions and the tensor maps that were encoded last. Shared by all devices and
+// threads that run the executable.
 template <typename Platform>
 class LaunchState {
  public:

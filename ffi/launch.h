@@ -10,9 +10,9 @@
 
 namespace jax_qla {
 
-// Encodes those of the kernel's tensor maps that `maps` does not have and launches it on `stream`, whose context must be
-// current. `buffers` holds at least Plan::buffers entries; `maps` is that context's, its mutex held, or null. Allocates
-// nothing, waits for nothing, reads no device memory. Throws Failure.
+// Encodes those of the kernel's tensor maps that `maps` does not have and launches it on `stream`, whose context must
+// be current. `buffers` holds at least Plan::buffers entries; `maps` is that context's, its mutex held, or null.
+// Allocates nothing, waits for nothing, reads no device memory. Throws Failure.
 void Launch(const Driver& driver, const KernelLaunch& kernel, CUfunction function, CUstream stream,
             const Buffer* buffers, TensorMapCache* maps);
 
