@@ -2,11 +2,13 @@
 
 from jax_qla.api import (
     Implementation,
+    PieceChoice,
     chunk_gated_delta_rule,
     chunk_gated_delta_rule_bwd,
     chunk_gated_delta_rule_fwd,
     recurrent_gated_delta_rule,
     which_implementation,
+    which_pieces,
 )
 from jax_qla.causal_conv1d import causal_conv1d
 from jax_qla.sharding import MeshAxes
@@ -21,10 +23,12 @@ __all__ = [
     "RESULT_NAMES",
     "Implementation",
     "MeshAxes",
+    "PieceChoice",
     "causal_conv1d",
     "chunk_gated_delta_rule",
     "chunk_gated_delta_rule_bwd",
     "chunk_gated_delta_rule_fwd",
     "recurrent_gated_delta_rule",
     "which_implementation",
+    "which_pieces",
 ]

@@ -12,19 +12,29 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from jax_qla import decode, dispatch, reference, sharding, vjp
+from jax_qla import decode, dispatch, policy, reference, sharding, vjp
 from jax_qla.checks import Checked, check, check_gradient
 from jax_qla.implementations import Between, Choice, RecurrentCall, Residuals, choose
 from jax_qla.kernels.common import CHUNK
 from jax_qla.l2norm import normalize
-from jax_qla.segments import gates_with_resets, segments_from_cu_seqlens
+from jax_qla.segments import gates_with_resets, piece_count, segments_from_cu_seqlens
 from jax_qla.sharding import Layout, MeshAxes
+
+
+class PieceChoice(NamedTuple):
+    """What `which_pieces` returns."""
+
+    rows: int
+    """Tokens of a piece, at most; 0 for whole sequences."""
+    pieces: int
+    """Number of all pieces, or of the sequences where these stay whole; of packed ones, the most that there may be."""
 
 
 class Implementation(NamedTuple):
@@ -53,6 +63,7 @@ def chunk_gated_delta_rule(
     implementation: str | Sequence[str] | None = None,
     precision: jax.lax.PrecisionLike = None,
     mesh_axes: MeshAxes | None = None,
+    piece_rows: int | None = None,
 ) -> tuple[jax.Array, jax.Array | None]:
     """The gated delta rule over whole sequences, computed by chunks of 64 tokens.
 
@@ -94,6 +105,12 @@ def chunk_gated_delta_rule(
             only inside a caller's `jax.shard_map` that cuts the sequence (T is then the shard's length, while states
             and cu_seqlens are the whole sequence's, the same on all its shards), and where a mesh has Auto axes
             beside others. See docs/sharding.md.
+        piece_rows: how "cuda" cuts sequences into pieces, which one card computes side by side: tokens of a piece, a
+            multiple of 64, or 0 for whole sequences. None leaves it to a model of the card; `which_pieces` says what
+            it takes. Results differ by rounding only. It is static, and for both passes. Dense sequences are cut into
+            pieces of at most so many tokens, as equal as may be; packed ones of at most two pieces stay whole where all
+            of a batch are so short. Where devices share a sequence, each cuts its part, 0 being one piece. No other
+            implementation has pieces, so with `piece_rows` none but "cuda" is taken.
 
     Returns:
         o: [B, T, Hv, V] in v's dtype.
@@ -131,8 +148,9 @@ def chunk_gated_delta_rule(
         segment_ids=segment_ids,
         max_segments=max_segments,
         precision=precision,
+        piece_rows=piece_rows,
     )
-    choice = choose(q, k, v, implementation=implementation, precision=precision)
+    choice = choose(q, k, v, implementation=implementation, precision=precision, piece_rows=piece_rows)
     q, k, v, g, beta, initial_state, cu_seqlens, segment_ids = _arrays(
         q, k, v, g, beta, initial_state, cu_seqlens, segment_ids
     )
@@ -176,6 +194,7 @@ def which_implementation(
     max_segments: int | None = None,
     implementation: str | Sequence[str] | None = None,
     precision: jax.lax.PrecisionLike = None,
+    piece_rows: int | None = None,
 ) -> Implementation:
     """Which implementation `chunk_gated_delta_rule` takes for these arguments, and why.
 
@@ -212,13 +231,66 @@ def which_implementation(
         segment_ids=segment_ids,
         max_segments=max_segments,
         precision=precision,
+        piece_rows=piece_rows,
     )
-    choice = choose(q, k, v, implementation=implementation, precision=precision)
+    choice = choose(q, k, v, implementation=implementation, precision=precision, piece_rows=piece_rows)
     if _is_on_cuda(q):
         return Implementation(choice.on_cuda, choice.why_on_cuda)
     if choice.elsewhere is None:
         raise NotImplementedError(choice.why_elsewhere)
     return Implementation(choice.elsewhere, choice.why_elsewhere)
+
+
+def which_pieces(
+    q: jax.Array | jax.ShapeDtypeStruct,
+    k: jax.Array | jax.ShapeDtypeStruct,
+    v: jax.Array | jax.ShapeDtypeStruct,
+    g: jax.Array | jax.ShapeDtypeStruct,
+    beta: jax.Array | jax.ShapeDtypeStruct,
+    *,
+    cu_seqlens: jax.Array | jax.ShapeDtypeStruct | None = None,
+    segment_ids: jax.Array | jax.ShapeDtypeStruct | None = None,
+    max_segments: int | None = None,
+    piece_rows: int | None = None,
+) -> PieceChoice:
+    """How the kernels of "cuda" cut the sequences of a call into pieces, which one card computes side by side.
+
+    Nothing is computed; shapes are enough, on any machine. They are those that one device has: where batch and heads
+    are spread over a mesh, give one device's part. (Where devices share a sequence, each always cuts its part, which
+    this does not answer.) Other implementations have no pieces.
+
+    Args:
+        All as in `chunk_gated_delta_rule`; arrays may be `jax.ShapeDtypeStruct`s.
+
+    Returns:
+        (rows, pieces).
+
+    Raises:
+        TypeError, ValueError: as `chunk_gated_delta_rule` for these arguments.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, jax_qla
+        >>> q = k = jax.ShapeDtypeStruct((1, 32768, 2, 128), jnp.bfloat16)
+        >>> v = jax.ShapeDtypeStruct((1, 32768, 8, 128), jnp.bfloat16)
+        >>> g = beta = jax.ShapeDtypeStruct((1, 32768, 8), jnp.float32)
+        >>> jax_qla.which_pieces(q, k, v, g, beta)
+        PieceChoice(rows=2048, pieces=16)
+        >>> jax_qla.which_pieces(q, k, v, g, beta, piece_rows=0)
+        PieceChoice(rows=0, pieces=1)
+    """
+    checked = check(
+        *(q, k, v, g, beta),
+        cu_seqlens=cu_seqlens,
+        segment_ids=segment_ids,
+        max_segments=max_segments,
+        piece_rows=piece_rows,
+    )
+    tokens, sequences = v.shape[0] * v.shape[1], math.prod(checked.state_shape[:-3])
+    sizes = (tokens, sequences, v.shape[2], k.shape[3], v.shape[3])
+    rows = policy.piece_rows(*sizes, packed=checked.packed, asked_rows=piece_rows)
+    if rows is None:
+        return PieceChoice(0, sequences)
+    return PieceChoice(rows, piece_count(tokens, sequences, rows, packed=checked.packed))
 
 
 def chunk_gated_delta_rule_fwd(
@@ -234,6 +306,7 @@ def chunk_gated_delta_rule_fwd(
     cu_seqlens: jax.Array | None = None,
     implementation: str | Sequence[str] | None = None,
     precision: jax.lax.PrecisionLike = None,
+    piece_rows: int | None = None,
 ) -> tuple[jax.Array, jax.Array | None, tuple[Any, ...] | None]:
     """The forward half of `chunk_gated_delta_rule`, with what the backward half reads; for writing one's own VJP.
 
@@ -267,6 +340,7 @@ def chunk_gated_delta_rule_fwd(
         cu_seqlens=cu_seqlens,
         implementation=implementation,
         precision=precision,
+        piece_rows=piece_rows,
     )
     layout, operands = _operands_of_half(q, k, v, g, beta, initial_state, cu_seqlens)
     o, final_state, residuals, _ = sharding.forward(
@@ -300,6 +374,7 @@ def chunk_gated_delta_rule_bwd(
     cu_seqlens: jax.Array | None = None,
     implementation: str | Sequence[str] | None = None,
     precision: jax.lax.PrecisionLike = None,
+    piece_rows: int | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array, jax.Array | None]:
     """The backward half of `chunk_gated_delta_rule`.
 
@@ -337,6 +412,7 @@ def chunk_gated_delta_rule_bwd(
         cu_seqlens=cu_seqlens,
         implementation=implementation,
         precision=precision,
+        piece_rows=piece_rows,
     )
     if do is None and d_final_state is None:
         raise ValueError("do and d_final_state are both None: give the cotangent of at least one result")
@@ -501,7 +577,12 @@ def _check_half(q: Any, k: Any, v: Any, g: Any, beta: Any, **options: Any) -> tu
     """The checks that the forward and the backward half share."""
     implementation = options.pop("implementation")
     checked = check(q, k, v, g, beta, **options, gate_dtypes=("float32",))
-    choice = choose(q, k, v, implementation=implementation, precision=options["precision"])
+    choice = choose(
+        *(q, k, v),
+        implementation=implementation,
+        precision=options["precision"],
+        piece_rows=options["piece_rows"],
+    )
     if "reference" in (choice.on_cuda, choice.elsewhere):
         raise NotImplementedError(
             'implementation="reference" has no forward and backward half: JAX differentiates it as a whole; use '

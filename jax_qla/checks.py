@@ -9,6 +9,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from jax_qla.kernels.common import CHUNK
+
 _TOKEN_DTYPES = ("bfloat16", "float16", "float32", "float64")
 
 
@@ -37,6 +39,7 @@ def check(
     segment_ids: Any = None,
     max_segments: Any = None,
     precision: Any = None,
+    piece_rows: Any = None,
     gate_dtypes: Sequence[str] = ("bfloat16", "float16", "float32"),
     state_dtypes: Sequence[str] = ("float32",),
 ) -> Checked:
@@ -96,6 +99,7 @@ def check(
         _shape("initial_state", initial_state, state_shape, f"[{', '.join(axes)}]")
 
     _check_precision(precision)
+    _check_piece_rows(piece_rows)
     return Checked(
         scale=_check_scale(scale, key_dim),
         state_shape=state_shape,
@@ -126,6 +130,19 @@ def _check_precision(precision: Any) -> None:
             f"precision must be None or one that jax.lax.dot takes, such as 'high' or jax.lax.Precision.HIGH, "
             f"got {precision!r}"
         ) from error
+
+
+def _check_piece_rows(piece_rows: Any) -> None:
+    if piece_rows is None:
+        return
+    if isinstance(piece_rows, bool) or not isinstance(piece_rows, numbers.Integral):
+        raise TypeError(
+            f"piece_rows must be None or a Python integer, got {piece_rows!r} of type {type(piece_rows).__name__}"
+        )
+    if piece_rows < 0 or piece_rows % CHUNK:
+        raise ValueError(
+            f"piece_rows must be a multiple of {CHUNK}, such as 2048, or 0 for whole sequences, got {piece_rows}"
+        )
 
 
 def _check_packing(batch: int, tokens: int, cu_seqlens: Any, segment_ids: Any, max_segments: Any) -> tuple[int, ...]:

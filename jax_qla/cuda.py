@@ -125,9 +125,13 @@ def forward(
     piece_rows: int | None = None,
     l2norm: bool = False,
     precision: Any = None,
+    asked_rows: int | None = None,
 ) -> tuple[jax.Array, jax.Array | None, Residuals | None]:
-    """o, final_state and residuals; the contract is `dispatch.forward`'s. `precision` is not used."""
-    call = _Call(q, k, v, segments, l2norm=l2norm, shard=None if pieces is None else cut, rows=piece_rows)
+    """o, final_state and residuals; the contract is `dispatch.forward`'s, whose choice asks for pieces of `asked_rows`.
+    `precision` is not used.
+    """
+    shard = None if pieces is None else cut
+    call = _Call(q, k, v, segments, l2norm=l2norm, shard=shard, rows=piece_rows, asked_rows=asked_rows)
     inputs = call.flat(q=q, k=k, v=v, g=g, beta=beta) | call.tables | {"initial_state": call.states(initial_state)}
     tokens, value_heads, value_dim = call.tokens, call.value_heads, v.shape[3]
     outputs = {
@@ -178,9 +182,11 @@ def backward(
     piece_rows: int | None = None,
     l2norm: bool = False,
     precision: Any = None,
+    asked_rows: int | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array, jax.Array | None]:
-    """Gradients; the contract is `dispatch.backward`'s. `precision` is not used."""
-    call = _Call(q, k, v, segments, l2norm=l2norm, shard=None if pieces is None else cut, rows=piece_rows)
+    """Gradients; the contract is `dispatch.backward`'s, `asked_rows` as in `forward`. `precision` is not used."""
+    shard = None if pieces is None else cut
+    call = _Call(q, k, v, segments, l2norm=l2norm, shard=shard, rows=piece_rows, asked_rows=asked_rows)
     if do is None:
         do = jnp.zeros_like(v)
     a, gamma, between = residuals
@@ -381,8 +387,9 @@ class _Call:
         whole: bool = False,
         shard: policy.Cut | None = None,
         rows: int | None = None,
+        asked_rows: int | None = None,
     ) -> None:
-        """Cut as `shard` says, not at all if `whole`, into pieces of so many `rows`, or as `policy` says."""
+        """Cut as `shard` says, not at all if `whole`, into pieces of `rows`, or as `policy` says to `asked_rows`."""
         self.batch, self.length, self.key_heads, self.key_dim = k.shape
         self.value_heads, self.value_dim = v.shape[2:]
         self.tokens = self.batch * self.length
@@ -391,9 +398,8 @@ class _Call:
         packed = segments is not None
         self.sequences = segments.shape[0] if segments is not None else self.batch
         if rows is None and shard is None and not whole:
-            rows = policy.piece_rows(
-                self.tokens, self.sequences, self.value_heads, self.key_dim, self.value_dim, packed=packed
-            )
+            sizes = (self.tokens, self.sequences, self.value_heads, self.key_dim, self.value_dim)
+            rows = policy.piece_rows(*sizes, packed=packed, asked_rows=asked_rows)
         self.shard = shard
         """How the sequences, of a dense batch, are cut if their pieces have been summarised before."""
         self.cut = rows is not None or shard is not None

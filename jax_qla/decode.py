@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_qla import reference
-from jax_qla.dispatch import match_varying
+from jax_qla.dispatch import match_varying, results_of_no_members
 from jax_qla.implementations import Choice, load
 from jax_qla.refusal import refuse
 
@@ -79,11 +79,14 @@ def kernel_where_it_runs(
 
     @batchable.def_vmap
     def into_the_batch(axis_size: int, in_batched: Sequence[Any], *operands: Any) -> tuple[Any, Any]:
-        def fold(x: jax.Array, is_batched: bool) -> jax.Array:
-            x = x if is_batched else jnp.broadcast_to(x, (axis_size, *x.shape))
-            return x.reshape(axis_size * x.shape[1], *x.shape[2:])
+        def expand(x: jax.Array, is_batched: bool) -> jax.Array:
+            return x if is_batched else jnp.broadcast_to(x, (axis_size, *x.shape))
 
-        results = batchable(*jax.tree.map(fold, operands, tuple(in_batched)))
+        operands = jax.tree.map(expand, operands, tuple(in_batched))
+        if axis_size == 0:
+            results = results_of_no_members(batchable, operands)
+            return results, jax.tree.map(lambda _: True, results)
+        results = batchable(*(None if x is None else x.reshape(-1, *x.shape[2:]) for x in operands))
         results = jax.tree.map(lambda x: x.reshape(axis_size, x.shape[0] // axis_size, *x.shape[1:]), results)
         return results, jax.tree.map(lambda _: True, results)
 

@@ -66,7 +66,7 @@ def forward(
         initial_state: [N, Hv, K, V] float32 or None for zeros; N = B without segments.
         segments: None (dense), or int32 [N, 2] with the start and end row of every sequence; B = 1.
         residuals, pieces: what `summary` has computed of these rows, or None.
-        choice: the implementations, neither of which is "reference".
+        choice: the implementations, neither of which is "reference", and the pieces that were asked for.
         scale: factor of q.
         output_final_state: whether to return the final state.
         with_residuals: whether to return what the backward reads.
@@ -89,9 +89,10 @@ def forward(
 
     if not with_residuals or pieces is not None:
         piece_rows = None
-    cut = None if pieces is None else _cut(k, v, segments)
+    cut = None if pieces is None else _cut(k, v, segments, choice)
     options: dict[str, Any] = {"scale": scale, "output_final_state": output_final_state}
     options |= {"with_residuals": with_residuals, "cut": cut, "piece_rows": piece_rows, "precision": precision}
+    options["asked_rows"] = choice.piece_rows
     kinds = (*(_ROWS,) * 5, _STATES, _SEGMENTS, _KINDS_OF_RESIDUALS, _STATES)
     one_by_one = piece_rows is not None and segments is not None
     batchable = _batchable(local, kinds, (_ROWS, _STATES, _KINDS_OF_RESIDUALS), one_by_one=one_by_one)
@@ -139,9 +140,10 @@ def backward(
             return _backward_of_nothing(*operands)
         return _on_platform(choice, "backward", operands, options, l2norm)
 
-    piece_rows = None if residuals is None else _rows_of(residuals.between, v, segments)
-    cut = None if pieces is None else _cut(k, v, segments)
+    piece_rows = None if residuals is None else _rows_of(residuals.between, k, v, segments, choice)
+    cut = None if pieces is None else _cut(k, v, segments, choice)
     options = {"scale": scale, "cut": cut, "piece_rows": piece_rows, "precision": precision}
+    options["asked_rows"] = choice.piece_rows
     kinds = (*(_ROWS,) * 5, _STATES, _SEGMENTS, _KINDS_OF_RESIDUALS, _ROWS, *(_STATES,) * 3)
     one_by_one = piece_rows is not None and segments is not None
     batchable = _batchable(local, kinds, (*(_ROWS,) * 5, _STATES), one_by_one=one_by_one)
@@ -180,7 +182,7 @@ def summary(
         residuals and pieces that spare `forward` and `backward` to compute them again; None where they were not asked
         for or no implementation in `choice` reads them.
     """
-    options = {"cut": _cut(k, v, segments), "with_residuals": choice.on_cuda == "cuda", "precision": precision}
+    options = {"cut": _cut(k, v, segments, choice), "with_residuals": choice.on_cuda == "cuda", "precision": precision}
 
     def local(*operands: Any) -> Any:
         if _nothing_to_do(operands[2], operands[6]):
@@ -223,7 +225,7 @@ def state_gradient(
     Returns:
         float32 [N, Hv, K, V]; and, with `pieces`, what spares `backward` to compute it again.
     """
-    options = {"cut": _cut(k, v, segments), "scale": scale, "precision": precision}
+    options = {"cut": _cut(k, v, segments, choice), "scale": scale, "precision": precision}
 
     def local(*operands: Any) -> Any:
         if _nothing_to_do(operands[2], operands[6]):
@@ -237,7 +239,7 @@ def state_gradient(
     return d_initial_state, adjoint_response
 
 
-def _cut(k: jax.Array, v: jax.Array, segments: jax.Array | None) -> policy.Cut:
+def _cut(k: jax.Array, v: jax.Array, segments: jax.Array | None, choice: Choice) -> policy.Cut:
     """The pieces of a dense batch, or of one sequence in each of N equal parts of a row.
 
     By the shapes that the caller sees, so that `jax.vmap` does not change how many there are.
@@ -245,11 +247,14 @@ def _cut(k: jax.Array, v: jax.Array, segments: jax.Array | None) -> policy.Cut:
     batch, tokens, value_heads, value_dim = v.shape
     sequences = batch if segments is None else segments.shape[0]
     longest = batch * tokens // max(sequences, 1)
-    return policy.shard_cut(longest, sequences, value_heads, k.shape[3], value_dim)
+    return policy.shard_cut(longest, sequences, value_heads, k.shape[3], value_dim, asked_rows=choice.piece_rows)
 
 
-def _rows_of(between: Between | None, v: jax.Array, segments: jax.Array | None) -> int | None:
-    """Rows of the pieces that `forward` has cut the sequences into, whatever `policy` says by now."""
+def _rows_of(
+    between: Between | None, k: jax.Array, v: jax.Array, segments: jax.Array | None, choice: Choice
+) -> int | None:
+    """Rows of the pieces that `forward` has cut the sequences into, whatever `policy` says by now; refused where other
+    pieces are asked for."""
     if between is None:
         return None
     batch, tokens = v.shape[:2]
@@ -261,6 +266,14 @@ def _rows_of(between: Between | None, v: jax.Array, segments: jax.Array | None) 
             f"the residuals are of {parts} pieces, which {sequences} sequences of {batch * tokens} tokens are not cut "
             "into: give those of the same operands, or only their first two arrays"
         )
+    if choice.piece_rows is not None:
+        sizes = (batch * tokens, sequences, v.shape[2], k.shape[3], v.shape[3])
+        asked = policy.piece_rows(*sizes, packed=packed, asked_rows=choice.piece_rows)
+        if asked is None or parts != piece_count(batch * tokens, sequences, asked, packed=packed):
+            raise ValueError(
+                f"the residuals are of {parts} pieces, which are not those of piece_rows={choice.piece_rows}: give "
+                "piece_rows as to the forward pass, or only the first two arrays"
+            )
     return rows
 
 
@@ -335,6 +348,9 @@ def _batchable(
         v, segments = operands[2], operands[6]
         tokens = v.shape[2 if in_batched[2] else 1]
         operands = jax.tree.map(expand, operands, tuple(in_batched))
+        if axis_size == 0:
+            results = results_of_no_members(local, operands)
+            return results, jax.tree.map(lambda _: True, results)
         folded = [_fold(kind, x, tokens, packed=segments is not None) for kind, x in zip(kinds, operands, strict=True)]
         results = _batchable(local, kinds, out_kinds)(*folded)
         results = tuple(
@@ -343,6 +359,13 @@ def _batchable(
         return results, jax.tree.map(lambda _: True, results)
 
     return first_order(batched)
+
+
+def results_of_no_members(function: Callable[..., Any], operands: Sequence[Any]) -> Any:
+    """What `jax.vmap` of `function` returns for operands [0, ...]: empty arrays, shaped as its results for a member."""
+    member = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), tuple(operands))
+    shapes = jax.eval_shape(function, *member)
+    return match_varying(jax.tree.map(lambda x: jnp.zeros((0, *x.shape), x.dtype), shapes), tuple(operands))
 
 
 def first_order(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -93,6 +93,8 @@ class Choice:
     """For programs lowered for any other platform; None refuses them."""
     why_on_cuda: str
     why_elsewhere: str
+    piece_rows: int | None = None
+    """Rows of the pieces that "cuda" is to cut sequences into, 0 for whole sequences, None as `policy` says."""
 
     @property
     def same_everywhere(self) -> bool:
@@ -122,6 +124,7 @@ def choose(
     implementation: str | Sequence[str] | None,
     precision: Any,
     recurrent: RecurrentCall | None = None,
+    piece_rows: int | None = None,
 ) -> Choice:
     """Chooses by the first name that can take the operands, on CUDA and elsewhere.
 
@@ -130,14 +133,19 @@ def choose(
         implementation: a name, a sequence of names in order of preference, or None for ("cuda", "xla").
         precision: the option of the same name; only "xla" has it.
         recurrent: given for a call of `recurrent_gated_delta_rule`, where "xla" is the recurrence in plain JAX.
+        piece_rows: the option of the same name, already checked; only "cuda" has it.
 
     Raises:
         TypeError, ValueError: `implementation` is not a known name or a sequence of such.
         NotImplementedError: no name can take the operands; the message says why for each.
     """
     names = _names(implementation)
-    alternatives = len(names) > 1
+    # An option that only "cuda" has leaves no other.
+    alternatives = len(names) > 1 and piece_rows is None
     objections = {name: _objection(name, q, k, v, precision, recurrent, alternatives=alternatives) for name in names}
+    if piece_rows is not None:
+        other = f"piece_rows is an option of 'cuda' only, got piece_rows={piece_rows}"
+        objections |= dict.fromkeys(objections.keys() - {"cuda"}, other)
     able = [name for name in names if objections[name] is None]
     if not able:
         reasons = [f"{name!r}: {objections[name]}" if len(names) > 1 else objections[name] for name in names]
@@ -157,15 +165,17 @@ def choose(
         not_cuda = _ONLY_CUDA if besides is None else f"{_ONLY_CUDA}, and even there {besides}"
         why_elsewhere = why(portable[0], {**objections, "cuda": not_cuda})
     else:
-        why_elsewhere = (
-            f"implementation={implementation!r} was asked for, but the program is not lowered for CUDA, and "
-            f"{_ONLY_CUDA}; use implementation=None to take 'xla' on other platforms"
-        )
+        asked = f"implementation={implementation!r}"
+        advice = "use implementation=None to take 'xla' on other platforms"
+        if piece_rows is not None:
+            asked, advice = f"piece_rows={piece_rows}", "leave it out to take 'xla' on other platforms"
+        why_elsewhere = f"{asked} was asked for, but the program is not lowered for CUDA, and {_ONLY_CUDA}; {advice}"
     return Choice(
         on_cuda=able[0],
         elsewhere=portable[0] if portable else None,
         why_on_cuda=why(able[0], objections),
         why_elsewhere=why_elsewhere,
+        piece_rows=piece_rows,
     )
 
 

@@ -42,7 +42,8 @@ _LENGTHS = tuple(n << shift for shift in range(10) for n in (8, 12))
 """Chunks of a piece that are considered."""
 
 OVERRIDE = "JAX_QLA_PIECE_ROWS"
-"""Environment variable, read when a call is traced: rows of a piece (a multiple of 64), or 0 for no pieces."""
+"""Environment variable, read when a call that does not say it itself is traced: rows of a piece (a multiple of 64), or
+0 for no pieces."""
 
 
 class Cut(NamedTuple):
@@ -63,7 +64,16 @@ def value_tile(recurrences: int, value_dim: int) -> int:
     return 64 if 2 * recurrences <= MULTIPROCESSORS else value_dim
 
 
-def piece_rows(tokens: int, sequences: int, heads: int, key_dim: int, value_dim: int, *, packed: bool) -> int | None:
+def piece_rows(
+    tokens: int,
+    sequences: int,
+    heads: int,
+    key_dim: int,
+    value_dim: int,
+    *,
+    packed: bool,
+    asked_rows: int | None = None,
+) -> int | None:
     """Rows of the pieces that sequences are cut into, or None to leave them whole.
 
     Args:
@@ -73,12 +83,13 @@ def piece_rows(tokens: int, sequences: int, heads: int, key_dim: int, value_dim:
         key_dim, value_dim: K and V.
         packed: whether the lengths are values. One sequence may then have all tokens; if they turn out to be equal,
             a cut that was made for that finds nothing to do.
+        asked_rows: what the caller wants, a multiple of 64, 0 for whole sequences, or None.
     """
     mean = -(-tokens // (max(sequences, 1) * CHUNK))
-    override = _override()
-    if override is not None:
-        return _even(override // CHUNK, mean, packed) if override else None
+    override = _override(asked_rows)
     total = -(-tokens // CHUNK)
+    if override is not None:
+        return _even(override // CHUNK, mean, total, packed) if override else None
     layouts = [(1.0, sequences, mean)]
     if packed and sequences > 1:
         # Of packed sequences nothing is known but their number. What is chosen must be good if they are equal, if half
@@ -101,55 +112,74 @@ def piece_rows(tokens: int, sequences: int, heads: int, key_dim: int, value_dim:
         )
 
     best = min(lengths, key=excess)
-    return None if best is None else _even(best, mean, packed)
+    return None if best is None else _even(best, mean, total, packed)
 
 
-def _even(length: int, chunks: int, packed: bool) -> int | None:
-    """Rows of pieces of `length` chunks. Those of dense sequences, all as long, become as equal as so many can be; one
-    piece is none."""
+def _even(length: int, chunks: int, total: int, packed: bool) -> int | None:
+    """Rows of pieces of `length` chunks, of sequences that have `chunks` on average and `total` together. Those of
+    dense sequences, all as long, become as equal as so many can be; one piece is none."""
     if packed:
-        return length * CHUNK
+        return length * CHUNK if length < total else None
     pieces = -(-chunks // length)
     return None if pieces <= 1 else -(-chunks // pieces) * CHUNK
 
 
-def kept_rows(tokens: int, sequences: int, heads: int, key_dim: int, value_dim: int, *, packed: bool) -> int | None:
+def kept_rows(
+    tokens: int,
+    sequences: int,
+    heads: int,
+    key_dim: int,
+    value_dim: int,
+    *,
+    packed: bool,
+    asked_rows: int | None = None,
+) -> int | None:
     """As `piece_rows`, where what is found of the pieces can be kept for the backward pass; else None.
 
     The backward pass finds out from their number how long they are (`segments.rows_of_pieces`), which does not say it
     of a packed batch whose tokens are no multiple of them, or nearly so. Nor is it kept of more pieces than one in 1024
-    tokens, whose states would take more memory than the other residuals, unless the environment asks for such pieces.
+    tokens, whose states would take more memory than the other residuals, unless such pieces were asked for.
     """
     if tokens == 0 or sequences == 0:
         return None
-    rows = piece_rows(tokens, sequences, heads, key_dim, value_dim, packed=packed)
+    rows = piece_rows(tokens, sequences, heads, key_dim, value_dim, packed=packed, asked_rows=asked_rows)
     if rows is None:
         return None
     parts = piece_count(tokens, sequences, rows, packed=packed)
-    if _override() is None and 2 * _ROWS_OF_MEMORY * parts > tokens:
+    if _override(asked_rows) is None and 2 * _ROWS_OF_MEMORY * parts > tokens:
         return None
     return rows if rows == rows_of_pieces(tokens, sequences, parts, packed=packed) else None
 
 
-def shard_cut(tokens: int, sequences: int, heads: int, key_dim: int, value_dim: int) -> Cut:
+def shard_cut(
+    tokens: int,
+    sequences: int,
+    heads: int,
+    key_dim: int,
+    value_dim: int,
+    *,
+    asked_rows: int | None = None,
+) -> Cut:
     """The pieces of sequences whose first state another device knows, so that all of them are summarised.
 
     Args:
         tokens: of the longest of the sequences on this device.
-        sequences, heads, key_dim, value_dim: as in `piece_rows`.
+        sequences, heads, key_dim, value_dim, asked_rows: as in `piece_rows`; a shard left whole is one piece.
     """
     chunks = max(-(-tokens // CHUNK), 1)
-    override = _override()
+    override = _override(asked_rows)
     if override is not None:
-        length = override // CHUNK or chunks
+        length = min(override // CHUNK or chunks, chunks)
     else:
         lengths = [length for length in _LENGTHS if length < chunks] + [chunks]
         length = min(lengths, key=lambda n: _cut(n, chunks, sequences, heads, key_dim, value_dim, shard=True))
     return Cut(length * CHUNK, -(-chunks // length))
 
 
-def _override() -> int | None:
-    """Rows of a piece as the environment says, 0 for no pieces, None where it says nothing."""
+def _override(asked_rows: int | None) -> int | None:
+    """Rows of a piece as the caller says, else as the environment does, 0 for no pieces, None where neither says it."""
+    if asked_rows is not None:
+        return asked_rows
     override = os.environ.get(OVERRIDE)
     if not override:
         return None

@@ -16,7 +16,7 @@ import numpy as np
 from jax_qla.kernels.common import CHUNK, FIRST, LAST
 
 _COMPARE_ALL_LIMIT = 1024
-"""Up to this many sequences a slot finds its own by comparing with all; beyond, by a sorted search."""
+"""Up to this many sequences a slot finds its own by comparing with all; beyond, by a sorted search or a scan."""
 
 
 def segments_from_cu_seqlens(cu_seqlens: jax.Array, tokens: int) -> jax.Array:
@@ -31,7 +31,14 @@ def segments_from_cu_seqlens(cu_seqlens: jax.Array, tokens: int) -> jax.Array:
         an earlier one is raised to it, so right values come back unchanged and wrong ones give other (perhaps empty)
         sequences inside the batch.
     """
-    bounds = jax.lax.cummax(jnp.clip(cu_seqlens.astype(jnp.int32), 0, tokens))
+    bounds = jnp.clip(cu_seqlens.astype(jnp.int32), 0, tokens)
+    sequences = bounds.shape[0] - 1
+    if sequences <= _COMPARE_ALL_LIMIT:
+        # The same as below in one kernel, where XLA makes three of a scan and its surroundings.
+        place = jnp.arange(sequences, dtype=jnp.int32)[:, None] + jnp.arange(2, dtype=jnp.int32)
+        before = jnp.arange(sequences + 1, dtype=jnp.int32) <= place[..., None]
+        return jnp.max(jnp.where(before, bounds, 0), axis=2)
+    bounds = jax.lax.cummax(bounds)
     return jnp.stack([bounds[:-1], bounds[1:]], axis=1)
 
 

@@ -488,7 +488,7 @@ def forward(
     piece_rows = None
     # Nor can what lies between pieces of sequences that the compiler may cut. Those of a dense shard are in the carry.
     if with_residuals and not layout.automatic and not (exchanged and segments is None):
-        piece_rows = _kept_rows(layout, k, v, segments)
+        piece_rows = _kept_rows(layout, k, v, segments, choice.piece_rows)
     residual_dims = _RESIDUALS if piece_rows is not None else _RESIDUALS[:2]
     carry_dims = _CARRY if with_residuals and segments is None else _CARRY[:2]
     states = _state_dims(segments)
@@ -537,7 +537,9 @@ def forward(
     return o, final_state, residuals, _carry(results) if with_carry else None
 
 
-def _kept_rows(layout: Layout, k: jax.Array, v: jax.Array, segments: jax.Array | None) -> int | None:
+def _kept_rows(
+    layout: Layout, k: jax.Array, v: jax.Array, segments: jax.Array | None, asked_rows: int | None
+) -> int | None:
     """`policy.kept_rows` of what each device computes."""
     sizes = (jax.sharding.get_abstract_mesh() if layout.mesh is None else layout.mesh).shape
 
@@ -549,6 +551,7 @@ def _kept_rows(layout: Layout, k: jax.Array, v: jax.Array, segments: jax.Array |
     return policy.kept_rows(
         *(batch * tokens, sequences, part(v.shape[2], layout.heads), k.shape[3], v.shape[3]),
         packed=segments is not None,
+        asked_rows=asked_rows,
     )
 
 
@@ -691,6 +694,9 @@ def _partitioned(
             x if is_batched else jnp.broadcast_to(x, (axis_size, *x.shape))
             for x, is_batched in zip(arrays, in_batched, strict=True)
         )
+        if axis_size == 0:
+            results = dispatch.results_of_no_members(_partitioned(local, dims, out_dims, heads, mapped_axes), arrays)
+            return results, (True,) * len(out_dims)
         letter = chr(ord("A") + 25 - lead)
         return _partitioned(local, dims, out_dims, heads, letter + mapped_axes)(*arrays), (True,) * len(out_dims)
 

@@ -315,6 +315,7 @@ def forward(
     cut: Cut | None = None,
     piece_rows: int | None = None,
     precision: Precision = None,
+    asked_rows: int | None = None,
 ) -> tuple[jax.Array, jax.Array | None, Residuals | None]:
     """The chunked forward pass.
 
@@ -328,6 +329,7 @@ def forward(
         output_final_state, with_residuals: whether to return these (else None).
         piece_rows: how "cuda" cuts the sequences, if it keeps what it finds of the pieces.
         precision: of the matrix products; None chooses as the module says.
+        asked_rows: not read: nothing is cut.
 
     Returns:
         o [B, T, Hv, V] in v's dtype, zero outside every segment; final_state [N, Hv, K, V] float32; residuals of the
@@ -462,6 +464,7 @@ def backward(
     cut: Cut | None = None,
     piece_rows: int | None = None,
     precision: Precision = None,
+    asked_rows: int | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array, jax.Array | None]:
     """Gradients of `forward` from those of o and final_state (None = zero; not both).
 
@@ -469,14 +472,14 @@ def backward(
     its own states, carrying the state's gradient back, and finishing all gradients of its rows.
 
     Args:
-        residuals, pieces, adjoint_response, cut, piece_rows: not read, see `forward`.
+        residuals, pieces, adjoint_response, cut, piece_rows, asked_rows: not read, see `forward`.
         do: [B, T, Hv, V]. d_final_state: [N, Hv, K, V] float32. All others as in `forward`.
 
     Returns:
         dq, dk in q's dtype, dv in v's, dg, dbeta float32, and d_initial_state float32 (None without initial_state).
         Rows outside every segment have zero gradients.
     """
-    del residuals, pieces, adjoint_response, cut, piece_rows
+    del residuals, pieces, adjoint_response, cut, piece_rows, asked_rows
     precision = _precision(precision, v)
     batch, tokens, key_heads, k_dim = q.shape
     value_heads, v_dim = v.shape[2:]

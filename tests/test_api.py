@@ -17,7 +17,8 @@ import stand_in
 
 import jax_qla
 import jax_qla.api
-from jax_qla import policy
+from jax_qla import api, policy
+from jax_qla.implementations import Choice
 from jax_qla.reference import recurrence
 
 KEY_DIM, VALUE_DIM, KEY_HEADS, VALUE_HEADS = 16, 8, 2, 4
@@ -359,6 +360,24 @@ def test_halves_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
                 jax_qla.chunk_gated_delta_rule_bwd(*x, wrong, jnp.zeros_like(x[2]), **packed)
 
 
+def test_halves_in_pieces_that_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(jax, "device_count", lambda: 1)
+    # What "xla" does in place of the kernels, of which it stands in for the residuals.
+    monkeypatch.setattr(api, "choose", lambda *_, piece_rows, **__: Choice("cuda", "xla", "", "", piece_rows))
+    x = tokens(1, 200)
+    with stand_in.kernels():
+        for piece_rows, parts in ((64, 4), (128, 2)):
+            o, _, residuals = jax_qla.chunk_gated_delta_rule_fwd(*x, piece_rows=piece_rows)
+            assert residuals is not None
+            assert [len(y) for y in residuals[2]] == [parts] * 3
+            found = jax_qla.chunk_gated_delta_rule_bwd(*x, residuals, o, piece_rows=piece_rows)
+            assert_close(found, jax_qla.chunk_gated_delta_rule_bwd(*x, residuals, o), 0)
+            for other in (0, 192 - piece_rows):
+                with pytest.raises(ValueError, match=f"are of {parts} pieces, .* not those of piece_rows={other}"):
+                    jax_qla.chunk_gated_delta_rule_bwd(*x, residuals, o, piece_rows=other)
+        assert len(jax_qla.chunk_gated_delta_rule_fwd(*x, piece_rows=0)[2] or ()) == 2
+
+
 def test_recurrent_continues() -> None:
     """Prefill by chunks, then token by token, gives what one pass gives."""
     options = {"output_final_state": True, "use_qk_l2norm_in_kernel": True}
@@ -436,6 +455,40 @@ def test_choice_on_hopper() -> None:
         )
         # An array says by its device where it will be computed.
         assert jax_qla.which_implementation(*map(jnp.asarray, tokens(1, 5))).name == "xla"
+
+
+def test_pieces_are_of_the_kernels_only() -> None:
+    with stand_in.kernels():
+        with pytest.raises(
+            NotImplementedError, match=r"piece_rows=64 was asked for, but .*; leave it out to take 'xla'"
+        ):
+            jax_qla.which_implementation(*SHAPES, piece_rows=64)
+        with on_hopper():
+            assert jax_qla.which_implementation(*SHAPES, piece_rows=0).name == "cuda"
+            assert jax_qla.which_implementation(*SHAPES, piece_rows=64, implementation=("xla", "cuda")).name == "cuda"
+
+
+def test_which_pieces() -> None:
+    def shapes(batch: int, tokens: int, heads: int = 8) -> list[jax.ShapeDtypeStruct]:
+        rows = [(2, 128), (2, 128), (heads, 128), (heads,), (heads,)]
+        return [jax.ShapeDtypeStruct((batch, tokens, *row), jnp.float32) for row in rows]
+
+    def integers(*shape: int) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, jnp.int32)
+
+    one = shapes(1, 32768)
+    assert jax_qla.which_pieces(*one) == (2048, 16)
+    assert jax_qla.which_pieces(*one, piece_rows=0) == (0, 1)
+    assert jax_qla.which_pieces(*shapes(4, 8192, 64)) == (0, 4)
+    assert jax_qla.which_pieces(*shapes(3, 640), piece_rows=512) == (320, 6)  # as equal as two can be
+    assert jax_qla.which_pieces(*one, piece_rows=1024, cu_seqlens=integers(6)) == (1024, 32 + 5)
+    packed = {"segment_ids": integers(2, 4096), "max_segments": 3}
+    assert jax_qla.which_pieces(*shapes(2, 4096), piece_rows=1024, **packed) == (1024, 8 + 6)
+    assert jax_qla.which_pieces(*shapes(2, 4096), piece_rows=0, **packed) == (0, 6)
+    # Without states segments are gates of a dense batch.
+    assert jax_qla.which_pieces(*shapes(2, 4096), piece_rows=1024, segment_ids=packed["segment_ids"]) == (1024, 8)
+    with pytest.raises(ValueError, match="piece_rows must be a multiple of 64"):
+        jax_qla.which_pieces(*one, piece_rows=1)
 
 
 def test_choice_where_the_kernels_do_not_fit() -> None:

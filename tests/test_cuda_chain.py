@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import importlib
 import inspect
@@ -17,7 +18,8 @@ import stand_in
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jax_qla import MeshAxes, cuda, dispatch, policy, sharding, vjp, xla
+import jax_qla
+from jax_qla import MeshAxes, api, cuda, dispatch, implementations, policy, sharding, vjp, xla
 from jax_qla import l2norm as l2norm_module
 from jax_qla import segments as tables
 from jax_qla.implementations import Choice
@@ -242,6 +244,22 @@ def test_what_is_kept_is_each_members_own(packed: bool, forward: str, backward: 
 
 @pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
 @pytest.mark.usefixtures("_in_pieces")
+def test_nothing_is_kept_of_no_members(packed: bool) -> None:
+    none = jax.tree.map(lambda x: x[:0], _batched(packed, MEMBERS))
+
+    def both(operands: Any, segments: Any, cotangents: Any) -> Any:
+        results, transpose = jax.vjp(lambda *x: _rule(OF_KERNELS, *x, segments), *operands)
+        return results, transpose(cotangents)
+
+    stand_in.forget_traces()
+    results, gradients = jax.jit(jax.vmap(both))(*none)
+    stand_in.forget_traces()
+    operands, _, cotangents = none
+    assert jax.tree.map(jnp.shape, (results, gradients)) == jax.tree.map(jnp.shape, (cotangents, operands))
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
+@pytest.mark.usefixtures("_in_pieces")
 def test_several_cotangents_of_one_forward(packed: bool) -> None:
     operands, segments, cotangents = _batched(packed, MEMBERS)
     first, its_segments = jax.tree.map(lambda x: x[0], (operands, segments))
@@ -407,6 +425,94 @@ def test_pieces_are_summarised_once(packed: bool, monkeypatch: pytest.MonkeyPatc
             *(None, do, None),
             **options,
         )
+    stand_in.forget_traces()
+
+
+def _counted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Number of pieces, 0 for none, of each call of kernels that follows, whatever the environment says; and
+    `chunk_gated_delta_rule` on any platform runs them."""
+    _launch_nothing(monkeypatch)
+    counts: list[int] = []
+
+    def counting(steps: Sequence[Step], inputs: Any, outputs: Any, *aliases: Any) -> dict[str, jax.Array]:
+        states = {**inputs, **outputs}.get("entering")
+        counts.append(0 if states is None else states.shape[0])
+        return launch_specifications(steps, inputs, outputs, *aliases)
+
+    def choose(*operands: Any, **options: Any) -> Choice:
+        return dataclasses.replace(implementations.choose(*operands, **options), elsewhere="cuda")
+
+    monkeypatch.setattr(cuda, "launch", counting)
+    monkeypatch.setattr(cuda, "why_not", lambda *_, **__: None)
+    monkeypatch.setattr(api, "choose", choose)
+    monkeypatch.setattr(jax, "device_count", lambda: 1)
+    monkeypatch.setenv(policy.OVERRIDE, "192")
+    return counts
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
+def test_pieces_that_a_call_asks_for(packed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forward and backward, one call after the other with nothing forgotten in between; and of a batch."""
+    counts = _counted(monkeypatch)
+    x, _ = _case(packed)
+    rows: Any = [x[name] for name in ("q", "k", "v", "g", "beta")]
+    where: Any = {"cu_seqlens": jnp.asarray([0, 5, 5, 300, 364, 400], jnp.int32)} if packed else {}
+
+    def rule(*operands: Any, **options: Any) -> Any:
+        call: Any = jax_qla.chunk_gated_delta_rule
+        return call(*operands, initial_state=x["initial_state"], **where, **options)[0]
+
+    @functools.partial(jax.jit, static_argnames=("piece_rows", "implementation"))
+    def both(*operands: Any, **options: Any) -> Any:
+        o, transpose = jax.vjp(functools.partial(rule, **options), *operands)
+        return o, *transpose(x["do"])
+
+    stand_in.forget_traces()
+    right = both(*rows, implementation="reference")
+    for piece_rows in (64, 0, 128, 192):
+        expected = jax_qla.which_pieces(*rows, **where, piece_rows=piece_rows)
+        parts = expected.pieces if expected.rows else 0
+        assert (parts > 0) == (piece_rows > 0)
+        counts.clear()
+        found = both(*rows, piece_rows=piece_rows)
+        assert counts == [parts, parts]
+        for i, (a, b) in enumerate(zip(found, right, strict=True)):
+            _close(a, b, f"result {i} with {piece_rows} rows")
+        counts.clear()
+        batched = [jnp.stack([a] * MEMBERS) for a in rows]
+        o = jax.jit(jax.vmap(functools.partial(rule, piece_rows=piece_rows)))(*batched)
+        # Packed members become one longer row, which has no room to spare for each of them.
+        room = MEMBERS * parts if not packed else MEMBERS * TOKENS // piece_rows + MEMBERS * 5 if parts else 0
+        assert counts[-1] == room  # after the trace of one member
+        _close(o[1], right[0], f"o of a member with {piece_rows} rows")
+    counts.clear()
+    assert jax_qla.which_pieces(*rows, **where) == jax_qla.which_pieces(*rows, **where, piece_rows=192)
+    both(*rows)  # as the environment says
+    assert counts == [jax_qla.which_pieces(*rows, **where).pieces] * 2
+    stand_in.forget_traces()
+
+
+def test_pieces_of_a_shard_that_a_call_asks_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    counts = _counted(monkeypatch)
+    x = _operands(1, 1024, 1)
+    rows: Any = [x[name] for name in ("q", "k", "v", "g", "beta")]
+    mesh = jax.make_mesh((2,), ("seq",), axis_types=(AxisType.Auto,))
+
+    def gradients(piece_rows: int) -> Any:
+        rule = functools.partial(
+            jax_qla.chunk_gated_delta_rule, mesh_axes=MeshAxes(sequence="seq"), piece_rows=piece_rows
+        )
+        spread: Any = jax.shard_map(
+            lambda *x: rule(*x)[0], mesh=mesh, in_specs=P(None, "seq"), out_specs=P(None, "seq")
+        )
+        return jax.value_and_grad(lambda *x: jnp.sum(spread(*x) * x[2]), argnums=tuple(range(5)))
+
+    stand_in.forget_traces()
+    for piece_rows, pieces in ((64, 8), (256, 2), (320, 2), (0, 1), (2**40, 1)):
+        counts.clear()
+        jax.eval_shape(gradients(piece_rows), *rows)
+        # Between two empty ones; `state_gradient` goes through them in reverse, where nothing enters.
+        assert counts == [pieces + 2, pieces + 2, 0, pieces + 2]
     stand_in.forget_traces()
 
 

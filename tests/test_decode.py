@@ -194,6 +194,22 @@ def test_second_derivatives(function: Any) -> None:
     assert_close(hessian_product(function), hessian_product(expected), 1e-4)
 
 
+def test_vmap_over_nothing(function: Any) -> None:
+    """Results and gradients of no members are empty and shaped as those of some."""
+    member = operands()
+
+    def gradients(*x: Any) -> Any:
+        return jax.grad(lambda *x: sum(jnp.sum(y) for y in function(*x)), argnums=tuple(range(6)))(*x)
+
+    for each in (function, gradients):
+        for axes in ((0,) * 6, (None, 0, None, None, 0, None)):
+            x = [a if axis is None else jnp.zeros((0, *a.shape), a.dtype) for a, axis in zip(member, axes, strict=True)]
+            found, like = jax.jit(jax.vmap(each, axes))(*x), jax.eval_shape(each, *member)
+            assert jax.tree.map(lambda a: (a.shape, a.dtype), found) == jax.tree.map(
+                lambda a: ((0, *a.shape), a.dtype), like
+            )
+
+
 @pytest.mark.parametrize(
     "batched", [(0,) * 6, (None, 0, None, None, 0, None), (None,) * 5 + (0,), (1, None, 2, 0, 1, 1)]
 )

@@ -147,6 +147,22 @@ CASES: list[tuple[str, dict[str, Any], type[Exception], str]] = [
         NotImplementedError,
         "precision is an option of 'xla' only",
     ),
+    ("piece_rows type", {"piece_rows": 64.0}, TypeError, "piece_rows must be None or a Python integer, got 64.0"),
+    ("piece_rows flag", {"piece_rows": True}, TypeError, "piece_rows must be None or a Python integer, got True"),
+    ("piece_rows", {"piece_rows": 100}, ValueError, "piece_rows must be a multiple of 64, .* got 100"),
+    ("negative piece_rows", {"piece_rows": -64}, ValueError, "piece_rows must be a multiple of 64, .* got -64"),
+    (
+        "piece_rows and xla",
+        {"piece_rows": 0, "implementation": "xla"},
+        NotImplementedError,
+        "implementation='xla' cannot take these inputs: piece_rows is an option of 'cuda' only, got piece_rows=0",
+    ),
+    (
+        "piece_rows and precision",
+        {"piece_rows": 64, "precision": "high"},
+        NotImplementedError,
+        "'cuda': precision is an option of 'xla' only, .*'xla': piece_rows is an option of 'cuda' only",
+    ),
     (
         "precision and reference",
         {"precision": "high", "implementation": "reference"},

@@ -193,6 +193,73 @@ def test_tensor_maps_are_encoded_for_each_address(driver: StubDriver, cubins: Pa
         assert third == address(y)
 
 
+def _launching(numbers: Numbers, digest: str) -> Any:
+    """A compiled function of one array [8, 16], with a small result."""
+
+    @jax.jit
+    def run(x: jax.Array) -> Any:
+        launch = jax.ffi.ffi_call(TARGET, jax.ShapeDtypeStruct((4,), jnp.float32))
+        return launch(x, cubins=digest, functions="main", plan=np.array(numbers, np.int64))
+
+    return run
+
+
+def test_tensor_maps_are_encoded_once_for_an_address(driver: StubDriver, cubins: Path) -> None:
+    digest = write_cubin(cubins, {"main": [TENSOR_MAP, POINTER, TENSOR_MAP]})
+    run = _launching(plan(kernel(tensor_map(0), pointer(0), tensor_map(0, box=(8, 2)))), digest)
+    arrays = [zeros(8, 16) + i for i in range(12)]
+
+    def encoded(*order: int) -> int:
+        driver.reset()
+        for i in order:
+            jax.block_until_ready(run(arrays[i]))
+        launches = [launch["arguments"] for launch in driver.launches()]
+        right = [address(arrays[i]) for i in order]
+        assert [[first["address"], at, second["address"]] for first, at, second in launches] == [[a] * 3 for a in right]
+        assert all((first["box"], second["box"]) == ([16, 4], [8, 2]) for first, _, second in launches)
+        return len(driver.calls("cuTensorMapEncodeTiled"))
+
+    assert encoded(0, 0, 0) == 2
+    assert encoded(0, 1, 0, 1, 0) == 2  # both maps of the second array
+    assert encoded(*range(12), *range(12)) == 2 * 2 * 12 - 2 * 2  # more than are kept, but for the first two arrays
+    assert encoded(8, 9, 10, 11) == 0
+
+
+def test_a_refused_tensor_map_is_not_kept(driver: StubDriver, cubins: Path) -> None:
+    digest = write_cubin(cubins, {"main": [TENSOR_MAP]})
+    run = _launching(plan(kernel(tensor_map(0))), digest)
+    x = zeros(8, 16)
+    driver.fail("cuTensorMapEncodeTiled")
+    with pytest.raises(jax.errors.JaxRuntimeError, match="was refused by the CUDA driver"):
+        jax.block_until_ready(run(x))
+    driver.reset()
+    jax.block_until_ready(run(x))
+    ((argument,),) = [launch["arguments"] for launch in driver.launches()]
+    assert argument["address"] == address(x)
+
+
+def test_threads_have_maps_of_their_own_addresses(driver: StubDriver, cubins: Path) -> None:
+    """One compiled function on many arrays at once: every launch has the maps of its own, kept or not."""
+    digest = write_cubin(cubins, {"main": [TENSOR_MAP, POINTER, TENSOR_MAP]})
+    run = _launching(plan(kernel(tensor_map(0), pointer(0), tensor_map(0))), digest)
+    threads, repetitions = 6, 60
+    arrays = [zeros(8, 16) + i for i in range(threads)]
+    jax.block_until_ready(run(arrays[0]))
+    driver.reset()
+    start = threading.Barrier(threads)
+
+    def work(x: jax.Array) -> None:
+        start.wait()
+        for _ in range(repetitions):
+            jax.block_until_ready(run(x))
+
+    with concurrent.futures.ThreadPoolExecutor(threads) as pool:
+        list(pool.map(work, arrays))
+    launches = [launch["arguments"] for launch in driver.launches()]
+    assert all(first["address"] == at == second["address"] for first, at, second in launches)
+    assert sorted(at for _, at, _ in launches) == sorted(repetitions * [address(x) for x in arrays])
+
+
 def test_kernels_run_in_the_order_of_the_plan(driver: StubDriver, cubins: Path) -> None:
     one = write_cubin(cubins, {"first": [INT32], "third": [POINTER]})
     two = write_cubin(cubins, {"second": []})

@@ -80,6 +80,17 @@ def test_override(monkeypatch: pytest.MonkeyPatch) -> None:
             policy.piece_rows(32768, 1, 8, 128, 128, packed=True)
 
 
+def test_what_a_call_asks_for_comes_before_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(policy.OVERRIDE, "64")
+    sizes = (32768, 1, 8, 128, 128)
+    for asked, rows in ((256, 256), (0, None), (32768, None), (2**50, None), (None, 64)):
+        for packed in (False, True):
+            assert policy.piece_rows(*sizes, packed=packed, asked_rows=asked) == rows
+            assert policy.kept_rows(*sizes, packed=packed, asked_rows=asked) == rows
+        cut = policy.shard_cut(*sizes, asked_rows=asked)
+        assert cut == ((32768, 1) if rows is None else (rows, 32768 // rows))
+
+
 def test_dense_pieces_are_as_equal_as_can_be(monkeypatch: pytest.MonkeyPatch) -> None:
     for tokens, wanted, expected in (
         (640, 192, 192),
@@ -124,6 +135,6 @@ def test_shards_are_always_cut(monkeypatch: pytest.MonkeyPatch) -> None:
             assert (cut.pieces - 1) * cut.rows < tokens <= cut.pieces * cut.rows
     assert policy.shard_cut(64, 1, 8, 128, 128) == (64, 1)
     assert policy.shard_cut(65536, 1, 32, 128, 128).rows == policy.piece_rows(65536, 1, 32, 128, 128, packed=False)
-    for value, expected in (("128", (128, 8)), ("0", (1024, 1)), ("4096", (4096, 1))):
+    for value, expected in (("128", (128, 8)), ("0", (1024, 1)), ("4096", (1024, 1))):
         monkeypatch.setenv(policy.OVERRIDE, value)
         assert policy.shard_cut(1000, 1, 8, 128, 128) == expected

@@ -156,7 +156,9 @@ def test_dense_tables() -> None:
         ([4], np.zeros((0, 2))),
     ],
 )
-def test_cu_seqlens(lengths: list[int], expected: Any) -> None:
+@pytest.mark.parametrize("limit", [1024, -1], ids=["compare", "scan"])
+def test_cu_seqlens(lengths: list[int], expected: Any, limit: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sg, "_COMPARE_ALL_LIMIT", limit)
     segments = jax.jit(lambda x: sg.segments_from_cu_seqlens(x, 10))(np.array(lengths, np.int32))
     assert segments.dtype == jnp.int32
     np.testing.assert_array_equal(segments, expected)

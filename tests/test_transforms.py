@@ -98,6 +98,36 @@ def test_vmap(packed: bool, batched: str) -> None:
     assert_close(mapped, stacked([one(*x) for x in members]))
 
 
+@pytest.mark.parametrize("devices", [1, 8])
+@pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
+def test_vmap_over_nothing(packed: bool, devices: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Results and gradients of no members are empty and shaped as those of some; also where the compiler may cut."""
+    monkeypatch.setattr(jax, "device_count", lambda: devices)
+    member = operands(packed)
+
+    def members(*sizes: int) -> list[jax.Array]:
+        return [jnp.zeros((*sizes, *x.shape), x.dtype) for x in member]
+
+    def results(*x: jax.Array) -> Any:
+        where = {"cu_seqlens": x[6]} if packed else {}
+        return jax_qla.chunk_gated_delta_rule(*x[:5], initial_state=x[5], output_final_state=True, **where)
+
+    for function in (results, value_and_grad):
+        like = jax.tree.leaves(jax.eval_shape(function, *member))
+
+        def check(found: Any, *sizes: int, like: Any = like) -> None:
+            described = [(x.shape, x.dtype) for x in jax.tree.leaves(found)]
+            assert described == [((*sizes, *x.shape), x.dtype) for x in like]
+
+        once: Any = jax.jit(jax.vmap(function))
+        check(once(*members(0)), 0)
+        for sizes in ((0, 2), (2, 0)):
+            check(jax.jit(jax.vmap(once))(*members(*sizes)), *sizes)
+        axes = [0 if i % 2 else None for i in range(len(member))]
+        mixed = [x if axis is None else none for x, none, axis in zip(member, members(0), axes, strict=True)]
+        check(jax.vmap(function, axes)(*mixed), 0)
+
+
 def test_vmap_of_vmap_over_other_axes() -> None:
     members = [[operands(True, seed=2 * i + j) for j in range(2)] for i in range(2)]
     nested = stacked([stacked(row) for row in members])
