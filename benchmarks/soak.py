@@ -1,15 +1,17 @@
 """Runs two implementations on random calls for as long as you like, and compares everything they return.
 
     python benchmarks/soak.py --seconds 3600                        # on a Hopper GPU: "cuda" against "xla"
+    python benchmarks/soak.py --seconds 420 --processes 9           # an hour's worth in seven minutes of one card
     python benchmarks/soak.py --seconds 60 --pair xla reference     # anywhere
     python benchmarks/soak.py --again 123456                        # the round with this seed, printed with a fault
 
 Random are sizes, dtypes, packings, gates, states and options. Every call runs in memory that held NaN, twice, and must
 give the same bits; results and gradients must agree with the second implementation's. Two threads call at the same
 time, each on a device of its own where there are several, and where JAX can, a second call of one program runs on
-another stream. The time is divided between command buffers (CUDA graphs) on and off, each in a process of its own.
-After every round nothing may be left on the devices; at the end a compiled call is repeated, during which host memory
-must not grow. Prints counts, the largest errors and where they were; exits with 1 on any fault.
+another stream. Command buffers (CUDA graphs) are on for half of the time, each kind in processes of its own: one after
+the other, or, with `--processes`, side by side, each with its share of the card's memory and its own seeds. After every
+round nothing may be left on the devices, of what this process has taken; at the end a compiled call is repeated, during
+which host memory must not grow. Prints counts, the largest errors and where they were; exits with 1 on any fault.
 """
 
 from __future__ import annotations
@@ -23,9 +25,10 @@ import math
 import os
 import subprocess
 import sys
+import tempfile
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -39,8 +42,14 @@ import numpy as np
 import jax_qla
 
 THREADS = 2
-CALLS = 4
-"""Of each compiled shape, with other numbers."""
+CALLS = 4, 32
+"""Least and most of a compiled shape, with other numbers; between them, as many as LARGE allows."""
+LARGE = 2**18
+"""Tokens times value heads of all calls of a compiled shape. Compiling takes longer than small calls."""
+MEMORY = 0.85
+"""Of a card, shared by the processes."""
+PATIENCE = 300
+"""Seconds after its time until a process counts as hanging."""
 RESULTS = ("o", "final_state", "dq", "dk", "dv", "dg", "dbeta", "d_initial_state")
 LIMITS = {"bfloat16": 2e-2, "float16": 4e-3, "float32": 1e-4}
 """Largest relative error, in the Euclidean norm, of a result; of dg and dbeta relative to `_least` at the least."""
@@ -67,6 +76,12 @@ class Shape:
     state: bool
     l2norm: bool
     two_streams: bool
+
+    @property
+    def calls(self) -> int:
+        """Sets of numbers that it is called with."""
+        least, most = CALLS
+        return min(most, max(least, LARGE // (self.batch * self.tokens * self.value_heads)))
 
     @property
     def state_shape(self) -> tuple[int, ...]:
@@ -250,6 +265,15 @@ class Tally:
         for key, value in other.worst.items():
             self.worst[key] = max(self.worst.get(key, (0.0, "")), value)
 
+    def to_json(self) -> dict[str, Any]:
+        worst = {key: {"error": error, "with": where} for key, (error, where) in sorted(self.worst.items())}
+        return {"counts": dict(sorted(self.counts.items())), "worst": worst, "faults": self.faults}
+
+    @classmethod
+    def from_json(cls, report: Mapping[str, Any]) -> Tally:
+        worst = {key: (value["error"], value["with"]) for key, value in report["worst"].items()}
+        return cls(Counter(report["counts"]), worst, list(report["faults"]))
+
 
 def one_round(seed: int, device: Any, options: argparse.Namespace, streams: bool) -> Tally:
     """One shape, compiled once and called with several sets of numbers, by both implementations."""
@@ -258,7 +282,7 @@ def one_round(seed: int, device: Any, options: argparse.Namespace, streams: bool
     shape = draw_shape(random, options.pair, options.largest, streams)
     ours, theirs = (compiled(shape, name) for name in options.pair)
     tally.counts.update(["shapes", shape.form, shape.dtype, f"K {shape.key_dim}, V {shape.value_dim}"])
-    for _ in range(CALLS):
+    for _ in range(shape.calls):
         operands = draw_operands(random, shape)
         with jax.default_device(device):
             on_device = {name: jax.device_put(x, device) for name, x in operands.items()}
@@ -364,25 +388,61 @@ def soak(options: argparse.Namespace) -> Tally:
             if rounds % 20 == 1:
                 done, host = total.counts["calls"], host_bytes() / 2**20
                 print(
-                    f"{time.monotonic() - start:6.0f} s, round {rounds}, {done} calls, {len(total.faults)} faults, "
-                    f"devices {in_use / 2**20:.1f} MiB, host {host:.0f} MiB",
+                    f"{time.monotonic() - start:6.0f} s, seed {options.seed}, round {rounds}, {done} calls, "
+                    f"{len(total.faults)} faults, devices {in_use / 2**20:.1f} MiB, host {host:.0f} MiB",
                     flush=True,
                 )
     total.counts["rounds"] = rounds
     total.add(steady(options, 0.1 * options.seconds, devices[0]))
+    total.counts["seconds"] = round(time.monotonic() - start)
     return total
 
 
-def both_kinds(options: argparse.Namespace, arguments: Sequence[str]) -> int:
-    """With command buffers and without, in a new process each."""
-    code = 0
-    for name, flag in (("on", ""), ("off", "--xla_gpu_enable_command_buffer=")):
-        flags = " ".join(filter(None, (os.environ.get("XLA_FLAGS", ""), flag)))
-        print(f"--- command buffers {name}", flush=True)
-        command = [sys.executable, __file__, *arguments]
-        command += ["--seconds", str(options.seconds / 2), "--command-buffers", "as set"]
-        code |= subprocess.run(command, env={**os.environ, "XLA_FLAGS": flags}).returncode
-    return code
+def in_processes(options: argparse.Namespace) -> Tally:
+    """Command buffers on and off, in a process each and one after the other; or in so many, side by side."""
+    count = options.processes or 2
+    seconds = options.seconds if options.processes else options.seconds / 2
+    total = Tally()
+    with tempfile.TemporaryDirectory() as folder:
+        reports = [Path(folder, f"{i}.json") for i in range(count)]
+        running: list[subprocess.Popen[bytes]] = []
+        for i, report in enumerate(reports):
+            # Far from each other, for what is drawn from them must be, too.
+            command = [sys.executable, __file__, "--seed", str(options.seed + 1_000_003 * i), "--report", str(report)]
+            command += ["--seconds", str(seconds), "--pair", *options.pair, "--command-buffers", "as set"]
+            command += ["--largest", str(options.largest), "--poison", str(options.poison)]
+            command += [] if options.streams else ["--no-streams"]
+            running.append(subprocess.Popen(command, env=os.environ | _variables(options, i)))
+            if not options.processes:
+                _wait(running[-1], seconds + PATIENCE)
+        end = time.monotonic() + seconds + PATIENCE
+        for i, (process, report) in enumerate(zip(running, reports, strict=True)):
+            code = _wait(process, end - time.monotonic())
+            if report.exists():
+                total.add(Tally.from_json(json.loads(report.read_text())))
+            else:
+                total.faults.append(f"process {i} left no report and {code}")
+        total.counts["processes"] = count
+    return total
+
+
+def _variables(options: argparse.Namespace, i: int) -> dict[str, str]:
+    """What distinguishes process i: command buffers, and no more than its share of memory if others run beside it."""
+    off = [] if i % 2 == 0 else ["--xla_gpu_enable_command_buffer="]
+    variables = {"XLA_FLAGS": " ".join([*os.environ.get("XLA_FLAGS", "").split(), *off])}
+    if options.processes:
+        variables["XLA_PYTHON_CLIENT_MEM_FRACTION"] = f"{MEMORY / options.processes:.3f}"
+    return variables
+
+
+def _wait(process: subprocess.Popen[bytes], seconds: float) -> str:
+    """How a process ended; one that hangs is ended."""
+    try:
+        return f"ended with {process.wait(max(seconds, 0.0))}"
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+        return "had to be ended"
 
 
 def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
@@ -393,14 +453,18 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     )
     parser.add_argument("--seconds", type=float, default=60)
     parser.add_argument("--pair", nargs=2, metavar="NAME", help='default: "cuda xla" on a GPU, else "xla reference"')
+    parser.add_argument("--processes", type=int, help="side by side, each for all of the time (default: two in turn)")
     parser.add_argument("--seed", type=int, default=int(time.time()))
     parser.add_argument("--again", type=int, metavar="SEED", help="only the round with this seed")
     parser.add_argument("--no-streams", dest="streams", action="store_false", help="leave the second stream alone")
     parser.add_argument("--largest", type=int, help="tokens times value heads of a call")
     parser.add_argument("--poison", type=int, help="bytes of NaN before each call")
     kinds = ("both", "as set")
-    parser.add_argument("--command-buffers", choices=kinds, help='default: "both" on a GPU')
+    parser.add_argument("--command-buffers", choices=kinds, help='default: "both" on a GPU or with --processes')
+    parser.add_argument("--report", type=Path, help="write what was found there as JSON, instead of printing it")
     options = parser.parse_args(arguments)
+    if options.processes is not None and options.processes < 1:
+        parser.error(f"--processes must be at least 1, got {options.processes}")
     options.flags = os.environ.get("XLA_FLAGS", "")
     return options
 
@@ -417,13 +481,17 @@ def main() -> int:
         total = one_round(
             options.again, jax.local_devices()[0], options, options.streams and why_no_other_stream() is None
         )
-    elif (options.command_buffers or ("both" if gpu else "as set")) == "both":
-        return both_kinds(options, sys.argv[1:])
+    elif (options.command_buffers or ("both" if gpu or options.processes else "as set")) == "both":
+        print(f"seed {options.seed}", flush=True)
+        total = in_processes(options)
     else:
         print(f"seed {options.seed}", flush=True)
         total = soak(options)
-    worst = {key: {"error": error, "with": where} for key, (error, where) in sorted(total.worst.items())}
-    print(json.dumps({"counts": dict(sorted(total.counts.items())), "worst": worst, "faults": total.faults}, indent=1))
+    report = json.dumps(total.to_json(), indent=1)
+    if options.report:
+        options.report.write_text(report)
+    else:
+        print(report)
     return 1 if total.faults else 0
 
 

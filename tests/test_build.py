@@ -281,10 +281,32 @@ def test_decoding_kernel_fits_its_call(
     assert in_place == ([("1", "5")] if state is not None and output_final_state else [])
 
 
+WAITING = re.compile(
+    r"atomic|\batom|\bred\.|threadfence|membar|volatile \w+\s*\*|\.(gpu|sys|cluster)\b|cooperative|grid\.sync"
+)
+"""CUDA by which blocks of one launch could tell each other anything, let alone wait for each other."""
+
+
+def test_what_blocks_could_wait_by() -> None:
+    found = (
+        "atomicAdd(x, 1)",
+        'asm("red.add.u32 [%0], 1;")',
+        "__threadfence()",
+        "ld.acquire.gpu.u32",
+        "volatile int* x",
+    )
+    assert all(WAITING.search(text) for text in found)
+    assert WAITING.search('asm volatile("fence.proxy.async.shared::cta;")') is None
+
+
 @functools.cache
 def lowered_kernel(name: str, config: Any) -> store.Kernel:
-    """A kernel with its real plan and no cubin."""
+    """A kernel with its real plan and no cubin.
+
+    Its blocks do not wait for each other: it ends however few multiprocessors a device has, as a slice of a card has.
+    """
     assert (name, config) in PACKAGED
     module = importlib.import_module(f"jax_qla.kernels.{name}")
-    _, plan = build.lower_program(lambda: module.program(config), module.PASS_CONFIGS)
+    source, plan = build.lower_program(lambda: module.program(config), module.PASS_CONFIGS)
+    assert (WAITING.findall(source), plan["cluster"]) == ([], [1, 1, 1])
     return store.Kernel(hashlib.sha256(name.encode()).hexdigest(), plan, "built")

@@ -143,26 +143,36 @@ def test_a_wheel_that_lacks_kernels(
     assert problem.startswith("3 kernels are missing in ")
 
 
+def test_variables_that_change_what_runs_are_reported(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("JAX_QLA_PIECE_ROWS", "0")
+    assert json.loads(run(capsys, "--json")[1])["environment"]["JAX_QLA_PIECE_ROWS"] == "0"
+
+
 def test_no_extension(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(launch, "unavailable", lambda: "the extension cannot be imported")
     assert problems(capsys) == ["the extension cannot be imported"]
 
 
-def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
-    device = types.SimpleNamespace(
-        device_kind="NVIDIA Test", compute_capability="9.0", client=types.SimpleNamespace(platform_version="test")
-    )
+def hopper(monkeypatch: pytest.MonkeyPatch, kind: str = "NVIDIA Test", **attributes: Any) -> None:
+    platform = types.SimpleNamespace(platform_version="test")
+    device = types.SimpleNamespace(device_kind=kind, compute_capability="9.0", client=platform, **attributes)
     monkeypatch.setattr(implementations, "cuda_devices", lambda: [device])
     monkeypatch.setattr("jax_qla.api._is_on_cuda", lambda q: True)
 
 
-def test_a_hopper_card_that_is_used(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    hopper(monkeypatch)
+# A card, and a slice of one as MIG makes them.
+@pytest.mark.parametrize(("kind", "multiprocessors"), [("NVIDIA H200", 132), ("NVIDIA H200 MIG 1g.18gb", 16)])
+def test_a_hopper_card_that_is_used(
+    kind: str, multiprocessors: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    hopper(monkeypatch, kind, core_count=multiprocessors)
     monkeypatch.setattr(driver, "cuda_version", lambda: (13, 0))
     code, output = run(capsys)
     assert code == 0
     assert re.search(r"^  name +cuda$", output, re.MULTILINE)
-    assert "NVIDIA Test, compute capability 9.0" in output
+    assert f"{kind}, compute capability 9.0" in output
 
 
 def test_a_driver_that_is_too_old(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

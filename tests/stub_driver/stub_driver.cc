@@ -147,6 +147,10 @@ STUB_EXPORT CUresult cuGetErrorString(CUresult, const char** text) {
 
 STUB_EXPORT CUresult cuDeviceGetAttribute(int* value, int attribute, CUdevice) {
   const std::lock_guard<std::mutex> lock(Get().mutex);
+  // Whatever else a device is, how many multiprocessors it has above all, is nothing that a launch may depend on.
+  if (attribute != kDeviceComputeCapabilityMajor && attribute != kDeviceComputeCapabilityMinor) {
+    return kCudaErrorInvalidValue;
+  }
   *value = attribute == kDeviceComputeCapabilityMajor ? Get().major : Get().minor;
   return Get().Result("cuDeviceGetAttribute");
 }
