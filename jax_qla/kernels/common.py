@@ -156,18 +156,6 @@ __device__ __forceinline__ void jax_qla_store_tile(const void* registers, T* til
     jax_qla_store_columns<T, false>(static_cast<const float*>(registers), n, row + (((2 * n + (matrix >> 1)) ^ (lane & 7)) << 4));
   }
 }
-// tile_ij = x_ij, x [64, 64 halves] being rounded already, pairs of neighbours in a register: a left operand of wgmma.
-template <int halves>
-__device__ __forceinline__ void jax_qla_store_operand(const void* registers, void* tile) {
-  const unsigned* x = static_cast<const unsigned*>(registers);
-  const int lane = threadIdx.x & 31, warp = (threadIdx.x >> 5) & 3, matrix = lane >> 3;
-  const unsigned row = jax_qla_address(tile) + (warp * 16 + (matrix & 1) * 8 + (lane & 7)) * 128;
-#pragma unroll
-  for (int n = 0; n < 4 * halves; ++n) {
-    const unsigned address = row + n / 4 * 8192 + (((2 * (n % 4) + (matrix >> 1)) ^ (lane & 7)) << 4);
-    jax_qla_store_matrices<false>(address, x[4 * n], x[4 * n + 1], x[4 * n + 2], x[4 * n + 3]);
-  }
-}
 // tile_ji = x_ij.
 template <typename T>
 __device__ __forceinline__ void jax_qla_store_transposed(const void* registers, T* tile) {
@@ -293,15 +281,14 @@ def macros():
                 )
 
     @T.macro
-    def store_rows(tiles, stage, target, row, rows, head, first, part, thread, threads):
-        """`threads` threads, a multiple of 32, write columns part..part + 64 of rows 0..`rows` of tile `stage` of tiles [stages, 64, width]
-        in shared memory to `target[row.., head, first + part..]` by ordinary stores, two columns each."""
-        for x in T.serial(T.ceildiv(rows, threads // 32)):
-            if x * (threads // 32) + thread // 32 < rows:
-                for y in T.vectorized(2):
-                    target[row + x * (threads // 32) + thread // 32, head, first + part + thread % 32 * 2 + y] = tiles[
-                        stage, x * (threads // 32) + thread // 32, part + thread % 32 * 2 + y
-                    ]
+    def store_rows(tiles, stage, target, row, rows, head, first, part, thread):
+        """A warpgroup writes columns part..part + 64 of rows 0..`rows` of tile `stage` of tiles [stages, 64, width] in shared memory
+        to `target[row.., head, first + part..]` by ordinary stores."""
+        for x in T.serial(T.ceildiv(rows, 2)):
+            if x * 2 + thread // 64 < rows:
+                target[row + x * 2 + thread // 64, head, first + part + thread % 64] = tiles[
+                    stage, x * 2 + thread // 64, part + thread % 64
+                ]
 
     return SimpleNamespace(
         fetch_gates=fetch_gates,

@@ -774,7 +774,7 @@ def program(config: Config):
                             T.tma_store_wait(0)
                         else:
                             for part in T.serial(K // 64):
-                                m.store_rows(k_s, 0, dk, row, rows, first + key_k, 0, part * 64, tx - 128, 128)
+                                m.store_rows(k_s, 0, dk, row, rows, first + key_k, 0, part * 64, tx - 128)
                         T.barrier_arrive(keys_free[0])
             else:
                 T.set_max_nreg(184, 1)
@@ -867,7 +867,7 @@ def program(config: Config):
                             T.tma_store_wait(0)
                         else:
                             for part in T.serial(K // 64):
-                                m.store_rows(q_s, 0, dq, row, rows, first + key_q, 0, part * 64, tx, 128)
+                                m.store_rows(q_s, 0, dq, row, rows, first + key_q, 0, part * 64, tx)
                         T.barrier_arrive(keys_free[0])
 
     return gradients

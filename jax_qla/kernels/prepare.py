@@ -19,8 +19,8 @@ block this is a chain of waits, which other blocks fill: 128 registers and 27 Ki
 chunk, the rows of `o` that belong to no sequence become zero.
 
     both              gates of the two heads, gamma by a scan over lanes; meanwhile TMA loads the key tile
-    both              the upper half of K K^T = 10 blocks of 16x16, by mma.sync, in registers, five each, exchanged through shared
-                      memory (PRELUDE: jax_qla_products): with all ten each, mma took 64 % of the kernel's time
+    each              the upper half of K K^T = 10 blocks of 16x16, by mma.sync, in registers (PRELUDE: jax_qla_products).
+                      The second head costs this product again, and no exchange through shared memory
     each              the inverse (PRELUDE: jax_qla_invert), to where the key tile was, from where TMA stores whole rows, or 16 bytes
                       a lane where the chunk is short
 
@@ -31,7 +31,7 @@ The inverse X, in blocks of 16x16: X_ii = (I + L_ii)^{-1} by forward substitutio
 from left to right, so that no operand needs to be transposed: K K^T is symmetric, so its upper blocks, scaled, are L^T in the layout
 of an accumulator, which is L in that of a right operand of mma; sums and X_ij are accumulators and become left operands where they
 are. Only the X_ii go through shared memory, 16 bits high and 16 low. Operands are split into two bf16 numbers each (three products:
-16 bits of mantissa). A head takes 80 + 96 mma, 148 FMA and 78 splits of pairs.
+16 bits of mantissa). A head takes 160 + 96 mma, 148 FMA and 78 splits of pairs.
 """
 
 from dataclasses import dataclass
@@ -170,33 +170,8 @@ __device__ __forceinline__ void jax_qla_zero_rows(void* tile, int rows) {
   for (int i = rows * 8 + (threadIdx.x & 31); i < 512; i += 32) static_cast<uint4*>(tile)[i] = uint4{0, 0, 0, 0};
 }
 
-// The two warps of a block compute five blocks each of the upper half of K K^T: this is the one of block (i, k).
-__host__ __device__ constexpr int jax_qla_warp_of(int i, int k) { return k == 3 || i == 2; }
-
-// Blocks of warp `part` in the upper half of K K^T, from K as tiles of 64 columns. A left operand holds the registers of right ones, but
-// not side by side as mma wants them. ptxas would copy them anew for every mma (300 moves); it computes an xor with `nothing`, 0, once.
-template <bool bf16, int key_dim, int part>
-__device__ __forceinline__ void jax_qla_multiply_keys(float* c, unsigned first, unsigned nothing) {
-#pragma unroll
-  for (int step = 0; step < key_dim / 16; ++step) {
-    unsigned rows[4][4];
-#pragma unroll
-    for (int i = 0; i < 3 + part; ++i) {
-      jax_qla_load_matrices<false>(rows[i], (first ^ (step % 4 << 5)) + step / 4 * kTile + i * 2048);
-    }
-#pragma unroll
-    for (int k = 2 * part; k < 3 + part; ++k) {
-#pragma unroll
-      for (int n = 0; n < 2; ++n) {
-        const unsigned b0 = rows[k][n] ^ nothing, b1 = rows[k][n + 2] ^ nothing;
-#pragma unroll
-        for (int i = 0; i <= k; ++i) {
-          if (jax_qla_warp_of(i, k) == part) jax_qla_mma<bf16>(c + jax_qla_upper(i, k) * 8 + n * 4, rows[i], b0, b1);
-        }
-      }
-    }
-  }
-}
+// kk = the upper half of K K^T in 10 blocks, from K as tiles of 64 columns. A left operand holds the registers of right ones, but not
+// side by side as mma wants them. ptxas would copy them anew for every mma (300 moves); it computes an xor with `nothing`, 0, once.
 template <bool bf16, int key_dim>
 __device__ __forceinline__ void jax_qla_products(void* kk, const void* tiles, unsigned nothing) {
   float* c = static_cast<float*>(kk);
@@ -204,43 +179,22 @@ __device__ __forceinline__ void jax_qla_products(void* kk, const void* tiles, un
   const unsigned first = jax_qla_address(tiles) + (lane & 15) * 128 + (((lane >> 4) ^ (lane & 7)) << 4);
 #pragma unroll
   for (int i = 0; i < 80; ++i) c[i] = 0.f;
-  if (threadIdx.x < 32) {
-    jax_qla_multiply_keys<bf16, key_dim, 0>(c, first, nothing);
-  } else {
-    jax_qla_multiply_keys<bf16, key_dim, 1>(c, first, nothing);
-  }
-}
-// Each warp's blocks to where the key tiles were, and the other's from there.
-template <bool give, int part>
-__device__ __forceinline__ void jax_qla_exchange(float* c, float4* shared) {
 #pragma unroll
-  for (int k = 0; k < 4; ++k) {
+  for (int step = 0; step < key_dim / 16; ++step) {
+    unsigned rows[4][4];
 #pragma unroll
-    for (int i = 0; i <= k; ++i) {
-      if ((jax_qla_warp_of(i, k) == part) != give) continue;
+    for (int i = 0; i < 4; ++i) {
+      jax_qla_load_matrices<false>(rows[i], (first ^ (step % 4 << 5)) + step / 4 * kTile + i * 2048);
+    }
+#pragma unroll
+    for (int k = 0; k < 4; ++k) {
 #pragma unroll
       for (int n = 0; n < 2; ++n) {
-        float* four = c + jax_qla_upper(i, k) * 8 + n * 4;
-        float4* at = shared + (jax_qla_upper(i, k) * 2 + n) * 32 + (threadIdx.x & 31);
-        if constexpr (give) {
-          *at = float4{four[0], four[1], four[2], four[3]};
-        } else {
-          const float4 x = *at;
-          four[0] = x.x;
-          four[1] = x.y;
-          four[2] = x.z;
-          four[3] = x.w;
-        }
+        const unsigned b0 = rows[k][n] ^ nothing, b1 = rows[k][n + 2] ^ nothing;
+#pragma unroll
+        for (int i = 0; i <= k; ++i) jax_qla_mma<bf16>(c + jax_qla_upper(i, k) * 8 + n * 4, rows[i], b0, b1);
       }
     }
-  }
-}
-template <bool give>
-__device__ __forceinline__ void jax_qla_exchange(void* kk, void* shared) {
-  if (threadIdx.x < 32) {
-    jax_qla_exchange<give, 0>(static_cast<float*>(kk), static_cast<float4*>(shared));
-  } else {
-    jax_qla_exchange<give, 1>(static_cast<float*>(kk), static_cast<float4*>(shared));
   }
 }
 
@@ -552,11 +506,7 @@ def program(config: Config):
                     T.address_of(tiles_s[0, 0, 0]),
                     T.shift_right(ratio, 30),  # 0, which ptxas cannot know
                 )
-                T.sync_threads(1, 64)  # nobody reads the key tiles any more
-                T.call_extern("handle", "jax_qla_exchange<true>", T.address_of(kk[0]), T.address_of(tiles_s[0, 0, 0]))
-                T.sync_threads(1, 64)
-                T.call_extern("handle", "jax_qla_exchange<false>", T.address_of(kk[0]), T.address_of(tiles_s[0, 0, 0]))
-                T.sync_threads(1, 64)  # the tiles become those of a
+                T.sync_threads(1, 64)  # the key tiles become those of a
                 if half < heads:
                     T.call_extern(
                         "handle",

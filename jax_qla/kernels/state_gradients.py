@@ -12,16 +12,11 @@ Plan, one block per (sequence, value head, tile of `value_tile` value columns), 
 dVd^T and dX^T stay in registers as the A operands of the next wgmma, dO^T is read from shared memory as a transposed A operand:
 
     warpgroup       registers  work
-    0 (and 1)       208        64 value columns each: dS^T in float32; dh into a tile of its own while K dS runs, dX into dO's tile
-    last but one    72         gates, P into shared memory, Q scaled in place, a without its diagonal of ones
-    last            24         warp 0 loads Q, K, dO, a with TMA; 1: dh, and 2: dX, to memory
-
-    barrier            arrives       waits                    says
-    loaded[stage]      TMA           last but one, then state the tiles are there
-    ready[stage]       last but one  state                    gates and P are there, rows beyond the sequence are zero in Q, K, a and dO
-    p_free[c % 2]      state         last but one             P has been read
-    free[stage]        state, warp 2 warp 0                   the products of the chunk are done and dX has left
-    dh_written, dh_left, dx_written   as in kernels/states.py
+    0 (and 1)       200        64 value columns each: dS^T in float32; dh leaves through a tile of its own while K dS runs, dX
+                               through dO's tile
+    last            104        warp 0 loads Q, K, dO, a with TMA, two chunks ahead of what all prepare: gates, P into shared
+                               memory, Q scaled in place, a without its diagonal of ones
+    (barriers as in kernels/forward.py; rows beyond the sequence are zero in Q, K, a and dO)
 
 The diagonal of a^T dVd is dVd itself, which stays in the accumulator in float32.
 """
@@ -103,18 +98,13 @@ class Config:
 def program(config: Config):
     """The TileLang program. Numbers of tokens, heads, sequences and chunk slots are run-time values."""
     import tilelang.language as T
-    from tilelang.layout import make_full_bank_swizzled_layout
 
     C, K, V, W, dtype = CHUNK, config.key_dim, config.value_dim, config.value_tile, config.dtype
     tiles = V // W  # blocks a head
     ctype = {"bfloat16": "bfloat16_t", "float16": "half_t"}[dtype]
     fused = dtype == "bfloat16"  # what l2norm asks for; float16 has not the range
     stages = 3
-    parts = W // 64  # warpgroups that hold the gradient
-    halves = K // 64  # of a tile of dh
-    S = 128 * parts  # threads that hold the gradient
-    tiles_of_rows = stages * parts
-    leaving = S + 32  # those that must have done with a stage
+    S = 2 * W  # threads that hold the gradient: one warpgroup for every 64 value columns
     m = macros()
     tokens, key_heads, value_heads, sequences, slots = T.dynamic("tokens, key_heads, value_heads, sequences, slots")
     initial_states, final_states = T.dynamic("initial_states, final_states")  # sequences, or 0: not wanted, not given
@@ -136,7 +126,7 @@ def program(config: Config):
         scale: T.float32,
         l2norm: T.int32,
     ):
-        with T.Kernel(sequences * tiles, value_heads, threads=S + 256, prelude=PRELUDE) as (block, head):
+        with T.Kernel(sequences * tiles, value_heads, threads=S + 128, prelude=PRELUDE) as (block, head):
             T.annotate_min_blocks_per_sm(1)
             T.pdl_trigger()  # `gradients` waits by itself
             n = T.alloc_var("int32")
@@ -144,9 +134,6 @@ def program(config: Config):
             end = T.alloc_var("int32")
             count = T.alloc_var("int32")
             key_head = T.alloc_var("int32")
-            slot = T.alloc_var("int32")
-            line = T.alloc_var("int32")
-            lines = T.alloc_var("int32")
             n = block // tiles
             start = segments[n, 0]
             end = segments[n, 1]
@@ -157,11 +144,10 @@ def program(config: Config):
 
             q_s = T.alloc_shared((stages, C, K), dtype)  # Q, then scale exp(gamma) Q
             k_s = T.alloc_shared((stages, C, K), dtype)
-            do_s = T.alloc_shared((stages * parts, C, 64), dtype)  # dO, then dX on its way out
+            do_s = T.alloc_shared((stages, C, W), dtype)  # dO, then dX on its way out
             a_s = T.alloc_shared((stages, C, C), dtype)  # without its diagonal
             p_s = T.alloc_shared((2, C, C), dtype)  # a third would not fit
-            dh_s = T.alloc_shared((parts * halves, 64, 64), dtype)
-            T.annotate_layout({dh_s: make_full_bank_swizzled_layout(dh_s)})  # which nothing else here asks for
+            dh_s = T.alloc_shared((W // 64, 64, K), dtype)
             gamma_s = T.alloc_shared((stages, C), "float32")
             rise_s = T.alloc_shared((stages, C), "float32")
             fall_s = T.alloc_shared((stages, C), "float32")
@@ -171,148 +157,91 @@ def program(config: Config):
             lift_s = T.alloc_shared((stages, C), "float32")  # exp(gamma) / |q|, or exp(gamma)
             loaded = T.alloc_barrier([32] * stages)
             ready = T.alloc_barrier([128] * stages)
-            free = T.alloc_barrier([leaving] * stages)
-            p_free = T.alloc_barrier([S] * 2)
-            dh_written = T.alloc_barrier([128] * parts)
-            dh_left = T.alloc_barrier([32] * parts)
-            dx_written = T.alloc_barrier([128] * tiles_of_rows)
+            free = T.alloc_barrier([S] * stages)
 
-            if tx >= S + 128:
-                T.set_max_nreg(24, 0)
-                if tx < S + 160:
-                    for c in T.serial(count):
-                        if c >= stages:
-                            T.barrier_wait(free[c % stages], (c // stages + 1) % 2)
-                        m.load_rows(k, start + (count - 1 - c) * C, key_head, 0, K, k_s, c % stages, loaded)
-                        m.load_rows(q, start + (count - 1 - c) * C, key_head, 0, K, q_s, c % stages, loaded)
-                        m.load_rows(a, start + (count - 1 - c) * C, head, 0, C, a_s, c % stages, loaded)
-                        for part in T.unroll(parts):
-                            T.tma_copy(
-                                do[
-                                    start + (count - 1 - c) * C : start + (count - 1 - c) * C + C,
-                                    head,
-                                    first + part * 64 : first + part * 64 + 64,
-                                ],
-                                do_s[c % stages * parts + part, :, :],
-                                barrier=loaded[c % stages],
-                                leader_scope_threads=32,
-                            )
-                        T.barrier_arrive(loaded[c % stages])
-                elif tx < S + 192:
-                    slot = start // C + n + count
-                    for c in T.serial(count):
-                        for wg in tuple(range(parts)):
-                            T.barrier_wait(dh_written[wg], c % 2)
-                            T.fence_proxy_async()
-                            for x in T.unroll(halves):
-                                T.tma_copy(
-                                    dh_s[wg * halves + x, :, :],
-                                    dh[slot - c, head, first + wg * 64 : first + wg * 64 + 64, x * 64 : x * 64 + 64],
-                                    leader_scope_threads=32,
-                                )
-                            T.tma_store_wait(0)
-                            T.barrier_arrive(dh_left[wg])
-                elif tx < S + 224:
-                    for c in T.serial(count):
-                        line = start + (count - 1 - c) * C
-                        lines = T.min(end - line, C)
-                        for wg in tuple(range(parts)):
-                            T.barrier_wait(dx_written[c % stages * parts + wg], c // stages % 2)
-                            if lines == C:
-                                T.fence_proxy_async()
-                                T.tma_copy(
-                                    do_s[c % stages * parts + wg, :, :],
-                                    dx[line : line + C, head, first + wg * 64 : first + wg * 64 + 64],
-                                    leader_scope_threads=32,
-                                )
-                            else:
-                                m.store_rows(
-                                    do_s,
-                                    c % stages * parts + wg,
-                                    dx,
-                                    line,
-                                    lines,
-                                    head,
-                                    first + wg * 64,
-                                    0,
-                                    tx - (S + 192),
-                                    32,
-                                )
-                        T.tma_store_wait(0)
-                        T.barrier_arrive(free[c % stages])
-            elif tx >= S:
-                T.set_max_nreg(72, 0)
-                fetched = T.alloc_local((3,), "float32")  # gates of the chunk to come
+            if tx >= S:
+                T.set_max_nreg(104, 0)
+                fetched = T.alloc_local((3,), "float32")  # gates of the chunk after
+                gates = T.alloc_local((3,), "float32")
                 length = T.alloc_var("float32")
                 p = T.alloc_fragment((C, C), "float32")
-                m.fetch_gates(
-                    gamma,
-                    beta,
-                    start + (count - 1) * C,
-                    T.min(end - (start + (count - 1) * C), C),
-                    head,
-                    tx - S,
-                    fetched,
-                )
-                for c in T.serial(count):
-                    stage = c % stages
-                    rows = T.min(end - (start + (count - 1 - c) * C), C)
-                    # Q, K and dO are there, and the stage's gates and P's other tile are read no more
-                    T.barrier_wait(loaded[stage], c // stages % 2)
-                    if c >= 2:
-                        T.barrier_wait(p_free[c % 2], (c // 2 + 1) % 2)
-                    m.store_gates(fetched, rows, tx - S, stage, gamma_s, rise_s, fall_s, beta_s)
-                    if tx < S + C:
-                        drop_s[stage, tx - S] = -(rise_s[stage, tx - S] * beta_s[stage, tx - S])
-                        lift_s[stage, tx - S] = rise_s[stage, tx - S]
-                    else:
-                        query_s[stage, tx - (S + C)] = 1.0
-                    if c + 1 < count:
-                        m.fetch_gates(gamma, beta, start + (count - 2 - c) * C, C, head, tx - S, fetched)
-                    if fused and l2norm != 0:
+                T.clear(gates)
+                for step in T.serial(count + 1):
+                    # The state leaves a stage when it has begun with the next, and then P's other tile is free too.
+                    if step >= stages:
+                        T.barrier_wait(free[step % stages], (step // stages + 1) % 2)
+                    if step < count:
+                        if tx < S + 32:
+                            m.load_rows(k, start + (count - 1 - step) * C, key_head, 0, K, k_s, step % stages, loaded)
+                            m.load_rows(q, start + (count - 1 - step) * C, key_head, 0, K, q_s, step % stages, loaded)
+                            m.load_rows(a, start + (count - 1 - step) * C, head, 0, C, a_s, step % stages, loaded)
+                            m.load_rows(do, start + (count - 1 - step) * C, head, first, W, do_s, step % stages, loaded)
+                            T.barrier_arrive(loaded[step % stages])
+                        m.fetch_gates(
+                            gamma,
+                            beta,
+                            start + (count - 1 - step) * C,
+                            T.min(end - (start + (count - 1 - step) * C), C),
+                            head,
+                            tx - S,
+                            fetched,
+                        )
+                    if step > 0:
+                        # prepare the chunk before, which has arrived
+                        stage = (step + stages - 1) % stages
+                        rows = T.min(end - (start + (count - 1 - (step - 1)) * C), C)
+                        m.store_gates(gates, rows, tx - S, stage, gamma_s, rise_s, fall_s, beta_s)
                         if tx < S + C:
-                            if tx - S < rows:
-                                length = m.inverse_length(k_s, stage, tx - S)
-                                drop_s[stage, tx - S] = drop_s[stage, tx - S] * (length * length)
-                        elif tx - (S + C) < rows:
-                            query_s[stage, tx - (S + C)] = m.inverse_length(q_s, stage, tx - (S + C))
-                    if rows < C:
-                        m.zero_tail(q_s, stage, rows, K, tx - S, 128)
-                        m.zero_tail(k_s, stage, rows, K, tx - S, 128)
-                        m.zero_tail(a_s, stage, rows, C, tx - S, 128)
-                        for part in T.unroll(parts):
-                            m.zero_tail(do_s, stage * parts + part, rows, 64, tx - S, 128)
+                            drop_s[stage, tx - S] = -(rise_s[stage, tx - S] * beta_s[stage, tx - S])
+                            lift_s[stage, tx - S] = rise_s[stage, tx - S]
+                        else:
+                            query_s[stage, tx - (S + C)] = 1.0
+                        T.barrier_wait(loaded[stage], (step - 1) // stages % 2)
+                        if fused and l2norm != 0:
+                            if tx < S + C:
+                                if tx - S < rows:
+                                    length = m.inverse_length(k_s, stage, tx - S)
+                                    drop_s[stage, tx - S] = drop_s[stage, tx - S] * (length * length)
+                            elif tx - (S + C) < rows:
+                                query_s[stage, tx - (S + C)] = m.inverse_length(q_s, stage, tx - (S + C))
+                        if rows < C:
+                            m.zero_tail(q_s, stage, rows, K, tx - S, 128)
+                            m.zero_tail(k_s, stage, rows, K, tx - S, 128)
+                            m.zero_tail(a_s, stage, rows, C, tx - S, 128)
+                            m.zero_tail(do_s, stage, rows, W, tx - S, 128)
+                            T.fence_proxy_async()
+                        if tx < S + C:
+                            a_s[stage, tx - S, tx - S] = T.cast(0, dtype)
+                        T.sync_threads(3, 128)
+                        if fused and l2norm != 0 and tx < S + C:
+                            lift_s[stage, tx - S] = lift_s[stage, tx - S] * query_s[stage, tx - S]
+                        T.gemm(q_s[stage, :, :], k_s[stage, :, :], p, transpose_B=True, clear_accum=True)
+                        T.call_extern(
+                            "handle",
+                            "jax_qla_store_decayed",
+                            p.data,
+                            T.address_of(gamma_s[stage, 0]),
+                            scale,
+                            T.address_of(query_s[stage, 0]),
+                            T.address_of(p_s[(step + 1) % 2, 0, 0]),
+                        )
+                        T.sync_threads(3, 128)  # every warp has read Q
+                        T.call_extern(
+                            "handle",
+                            f"jax_qla_scale_rows<{ctype}, {K}>",
+                            T.address_of(q_s[stage, 0, 0]),
+                            T.address_of(lift_s[stage, 0]),
+                            scale,
+                        )
                         T.fence_proxy_async()
-                    if tx < S + C:
-                        a_s[stage, tx - S, tx - S] = T.cast(0, dtype)
-                    T.sync_threads(3, 128)
-                    if fused and l2norm != 0 and tx < S + C:
-                        lift_s[stage, tx - S] = lift_s[stage, tx - S] * query_s[stage, tx - S]
-                    T.gemm(q_s[stage, :, :], k_s[stage, :, :], p, transpose_B=True, clear_accum=True)
-                    T.call_extern(
-                        "handle",
-                        "jax_qla_store_decayed",
-                        p.data,
-                        T.address_of(gamma_s[stage, 0]),
-                        scale,
-                        T.address_of(query_s[stage, 0]),
-                        T.address_of(p_s[c % 2, 0, 0]),
-                    )
-                    T.sync_threads(3, 128)  # every warp has read Q
-                    T.call_extern(
-                        "handle",
-                        f"jax_qla_scale_rows<{ctype}, {K}>",
-                        T.address_of(q_s[stage, 0, 0]),
-                        T.address_of(lift_s[stage, 0]),
-                        scale,
-                    )
-                    T.fence_proxy_async()
-                    T.barrier_arrive(ready[stage])
+                        T.barrier_arrive(ready[stage])
+                    for x in T.unroll(3):
+                        gates[x] = fetched[x]
             else:
-                for wg in tuple(range(parts)):
+                for wg in tuple(range(W // 64)):
                     part = wg * 64  # first of this warpgroup's columns
                     if tx < 128 if wg == 0 else tx >= 128:
-                        T.set_max_nreg(208 if W == 128 else 240, 1)
+                        T.set_max_nreg(200, 1)
                         d = T.alloc_fragment((64, K), "float32")
                         d_b = T.alloc_fragment((64, K), dtype)
                         u = T.alloc_fragment((64, C), "float32")
@@ -322,6 +251,9 @@ def program(config: Config):
                             (C,), "float32"
                         )  # factors of u's columns, read while a product runs
                         whole = T.alloc_var("float32")
+                        line = T.alloc_var("int32")
+                        lines = T.alloc_var("int32")
+                        slot = T.alloc_var("int32")
                         if final_states > 0:
                             for i, j in T.Parallel(64, K):
                                 d[i, j] = d_final_state[n, head, j, first + part + i]
@@ -329,40 +261,46 @@ def program(config: Config):
                             T.clear(d)
                         for c in T.serial(count):
                             at = c % stages
-                            lines = T.min(end - (start + (count - 1 - c) * C), C)
+                            line = start + (count - 1 - c) * C
+                            lines = T.min(end - line, C)
+                            slot = start // C + n + 1 + (count - 1 - c)
                             T.copy(d, d_b)
                             T.barrier_wait(ready[at], (c // stages) % 2)
                             T.barrier_wait(loaded[at], (c // stages) % 2)
                             # dVd = exp(gamma_C - gamma) K dS + P^T dO
                             T.wgmma_gemm(d_b, k_s[at, :, :], u, transpose_B=True, clear_accum=True)
-                            # the gradient of the state after the chunk leaves while the product runs ("r": kernels/states.py)
-                            if c > 0:
-                                T.barrier_wait(dh_left[wg], (c + 1) % 2)
-                            T.call_extern(
-                                "handle",
-                                f"jax_qla_store_operand<{K // 64}>",
-                                d_b.data,
-                                T.access_ptr(dh_s[wg * halves, 0, 0], "r"),
+                            # the gradient of the state after the chunk leaves while the product runs; the one before has left
+                            T.tma_store_wait(1)
+                            T.sync_threads(4 + wg, 128)
+                            T.copy(d_b, dh_s[wg, :, :])
+                            T.fence_proxy_async()
+                            T.sync_threads(4 + wg, 128)
+                            T.tma_copy(
+                                dh_s[wg, :, :],
+                                dh[slot, head, first + part : first + part + 64, 0:K],
+                                leader_scope_threads=128,
                             )
-                            T.barrier_arrive(dh_written[wg])
+                            # by now the previous chunk's dX has left too, and its stage may be overwritten
+                            T.tma_store_wait(1)
+                            if c > 0:
+                                T.barrier_arrive(free[(c - 1) % stages])
                             for j in T.Parallel(C):
                                 of_column[j] = fall_s[at, j]
                             T.wait_wgmma(0)
                             for i, j in T.Parallel(64, C):
                                 u[i, j] = u[i, j] * of_column[j]
-                            T.wgmma_gemm(do_s[at * parts + wg, :, :], p_s[c % 2, :, :], u, transpose_A=True)
+                            T.wgmma_gemm(do_s[at, :, part : part + 64], p_s[c % 2, :, :], u, transpose_A=True)
                             whole = rise_s[at, lines - 1]
                             for i, j in T.Parallel(64, K):
                                 d[i, j] = d[i, j] * whole
                             for j in T.Parallel(C):
                                 of_column[j] = drop_s[at, j]
                             T.wait_wgmma(0)
-                            T.barrier_arrive(p_free[c % 2])
                             T.copy(u, dvd_b)
                             # dX = A^T dVd, on the diagonal (of ones), which a_s lacks, without the rounding of dVd
                             T.wgmma_gemm(dvd_b, a_s[at, :, :], u)
                             # dS = exp(gamma_C) dS + Q^T scale exp(gamma) dO - K^T exp(gamma) beta dX
-                            T.wgmma_gemm(do_s[at * parts + wg, :, :], q_s[at, :, :], d, transpose_A=True)
+                            T.wgmma_gemm(do_s[at, :, part : part + 64], q_s[at, :, :], d, transpose_A=True)
                             T.wait_wgmma(1)
                             for i, j in T.Parallel(64, C):
                                 dw_b[i, j] = T.cast(u[i, j] * of_column[j], dtype)
@@ -373,11 +311,21 @@ def program(config: Config):
                                 "handle",
                                 "jax_qla_store_transposed",
                                 u.data,
-                                T.access_ptr(do_s[at * parts + wg, 0, 0], "r"),
+                                T.address_of(do_s[at, 0, part]),
                             )
-                            T.barrier_arrive(dx_written[at * parts + wg])
+                            T.fence_proxy_async()
+                            T.sync_threads(4 + wg, 128)
+                            if lines == C:
+                                T.tma_copy(
+                                    do_s[at, :, part : part + 64],
+                                    dx[line : line + C, head, first + part : first + part + 64],
+                                    leader_scope_threads=128,
+                                )
+                            else:
+                                m.store_rows(do_s, at, dx, line, lines, head, first, part, tx - wg * 128)
+                                T.tma_store_wait(0)  # one group less than the waits above count on
                             T.wait_wgmma(0)
-                            T.barrier_arrive(free[at])
+                        T.tma_store_wait(0)
                         if initial_states > 0:
                             for i, j in T.Parallel(64, K):
                                 d_initial_state[n, head, j, first + part + i] = d[i, j]

@@ -11,18 +11,10 @@ Plan, one block per (sequence, value head, tile of `value_tile` value columns), 
 Vd^T stay in registers as the A operands of the next wgmma:
 
     warpgroup       registers  work
-    0 (and 1)       216        64 value columns each: S^T in float32, h into a tile of its own while K S runs, Vd into V's tile
-    last            40         warp 0 loads K, V, a with TMA; 0 and 1: gates; 2: h, and 3: Vd, to memory
-
-    barrier            arrives      waits       says
-    loaded[stage]      TMA          0, 1, state the tiles are there
-    ready[stage]       0, 1         state       the gates are there, rows beyond the sequence are zero
-    free[stage]        state, 3     0, 1        the products of the chunk are done and Vd has left: the stage may be overwritten
-    h_written[part]    state        2           h is in its tile ..
-    h_left[part]       2            state       .. and has left it
-    vd_written[tile]   state        3           Vd is in V's tile (of a stage and part: the state may be a stage ahead)
-
-The warps that have TMA read what others wrote have the fence between the proxies, and the state waits for neither.
+    0 (and 1)       216        64 value columns each: S^T in float32; h leaves through a tile of its own while K S runs, Vd
+                               through V's tile
+    last            40         warp 0 loads K, V, a with TMA; all: gates
+    (barriers as in kernels/forward.py)
 """
 
 from dataclasses import dataclass
@@ -50,17 +42,12 @@ class Config:
 def program(config: Config):
     """The TileLang program. Numbers of tokens, heads, sequences and chunk slots are run-time values."""
     import tilelang.language as T
-    from tilelang.layout import make_full_bank_swizzled_layout
 
     C, K, V, W, dtype = CHUNK, config.key_dim, config.value_dim, config.value_tile, config.dtype
     tiles = V // W  # blocks a head
     fused = dtype == "bfloat16"  # what l2norm asks for; float16 has not the range
     stages = 3
-    parts = W // 64  # warpgroups that hold the state
-    halves = K // 64  # of a tile of h
-    S = 128 * parts  # threads that hold the state
-    tiles_of_rows = stages * parts
-    leaving = S + 32  # those that must have done with a stage
+    S = 2 * W  # threads that hold the state: one warpgroup for every 64 value columns
     m = macros()
     tokens, key_heads, value_heads, sequences, slots = T.dynamic("tokens, key_heads, value_heads, sequences, slots")
     initial_states = T.dynamic("initial_states")  # sequences, or 0: not given
@@ -88,9 +75,6 @@ def program(config: Config):
             end = T.alloc_var("int32")
             count = T.alloc_var("int32")
             key_head = T.alloc_var("int32")
-            slot = T.alloc_var("int32")
-            line = T.alloc_var("int32")
-            lines = T.alloc_var("int32")
             n = block // tiles
             start = segments[n, 0]
             end = segments[n, 1]
@@ -100,119 +84,60 @@ def program(config: Config):
             tx = T.get_thread_binding()
 
             k_s = T.alloc_shared((stages, C, K), dtype)
-            v_s = T.alloc_shared((stages * parts, C, 64), dtype)  # V, then Vd on its way out
+            v_s = T.alloc_shared((stages, C, W), dtype)  # V, then Vd on its way out
             a_s = T.alloc_shared((stages, C, C), dtype)
-            h_s = T.alloc_shared((parts * halves, 64, 64), dtype)
-            # which nothing else here asks for
-            T.annotate_layout({x: make_full_bank_swizzled_layout(x) for x in (v_s, h_s)})
+            h_s = T.alloc_shared((W // 64, 64, K), dtype)
             gamma_s = T.alloc_shared((stages, C), "float32")
             rise_s = T.alloc_shared((stages, C), "float32")
             fall_s = T.alloc_shared((stages, C), "float32")
             beta_s = T.alloc_shared((stages, C), "float32")
             drop_s = T.alloc_shared((stages, C), "float32")  # -exp(gamma) beta
             loaded = T.alloc_barrier([32] * stages)
-            ready = T.alloc_barrier([64] * stages)
-            free = T.alloc_barrier([leaving] * stages)
-            h_written = T.alloc_barrier([128] * parts)
-            h_left = T.alloc_barrier([32] * parts)
-            vd_written = T.alloc_barrier([128] * tiles_of_rows)
+            ready = T.alloc_barrier([128] * stages)
+            free = T.alloc_barrier([S] * stages)
 
             if tx >= S:
-                T.set_max_nreg(40, 0)  # by the whole warpgroup at once
-                if tx >= S + 64:
-                    if tx < S + 96:
-                        slot = start // C + n + 1
-                        for c in T.serial(count):
-                            for wg in tuple(range(parts)):
-                                T.barrier_wait(h_written[wg], c % 2)
-                                T.fence_proxy_async()
-                                for x in T.unroll(halves):
-                                    T.tma_copy(
-                                        h_s[wg * halves + x, :, :],
-                                        h[slot + c, head, first + wg * 64 : first + wg * 64 + 64, x * 64 : x * 64 + 64],
-                                        leader_scope_threads=32,
-                                    )
-                                T.tma_store_wait(0)
-                                T.barrier_arrive(h_left[wg])
-                    else:
-                        for c in T.serial(count):
-                            line = start + c * C
-                            lines = T.min(end - line, C)
-                            for wg in tuple(range(parts)):
-                                T.barrier_wait(vd_written[c % stages * parts + wg], c // stages % 2)
-                                if lines == C:
-                                    T.fence_proxy_async()
-                                    T.tma_copy(
-                                        v_s[c % stages * parts + wg, :, :],
-                                        vd[line : line + C, head, first + wg * 64 : first + wg * 64 + 64],
-                                        leader_scope_threads=32,
-                                    )
-                                else:
-                                    m.store_rows(
-                                        v_s,
-                                        c % stages * parts + wg,
-                                        vd,
-                                        line,
-                                        lines,
-                                        head,
-                                        first + wg * 64,
-                                        0,
-                                        tx - (S + 96),
-                                        32,
-                                    )
-                            T.tma_store_wait(0)
-                            T.barrier_arrive(free[c % stages])
-                else:
-                    fetched = T.alloc_local((3,), "float32")  # gates of the chunk after
-                    gates = T.alloc_local((3,), "float32")
-                    length = T.alloc_var("float32")
-                    T.clear(gates)
-                    for step in T.serial(count + 1):
-                        if step < count:
-                            # load a chunk as soon as the state has left the stage
-                            m.fetch_gates(
-                                gamma, beta, start + step * C, T.min(end - (start + step * C), C), head, tx - S, fetched
-                            )
-                            if step >= stages:
-                                T.barrier_wait(free[step % stages], (step // stages + 1) % 2)
-                            if tx < S + 32:
-                                m.load_rows(k, start + step * C, key_head, 0, K, k_s, step % stages, loaded)
-                                m.load_rows(a, start + step * C, head, 0, C, a_s, step % stages, loaded)
-                                for part in T.unroll(parts):
-                                    T.tma_copy(
-                                        v[
-                                            start + step * C : start + step * C + C,
-                                            head,
-                                            first + part * 64 : first + part * 64 + 64,
-                                        ],
-                                        v_s[step % stages * parts + part, :, :],
-                                        barrier=loaded[step % stages],
-                                        leader_scope_threads=32,
-                                    )
-                                T.barrier_arrive(loaded[step % stages])
-                        if step > 0:
-                            # prepare the chunk before, which has arrived
-                            stage = (step + stages - 1) % stages
-                            rows = T.min(end - (start + (step - 1) * C), C)
-                            m.store_gates(gates, rows, tx - S, stage, gamma_s, rise_s, fall_s, beta_s)
+                T.set_max_nreg(40, 0)
+                fetched = T.alloc_local((3,), "float32")  # gates of the chunk after
+                gates = T.alloc_local((3,), "float32")
+                length = T.alloc_var("float32")
+                T.clear(gates)
+                for step in T.serial(count + 1):
+                    if step < count:
+                        # load a chunk as soon as the state has left the stage
+                        m.fetch_gates(
+                            gamma, beta, start + step * C, T.min(end - (start + step * C), C), head, tx - S, fetched
+                        )
+                        if step >= stages:
+                            T.barrier_wait(free[step % stages], (step // stages + 1) % 2)
+                        if tx < S + 32:
+                            m.load_rows(k, start + step * C, key_head, 0, K, k_s, step % stages, loaded)
+                            m.load_rows(a, start + step * C, head, 0, C, a_s, step % stages, loaded)
+                            m.load_rows(v, start + step * C, head, first, W, v_s, step % stages, loaded)
+                            T.barrier_arrive(loaded[step % stages])
+                    if step > 0:
+                        # prepare the chunk before, which has arrived
+                        stage = (step + stages - 1) % stages
+                        rows = T.min(end - (start + (step - 1) * C), C)
+                        m.store_gates(gates, rows, tx - S, stage, gamma_s, rise_s, fall_s, beta_s)
+                        if tx < S + C:
                             drop_s[stage, tx - S] = -(rise_s[stage, tx - S] * beta_s[stage, tx - S])
-                            T.barrier_wait(loaded[stage], (step - 1) // stages % 2)
-                            if fused and l2norm != 0 and tx - S < rows:
-                                # X = beta / |k| V - exp(gamma) beta / |k|^2 K S
-                                length = m.inverse_length(k_s, stage, tx - S)
-                                beta_s[stage, tx - S] = beta_s[stage, tx - S] * length
-                                drop_s[stage, tx - S] = drop_s[stage, tx - S] * (length * length)
-                            if rows < C:
-                                m.zero_tail(k_s, stage, rows, K, tx - S, 64)
-                                for part in T.unroll(parts):
-                                    m.zero_tail(v_s, stage * parts + part, rows, 64, tx - S, 64)
-                                m.zero_tail(a_s, stage, rows, C, tx - S, 64)
-                                T.fence_proxy_async()
-                            T.barrier_arrive(ready[stage])
-                        for x in T.unroll(3):
-                            gates[x] = fetched[x]
+                        T.barrier_wait(loaded[stage], (step - 1) // stages % 2)
+                        if fused and l2norm != 0 and tx - S < rows:
+                            # X = beta / |k| V - exp(gamma) beta / |k|^2 K S
+                            length = m.inverse_length(k_s, stage, tx - S)
+                            beta_s[stage, tx - S] = beta_s[stage, tx - S] * length
+                            drop_s[stage, tx - S] = drop_s[stage, tx - S] * (length * length)
+                        if rows < C:
+                            m.zero_tail(k_s, stage, rows, K, tx - S, 128)
+                            m.zero_tail(v_s, stage, rows, W, tx - S, 128)
+                            m.zero_tail(a_s, stage, rows, C, tx - S, 128)
+                            T.fence_proxy_async()
+                        T.barrier_arrive(ready[stage])
+                    for x in T.unroll(3):
+                        gates[x] = fetched[x]
             else:
-                for wg in tuple(range(parts)):
+                for wg in tuple(range(W // 64)):
                     part = wg * 64  # first of this warpgroup's columns
                     if tx < 128 if wg == 0 else tx >= 128:
                         T.set_max_nreg(216, 1)
@@ -227,6 +152,9 @@ def program(config: Config):
                             (C,), "float32"
                         )  # factors of u's columns, read while a product runs
                         whole = T.alloc_var("float32")
+                        line = T.alloc_var("int32")
+                        lines = T.alloc_var("int32")
+                        slot = T.alloc_var("int32")
                         if initial_states > 0:
                             for i, j in T.Parallel(64, K):
                                 state[i, j] = initial_state[n, head, j, first + part + i]
@@ -234,7 +162,9 @@ def program(config: Config):
                             T.clear(state)
                         for c in T.serial(count):
                             at = c % stages
-                            lines = T.min(end - (start + c * C), C)
+                            line = start + c * C
+                            lines = T.min(end - line, C)
+                            slot = start // C + n + 1 + c
                             T.copy(state, state_b)
                             T.barrier_wait(ready[at], (c // stages) % 2)
                             T.barrier_wait(loaded[at], (c // stages) % 2)
@@ -244,19 +174,23 @@ def program(config: Config):
                                 "handle",
                                 "jax_qla_load_transposed",
                                 v_t.data,
-                                T.access_ptr(v_s[at * parts + wg, 0, 0], "r"),
+                                T.address_of(v_s[at, 0, part]),
                             )
-                            # the state before the chunk leaves while the product runs. "r": behind pointers that may be written to
-                            # TileLang puts a fence before the next wgmma, and none here reads what is written
+                            # the state before the chunk leaves while the product runs; the one before has left
+                            T.tma_store_wait(1)
+                            T.sync_threads(4 + wg, 128)
+                            T.copy(state_b, h_s[wg, :, :])
+                            T.fence_proxy_async()
+                            T.sync_threads(4 + wg, 128)
+                            T.tma_copy(
+                                h_s[wg, :, :],
+                                h[slot, head, first + part : first + part + 64, 0:K],
+                                leader_scope_threads=128,
+                            )
+                            # by now the previous chunk's Vd has left too, and its stage may be overwritten
+                            T.tma_store_wait(1)
                             if c > 0:
-                                T.barrier_wait(h_left[wg], (c + 1) % 2)
-                            T.call_extern(
-                                "handle",
-                                f"jax_qla_store_operand<{K // 64}>",
-                                state_b.data,
-                                T.access_ptr(h_s[wg * halves, 0, 0], "r"),
-                            )
-                            T.barrier_arrive(h_written[wg])
+                                T.barrier_arrive(free[(c - 1) % stages])
                             for i, j in T.Parallel(64, C):
                                 v_beta[i, j] = T.cast(v_t[i, j], "float32") * beta_s[at, j]
                             for j in T.Parallel(C):
@@ -278,15 +212,19 @@ def program(config: Config):
                             # S = exp(gamma_C) S + (exp(gamma_C - gamma) Vd) K
                             T.wgmma_gemm(vk_b, k_s[at, :, :], state)
                             T.sync_warp()  # V was read by other lanes
-                            T.call_extern(
-                                "handle",
-                                "jax_qla_store_transposed",
-                                u.data,
-                                T.access_ptr(v_s[at * parts + wg, 0, 0], "r"),
-                            )
-                            T.barrier_arrive(vd_written[at * parts + wg])
+                            T.call_extern("handle", "jax_qla_store_transposed", u.data, T.address_of(v_s[at, 0, part]))
+                            T.fence_proxy_async()
+                            T.sync_threads(4 + wg, 128)
+                            if lines == C:
+                                T.tma_copy(
+                                    v_s[at, :, part : part + 64],
+                                    vd[line : line + C, head, first + part : first + part + 64],
+                                    leader_scope_threads=128,
+                                )
+                            else:
+                                m.store_rows(v_s, at, vd, line, lines, head, first, part, tx - wg * 128)
                             T.wait_wgmma(0)
-                            T.barrier_arrive(free[at])
+                        T.tma_store_wait(0)
 
     return states
 

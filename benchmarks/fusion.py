@@ -1,0 +1,131 @@
+"""Times what stands before the gated delta rule in a layer, in the kernels where they can do it and by XLA.
+
+    python benchmarks/fusion.py                                  # on a Hopper GPU
+    python benchmarks/fusion.py --rows 'forward/16,32/*'    # some forward rows; both passes are timed
+
+Of each row, milliseconds on the device of the forward pass alone and of both passes:
+
+    plain       q, k, g and beta as they are: what follows cannot be faster
+    kernels     q and k divided by their lengths, by `use_qk_l2norm_in_kernel`
+    xla         the same by XLA, before
+    gates       as `kernels`, and g = -exp(A_log) softplus(a + dt_bias), beta = sigmoid(b), by XLA
+
+`kernels` less `plain` is what the normalisation costs there; `gates` less `kernels` is the most that the gates could
+gain by being computed in the kernels too. Every call of a chain has its own operands as far as XLA can tell, so nothing
+is computed once for several. Writes fusion.json to the output folder.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import inputs
+import jax
+import jax.numpy as jnp
+from measurement import repeat
+from rows import Row, select
+
+import jax_qla
+from jax_qla.l2norm import normalize
+from jax_qla.nn.gates import log_decay, update_strength
+
+CALLS = 6
+"""In one jitted function."""
+ROWS = ("forward/16,32/4x8192", "forward/16,32/8x1024", "forward/2,8/4x8192")
+
+
+def rule(way: str, x: dict[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
+    """o and the final state, what stands before the rule being computed in this `way`."""
+    q, k, g, beta = (x[name] for name in ("q", "k", "g", "beta"))
+    if way == "xla":
+        q, k = normalize(q), normalize(k)
+    if way == "gates":
+        g, beta = log_decay(x["a"], x["A_log"], x["dt_bias"]), update_strength(x["b"], allow_neg_eigval=False)
+    o, final_state = jax_qla.chunk_gated_delta_rule(
+        *(q, k, x["v"], g, beta),
+        initial_state=x["initial_state"],
+        output_final_state=True,
+        cu_seqlens=x["cu_seqlens"],
+        use_qk_l2norm_in_kernel=way in ("kernels", "gates"),
+        implementation="cuda",
+    )
+    assert final_state is not None
+    return o, final_state
+
+
+def both(way: str, x: dict[str, jax.Array]) -> tuple[jax.Array, Any]:
+    """The final state and the gradients of the floating-point operands that this `way` uses."""
+    used = {"q", "k", "v", "initial_state", *(("a", "b") if way == "gates" else ("g", "beta"))}
+    operands = {name: value for name, value in x.items() if name in used}
+    (_, final_state), transpose = jax.vjp(lambda operands: rule(way, x | operands), operands)
+    return final_state, transpose((x["do"], x["d_final_state"]))[0]
+
+
+def chain(run: Callable[[dict[str, jax.Array]], tuple[jax.Array, Any]], x: dict[str, jax.Array]) -> Any:
+    """CALLS calls, one after the other."""
+    results = None
+    for _ in range(CALLS):
+        x, results = jax.lax.optimization_barrier((x, results))
+        results = run(x)
+    return results
+
+
+def seconds(function: Any, x: dict[str, jax.Array], times: int) -> float:
+    start = time.perf_counter()
+    for _ in range(times):
+        result = function(x)
+    jax.block_until_ready(result)
+    return time.perf_counter() - start
+
+
+def operands(row: Row) -> dict[str, jax.Array]:
+    """Those of the comparison, q and k of lengths other than 1, and what gates are computed from."""
+    x = inputs.make(row)
+    lengths = jnp.exp(jax.random.normal(jax.random.key(1), (2, *x["q"].shape[:-1], 1)))
+    x |= {"q": (x["q"] * lengths[0]).astype(x["q"].dtype), "k": (x["k"] * lengths[1]).astype(x["k"].dtype)}
+    a, b = jax.random.normal(jax.random.key(2), (2, *x["g"].shape)).astype(x["q"].dtype)
+    heads = jnp.zeros(row.value_heads)
+    return x | {"a": a, "b": b, "A_log": heads, "dt_bias": heads}
+
+
+def measure(row: Row) -> dict[str, dict[str, float]]:
+    """Milliseconds by pass and way."""
+    x = operands(row)
+    found: dict[str, dict[str, float]] = {}
+    for direction, run in (("forward", lambda way, x: rule(way, x)), ("both", both)):
+        found[direction] = {}
+        for way in ("plain", "kernels", "xla", "gates"):
+            given = x
+            if way == "plain":  # the rule diverges with keys as long as these
+                given = x | {"q": normalize(x["q"]), "k": normalize(x["k"])}
+            function = jax.jit(partial(chain, partial(run, way)))
+            jax.block_until_ready(function(given))
+            found[direction][way] = repeat(partial(seconds, function, given), CALLS)
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rows", nargs="+", default=list(ROWS), metavar="PATTERN")
+    parser.add_argument("--output", type=Path, default=Path("runs/fusion"), metavar="DIR")
+    arguments = parser.parse_args()
+    found = {}
+    for row in select(arguments.rows):
+        if row.direction != "forward":
+            continue
+        found[row.name] = measure(row)
+        for direction, times in found[row.name].items():
+            cells = "  ".join(f"{way} {x:.3f}" for way, x in times.items())
+            print(f"{row.name:24} {direction:8} {cells}", flush=True)
+    arguments.output.mkdir(parents=True, exist_ok=True)
+    (arguments.output / "fusion.json").write_text(json.dumps(found, indent=1))
+
+
+if __name__ == "__main__":
+    main()
