@@ -17,7 +17,6 @@
 #include "plan.h"
 #include "runtime.h"
 #include "tensor_map.h"
-#include "tensor_map_cache.h"
 
 namespace jax_qla {
 namespace {
@@ -52,9 +51,8 @@ CUcontext ContextOf(const Driver& driver, CUstream stream) {
   return context;
 }
 
-// What one call site keeps from compilation to its last run: the parsed plan, and for each context that the executable
-// has been initialised for the plan's functions and the tensor maps that were encoded last. Shared by all devices and
-// threads that run the executable.
+// What one call site keeps from compilation to its last run: the parsed plan, and the plan's functions in each context
+// that the executable has been initialised for. Shared by all devices and threads that run the executable.
 template <typename Platform>
 class LaunchState {
  public:
@@ -63,30 +61,21 @@ class LaunchState {
   explicit LaunchState(Plan plan) : plan_(std::move(plan)) {}
 
   ~LaunchState() {
-    for (Loaded* loaded = loaded_.load(); loaded != nullptr;) {
+    for (const Loaded* loaded = loaded_.load(); loaded != nullptr;) {
       delete std::exchange(loaded, loaded->next);
     }
   }
 
-  // What the plan needs in one context.
-  struct Loaded {
-    Loaded(CUcontext context, size_t tensor_maps) : context(context), maps(tensor_maps) {}
-
-    const CUcontext context;
-    std::vector<CUfunction> functions;  // by kernel
-    TensorMapCache maps;
-    Loaded* next = nullptr;
-  };
-
   const Plan& plan() const { return plan_; }
 
-  // Loads the plan's functions into `context`, which must be current, if they are not yet.
+  // The plan's functions in `context`, loaded if they are not yet; `context` must be current.
   void Load(Runtime& runtime, CUcontext context) {
     const std::lock_guard<std::mutex> lock(mutex_);
     if (Find(context) != nullptr) {
       return;
     }
-    auto loaded = std::make_unique<Loaded>(context, plan_.tensor_maps);
+    auto loaded = std::make_unique<Loaded>();
+    loaded->context = context;
     for (const KernelLaunch& kernel : plan_.kernels) {
       loaded->functions.push_back(runtime.kernels.Load(context, kernel));
     }
@@ -94,20 +83,26 @@ class LaunchState {
     loaded_.store(loaded.release());
   }
 
-  // What was loaded into `context`, or null before Load. Takes no lock: entries are only ever added.
-  Loaded* Find(CUcontext context) const {
-    for (Loaded* loaded = loaded_.load(); loaded != nullptr; loaded = loaded->next) {
+  // The plan's functions in `context`, or null before Load. Takes no lock: entries are only ever added.
+  const CUfunction* Find(CUcontext context) const {
+    for (const Loaded* loaded = loaded_.load(); loaded != nullptr; loaded = loaded->next) {
       if (loaded->context == context) {
-        return loaded;
+        return loaded->functions.data();
       }
     }
     return nullptr;
   }
 
  private:
+  struct Loaded {
+    CUcontext context;
+    std::vector<CUfunction> functions;
+    const Loaded* next;
+  };
+
   const Plan plan_;
   std::mutex mutex_;
-  std::atomic<Loaded*> loaded_ = nullptr;
+  std::atomic<const Loaded*> loaded_ = nullptr;
 };
 
 // Runs the body of a stage and turns what it throws into XLA's error. XLA is built without exceptions: none may pass.
@@ -185,17 +180,15 @@ ffi::Error Execute(StreamHandle<Platform> handle, LaunchState<Platform>* state, 
 
     const CUstream stream = Platform::Stream(handle);
     const CUcontext context = ContextOf(driver, stream);
-    auto* const loaded = state->Find(context);
-    if (loaded == nullptr) {
+    const CUfunction* functions = state->Find(context);
+    if (functions == nullptr) {
       throw Failure(FailureCode::kInternal,
                     Concat(kLaunchTarget, " was executed on a device for which XLA had not initialised it."));
     }
     const CurrentContext current(driver, context);
-    const std::unique_lock<std::mutex> lock(loaded->maps.mutex, std::try_to_lock);
-    TensorMapCache* const maps = lock.owns_lock() ? &loaded->maps : nullptr;
     for (size_t i = 0; i < plan.kernels.size(); ++i) {
       if (!plan.kernels[i].empty()) {
-        Launch(driver, plan.kernels[i], loaded->functions[i], stream, buffers.data(), maps);
+        Launch(driver, plan.kernels[i], functions[i], stream, buffers.data());
       }
     }
   });

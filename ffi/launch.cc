@@ -13,9 +13,9 @@ namespace {
 // The argument values of one launch, and the addresses of those values as the driver takes them.
 class Parameters {
  public:
-  Parameters(const Driver& driver, const KernelLaunch& kernel, const Buffer* buffers, TensorMapCache* maps) {
+  Parameters(const Driver& driver, const KernelLaunch& kernel, const Buffer* buffers) {
     for (const Argument& argument : kernel.arguments) {
-      addresses_[count_] = Store(driver, kernel, argument, buffers, maps);
+      addresses_[count_] = Store(driver, kernel, argument, buffers);
       ++count_;
     }
   }
@@ -23,10 +23,11 @@ class Parameters {
   void** addresses() { return addresses_.data(); }
 
  private:
-  void* Store(const Driver& driver, const KernelLaunch& kernel, const Argument& argument, const Buffer* buffers,
-              TensorMapCache* maps) {
+  void* Store(const Driver& driver, const KernelLaunch& kernel, const Argument& argument, const Buffer* buffers) {
     if (const auto* map = std::get_if<TensorMapArgument>(&argument)) {
-      return StoreMap(driver, kernel, *map, buffers[map->buffer], maps);
+      CUtensorMap* slot = &maps_[map_count_++];
+      EncodeTensorMap(driver, *map, buffers[map->buffer], kernel, slot);
+      return slot;
     }
     uint64_t* slot = &words_[count_];
     if (const auto* pointer = std::get_if<PointerArgument>(&argument)) {
@@ -35,19 +36,6 @@ class Parameters {
       *slot = std::get<ScalarArgument>(argument).bits;
     }
     return slot;
-  }
-
-  CUtensorMap* StoreMap(const Driver& driver, const KernelLaunch& kernel, const TensorMapArgument& argument,
-                        const Buffer& buffer, TensorMapCache* maps) {
-    CheckTensorMap(argument, buffer, kernel);
-    if (maps != nullptr) {
-      if (CUtensorMap* kept = maps->Find(argument.number, buffer.data)) {
-        return kept;
-      }
-    }
-    CUtensorMap* slot = &maps_[map_count_++];
-    EncodeTensorMap(driver, argument, buffer, kernel, slot);
-    return maps == nullptr ? slot : maps->Keep(argument.number, buffer.data, *slot);
   }
 
   // Left uninitialised: what is used is written first, and the rest is most of it. Sizes are kept by ParsePlan.
@@ -61,8 +49,8 @@ class Parameters {
 }  // namespace
 
 void Launch(const Driver& driver, const KernelLaunch& kernel, CUfunction function, CUstream stream,
-            const Buffer* buffers, TensorMapCache* maps) {
-  Parameters parameters(driver, kernel, buffers, maps);
+            const Buffer* buffers) {
+  Parameters parameters(driver, kernel, buffers);
 
   std::array<CUlaunchAttribute, 2> attributes = {};
   unsigned attribute_count = 0;

@@ -6,15 +6,13 @@
 #include "driver.h"
 #include "plan.h"
 #include "tensor_map.h"
-#include "tensor_map_cache.h"
 
 namespace jax_qla {
 
-// Encodes those of the kernel's tensor maps that `maps` does not have and launches it on `stream`, whose context must
-// be current. `buffers` holds at least Plan::buffers entries; `maps` is that context's, its mutex held, or null.
-// Allocates nothing, waits for nothing, reads no device memory. Throws Failure.
+// Encodes the kernel's tensor maps and launches it on `stream`, whose context must be current. `buffers` holds at least
+// Plan::buffers entries. Allocates nothing, waits for nothing, reads no device memory. Throws Failure.
 void Launch(const Driver& driver, const KernelLaunch& kernel, CUfunction function, CUstream stream,
-            const Buffer* buffers, TensorMapCache* maps);
+            const Buffer* buffers);
 
 }  // namespace jax_qla
 

@@ -109,7 +109,6 @@ uint64_t Extent(const TensorMapArgument& map, uint64_t element_bytes) {
 
 TensorMapArgument TakeTensorMap(Reader& reader, Plan& plan, bool launched) {
   TensorMapArgument map = {};
-  map.number = plan.tensor_maps++;
   map.buffer = TakeBuffer(reader, plan);
   map.data_type = reader.Take<int>("tensor-map data type", 0, kElementBytes.size() - 1);
   map.rank = reader.Take<uint32_t>("tensor-map rank", 1, kMaxTensorMapRank);

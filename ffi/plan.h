@@ -40,7 +40,6 @@ struct ScalarArgument {
 
 // The arguments of cuTensorMapEncodeTiled, in the types it takes, innermost dimension first.
 struct TensorMapArgument {
-  size_t number;  // of the map among those of the plan
   size_t buffer;
   int data_type;
   uint32_t rank;
@@ -83,7 +82,6 @@ struct KernelLaunch {
 struct Plan {
   std::vector<KernelLaunch> kernels;
   size_t buffers;  // the call must have at least this many operands and results
-  size_t tensor_maps;
 };
 
 // Parses the three attributes of a call; `cubins` and `functions` are comma-separated, one entry a kernel. Throws

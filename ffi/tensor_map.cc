@@ -23,7 +23,8 @@ std::string Describe(const TensorMapArgument& argument, const KernelLaunch& kern
 
 }  // namespace
 
-void CheckTensorMap(const TensorMapArgument& argument, const Buffer& buffer, const KernelLaunch& kernel) {
+void EncodeTensorMap(const Driver& driver, const TensorMapArgument& argument, const Buffer& buffer,
+                     const KernelLaunch& kernel, CUtensorMap* map) {
   if (const auto address = reinterpret_cast<uintptr_t>(buffer.data); address % argument.alignment != 0) {
     throw Failure(FailureCode::kInvalidArgument, Concat(Describe(argument, kernel), " needs an address aligned to ",
                                                         argument.alignment, " bytes, XLA gave address ", address, "."));
@@ -32,10 +33,6 @@ void CheckTensorMap(const TensorMapArgument& argument, const Buffer& buffer, con
     throw Failure(FailureCode::kInvalidArgument, Concat(Describe(argument, kernel), " reaches ", argument.extent,
                                                         " bytes, the buffer has ", buffer.bytes, "."));
   }
-}
-
-void EncodeTensorMap(const Driver& driver, const TensorMapArgument& argument, const Buffer& buffer,
-                     const KernelLaunch& kernel, CUtensorMap* map) {
   const CUresult error =
       driver.TensorMapEncodeTiled(map, argument.data_type, argument.rank, buffer.data, argument.dims, argument.strides,
                                   argument.box, argument.element_strides, argument.interleave, argument.swizzle,

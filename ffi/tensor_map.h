@@ -16,12 +16,8 @@ struct Buffer {
   size_t bytes;
 };
 
-// Throws Failure where `buffer` is misaligned for the map of `argument`, or smaller than what the map can reach;
-// `kernel` is named in the sentence.
-void CheckTensorMap(const TensorMapArgument& argument, const Buffer& buffer, const KernelLaunch& kernel);
-
-// Encodes the map of `argument` over `buffer`, which has been checked, into `map`. Throws Failure where the driver
-// refuses the geometry.
+// Encodes the map of `argument` over `buffer` into `map`. Throws Failure where the buffer is misaligned or smaller than
+// what the map can reach, or the driver refuses the geometry; `kernel` is named in the sentence.
 void EncodeTensorMap(const Driver& driver, const TensorMapArgument& argument, const Buffer& buffer,
                      const KernelLaunch& kernel, CUtensorMap* map);
 

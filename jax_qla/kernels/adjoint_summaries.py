@@ -22,7 +22,17 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 
-from jax_qla.kernels.common import CHUNK, FIRST, FORGOTTEN, L2NORM_PRELUDE, LAST, PASS_CONFIGS, REACH_PRELUDE, macros
+from jax_qla.kernels.common import (
+    CHUNK,
+    FIRST,
+    FORGOTTEN,
+    L2NORM_PRELUDE,
+    LAST,
+    MATRIX_PRELUDE,
+    PASS_CONFIGS,
+    REACH_PRELUDE,
+    macros,
+)
 from jax_qla.kernels.specification import decay, gather_chunks, inverse_length, last_row, reach, scan_slots
 
 __all__ = ["PASS_CONFIGS", "Config", "program", "specification"]
@@ -64,7 +74,9 @@ def program(config: Config):
         scale: T.float32,
         l2norm: T.int32,
     ):
-        with T.Kernel(parts * tiles, value_heads, threads=256, prelude=L2NORM_PRELUDE + REACH_PRELUDE) as (block, head):
+        with T.Kernel(
+            parts * tiles, value_heads, threads=256, prelude=MATRIX_PRELUDE + L2NORM_PRELUDE + REACH_PRELUDE
+        ) as (block, head):
             T.annotate_min_blocks_per_sm(1)
             T.pdl_trigger()  # what follows waits by itself
             piece = T.alloc_var("int32")
@@ -106,7 +118,8 @@ def program(config: Config):
             rise_s = T.alloc_shared((stages, C), "float32")
             fall_s = T.alloc_shared((stages, C), "float32")
             beta_s = T.alloc_shared((stages, C), "float32")
-            scale_s = T.alloc_shared((stages, C), "float32")  # scale / |q|, or scale
+            key_s = T.alloc_shared((C,), "float32")  # 1 / |k|
+            query_s = T.alloc_shared((C,), "float32")  # 1 / |q|, or 1
             loaded = T.alloc_barrier([32] * stages)
             ready = T.alloc_barrier([128] * stages)
             free = T.alloc_barrier([128] * stages)
@@ -115,25 +128,17 @@ def program(config: Config):
                 T.set_max_nreg(128, 0)
                 fetched = T.alloc_local((3,), "float32")  # gates of the chunk after
                 gates = T.alloc_local((3,), "float32")
-                length = T.alloc_var("float32")
                 p = T.alloc_fragment((C, C), "float32")
                 T.clear(gates)
+                if tx < 128 + C:
+                    query_s[tx - 128] = 1.0
                 for step in T.serial(count + 1):
                     if step > 0:
                         # prepare the chunk before, which has arrived
                         stage = (step + stages - 1) % stages
                         rows = T.min(end - (start + (count - 1 - (step - 1)) * C), C)
                         m.store_gates(gates, rows, tx - 128, stage, gamma_s, rise_s, fall_s, beta_s)
-                        if tx >= 128 + C:
-                            scale_s[stage, tx - (128 + C)] = scale
                         T.barrier_wait(loaded[stage], (step - 1) // stages % 2)
-                        if fused and l2norm != 0:
-                            if tx < 128 + C:
-                                if tx - 128 < rows:
-                                    length = m.inverse_length(k_s, stage, tx - 128)
-                                    beta_s[stage, tx - 128] = beta_s[stage, tx - 128] * (length * length)
-                            elif tx - (128 + C) < rows:
-                                scale_s[stage, tx - (128 + C)] = scale * m.inverse_length(q_s, stage, tx - (128 + C))
                         if rows < C:
                             m.zero_tail(q_s, stage, rows, K, tx - 128, 128)
                             m.zero_tail(k_s, stage, rows, K, tx - 128, 128)
@@ -141,11 +146,18 @@ def program(config: Config):
                             m.zero_tail(do_s, stage, rows, 64, tx - 128, 128)
                             T.fence_proxy_async()
                         T.sync_threads(3, 128)
+                        if fused and l2norm != 0:
+                            m.inverse_lengths(k_s, stage, key_s)
+                            m.inverse_lengths(q_s, stage, query_s)
                         T.gemm(q_s[stage, :, :], k_s[stage, :, :], p, transpose_B=True, clear_accum=True)
+                        if fused and l2norm != 0:
+                            T.sync_threads(3, 128)
+                            if tx < 128 + C:
+                                beta_s[stage, tx - 128] = beta_s[stage, tx - 128] * (key_s[tx - 128] * key_s[tx - 128])
                         for i, j in T.Parallel(C, C):
                             p[i, j] = (
                                 p[i, j]
-                                * scale_s[stage, i]
+                                * (scale * query_s[i])
                                 * T.exp2(T.min(gamma_s[stage, i] - gamma_s[stage, j], T.float32(0)))
                             )
                         for i, j in T.Parallel(C, C):
@@ -153,7 +165,7 @@ def program(config: Config):
                         T.sync_threads(3, 128)  # every warp has read Q
                         for i, j in T.Parallel(C, K):
                             q_s[stage, i, j] = T.cast(
-                                T.cast(q_s[stage, i, j], "float32") * (rise_s[stage, i] * scale_s[stage, i]), dtype
+                                T.cast(q_s[stage, i, j], "float32") * (rise_s[stage, i] * (scale * query_s[i])), dtype
                             )
                         T.fence_proxy_async()
                         T.barrier_arrive(ready[stage])

@@ -147,7 +147,8 @@ def program(config: Config):
             rise_s = T.alloc_shared((stages, C), "float32")
             fall_s = T.alloc_shared((stages, C), "float32")
             beta_s = T.alloc_shared((stages, C), "float32")
-            query_s = T.alloc_shared((stages, C), "float32")  # 1 / |q|, or 1
+            key_s = T.alloc_shared((C,), "float32")  # 1 / |k|
+            query_s = T.alloc_shared((C,), "float32")  # 1 / |q|, or 1
             scaled_s = T.alloc_shared((stages, C), "float32")  # scale / |q| exp(gamma)
             whole_s = T.alloc_shared((stages,), "float32")  # exp(gamma_C)
             loaded = T.alloc_barrier([32] * stages)
@@ -175,9 +176,10 @@ def program(config: Config):
             elif tx >= S:
                 T.set_max_nreg(72, 0)
                 fetched = T.alloc_local((3,), "float32")  # gates of the chunk to come
-                length = T.alloc_var("float32")
                 p = T.alloc_fragment((C, C), "float32")
                 T.annotate_layout({p: accumulator_layout(C, S)})
+                if tx < S + C:
+                    query_s[tx - S] = 1.0
                 m.fetch_gates(gamma, beta, start, T.min(end - start, C), head, tx - S, fetched)
                 for c in T.serial(count):
                     at = c % stages
@@ -186,8 +188,6 @@ def program(config: Config):
                     m.store_gates(fetched, rows, tx - S, at, gamma_s, rise_s, fall_s, beta_s)
                     if tx < S + C:
                         scaled_s[at, tx - S] = scale * rise_s[at, tx - S]
-                    else:
-                        query_s[at, tx - (S + C)] = 1.0
                     if tx == S:
                         whole_s[at] = T.exp2(fetched[1] * T.float32(LOG2_E))
                     m.fetch_gates(
@@ -199,15 +199,6 @@ def program(config: Config):
                         tx - S,
                         fetched,
                     )
-                    if fused and l2norm != 0:
-                        if tx < S + C:
-                            if tx - S < rows:
-                                # X = beta / |k| (V - exp(gamma) / |k| K S)
-                                length = m.inverse_length(k_s, at, tx - S)
-                                beta_s[at, tx - S] = beta_s[at, tx - S] * length
-                                rise_s[at, tx - S] = rise_s[at, tx - S] * length
-                        elif tx - (S + C) < rows:
-                            query_s[at, tx - (S + C)] = m.inverse_length(q_s, at, tx - (S + C))
                     if rows < C:
                         m.zero_tail(k_s, at, rows, K, tx - S, 128)
                         for part in T.unroll(parts):
@@ -215,16 +206,24 @@ def program(config: Config):
                         m.zero_tail(a_s, at, rows, C, tx - S, 128)
                         T.fence_proxy_async()
                     T.sync_threads(3, 128)
-                    if fused and l2norm != 0 and tx < S + C:
-                        scaled_s[at, tx - S] = scaled_s[at, tx - S] * query_s[at, tx - S]
+                    if fused and l2norm != 0:
+                        m.inverse_lengths(k_s, at, key_s)
+                        m.inverse_lengths(q_s, at, query_s)
                     T.gemm(q_s[at, :, :], k_s[at, :, :], p, transpose_B=True, clear_accum=True)
+                    if fused and l2norm != 0:
+                        T.sync_threads(3, 128)
+                        if tx < S + C:
+                            # X = beta / |k| (V - exp(gamma) / |k| K S)
+                            beta_s[at, tx - S] = beta_s[at, tx - S] * key_s[tx - S]
+                            rise_s[at, tx - S] = rise_s[at, tx - S] * key_s[tx - S]
+                            scaled_s[at, tx - S] = scaled_s[at, tx - S] * query_s[tx - S]
                     T.call_extern(
                         "handle",
                         "jax_qla_decayed",
                         T.address_of(p[0, 0]),
                         T.address_of(gamma_s[at, 0]),
                         scale,
-                        T.address_of(query_s[at, 0]),
+                        T.address_of(query_s[0]),
                         T.address_of(p_s[at, 0, 0]),
                     )
                     T.fence_proxy_async()

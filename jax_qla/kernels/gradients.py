@@ -382,18 +382,17 @@ def program(config: Config):
     @T.macro
     def finish_keys(q_s, k_s, query_s, key_s, key2_s, l2norm, rows, thread, parity, loaded, ready):
         T.barrier_wait(loaded[0], parity)
-        if fused and l2norm != 0:
-            if thread < C:
-                if thread < rows:
-                    length = m.inverse_length(k_s, 0, thread)
-                    key_s[thread] = length
-                    key2_s[thread] = length * length
-            elif thread - C < rows:
-                query_s[thread - C] = m.inverse_length(q_s, 0, thread - C)
         if rows < C:
             m.zero_tail(q_s, 0, rows, K, thread, 128)
             m.zero_tail(k_s, 0, rows, K, thread, 128)
             T.fence_proxy_async()
+        if fused and l2norm != 0:
+            T.sync_threads(3, 128)
+            m.inverse_lengths(k_s, 0, key_s)
+            m.inverse_lengths(q_s, 0, query_s)
+            T.sync_threads(3, 128)
+            if thread < C:
+                key2_s[thread] = key_s[thread] * key_s[thread]
         T.barrier_arrive(ready[0])
 
     @T.macro

@@ -153,7 +153,8 @@ def program(config: Config):
             fall_s = T.alloc_shared((stages, C), "float32")
             beta_s = T.alloc_shared((stages, C), "float32")
             drop_s = T.alloc_shared((stages, C), "float32")  # -exp(gamma) beta, over |k|^2 if keys are normalised
-            query_s = T.alloc_shared((stages, C), "float32")  # 1 / |q|, or 1
+            key_s = T.alloc_shared((C,), "float32")  # 1 / |k|
+            query_s = T.alloc_shared((C,), "float32")  # 1 / |q|, or 1
             lift_s = T.alloc_shared((stages, C), "float32")  # exp(gamma) / |q|, or exp(gamma)
             loaded = T.alloc_barrier([32] * stages)
             ready = T.alloc_barrier([128] * stages)
@@ -163,9 +164,10 @@ def program(config: Config):
                 T.set_max_nreg(104, 0)
                 fetched = T.alloc_local((3,), "float32")  # gates of the chunk after
                 gates = T.alloc_local((3,), "float32")
-                length = T.alloc_var("float32")
                 p = T.alloc_fragment((C, C), "float32")
                 T.clear(gates)
+                if tx < S + C:
+                    query_s[tx - S] = 1.0
                 for step in T.serial(count + 1):
                     # The state leaves a stage when it has begun with the next, and then P's other tile is free too.
                     if step >= stages:
@@ -194,16 +196,7 @@ def program(config: Config):
                         if tx < S + C:
                             drop_s[stage, tx - S] = -(rise_s[stage, tx - S] * beta_s[stage, tx - S])
                             lift_s[stage, tx - S] = rise_s[stage, tx - S]
-                        else:
-                            query_s[stage, tx - (S + C)] = 1.0
                         T.barrier_wait(loaded[stage], (step - 1) // stages % 2)
-                        if fused and l2norm != 0:
-                            if tx < S + C:
-                                if tx - S < rows:
-                                    length = m.inverse_length(k_s, stage, tx - S)
-                                    drop_s[stage, tx - S] = drop_s[stage, tx - S] * (length * length)
-                            elif tx - (S + C) < rows:
-                                query_s[stage, tx - (S + C)] = m.inverse_length(q_s, stage, tx - (S + C))
                         if rows < C:
                             m.zero_tail(q_s, stage, rows, K, tx - S, 128)
                             m.zero_tail(k_s, stage, rows, K, tx - S, 128)
@@ -213,16 +206,22 @@ def program(config: Config):
                         if tx < S + C:
                             a_s[stage, tx - S, tx - S] = T.cast(0, dtype)
                         T.sync_threads(3, 128)
-                        if fused and l2norm != 0 and tx < S + C:
-                            lift_s[stage, tx - S] = lift_s[stage, tx - S] * query_s[stage, tx - S]
+                        if fused and l2norm != 0:
+                            m.inverse_lengths(k_s, stage, key_s)
+                            m.inverse_lengths(q_s, stage, query_s)
                         T.gemm(q_s[stage, :, :], k_s[stage, :, :], p, transpose_B=True, clear_accum=True)
+                        if fused and l2norm != 0:
+                            T.sync_threads(3, 128)
+                            if tx < S + C:
+                                lift_s[stage, tx - S] = lift_s[stage, tx - S] * query_s[tx - S]
+                                drop_s[stage, tx - S] = drop_s[stage, tx - S] * (key_s[tx - S] * key_s[tx - S])
                         T.call_extern(
                             "handle",
                             "jax_qla_store_decayed",
                             p.data,
                             T.address_of(gamma_s[stage, 0]),
                             scale,
-                            T.address_of(query_s[stage, 0]),
+                            T.address_of(query_s[0]),
                             T.address_of(p_s[(step + 1) % 2, 0, 0]),
                         )
                         T.sync_threads(3, 128)  # every warp has read Q

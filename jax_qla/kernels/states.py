@@ -91,6 +91,7 @@ def program(config: Config):
             rise_s = T.alloc_shared((stages, C), "float32")
             fall_s = T.alloc_shared((stages, C), "float32")
             beta_s = T.alloc_shared((stages, C), "float32")
+            key_s = T.alloc_shared((C,), "float32")  # 1 / |k|
             drop_s = T.alloc_shared((stages, C), "float32")  # -exp(gamma) beta
             loaded = T.alloc_barrier([32] * stages)
             ready = T.alloc_barrier([128] * stages)
@@ -100,7 +101,6 @@ def program(config: Config):
                 T.set_max_nreg(40, 0)
                 fetched = T.alloc_local((3,), "float32")  # gates of the chunk after
                 gates = T.alloc_local((3,), "float32")
-                length = T.alloc_var("float32")
                 T.clear(gates)
                 for step in T.serial(count + 1):
                     if step < count:
@@ -123,16 +123,19 @@ def program(config: Config):
                         if tx < S + C:
                             drop_s[stage, tx - S] = -(rise_s[stage, tx - S] * beta_s[stage, tx - S])
                         T.barrier_wait(loaded[stage], (step - 1) // stages % 2)
-                        if fused and l2norm != 0 and tx - S < rows:
-                            # X = beta / |k| V - exp(gamma) beta / |k|^2 K S
-                            length = m.inverse_length(k_s, stage, tx - S)
-                            beta_s[stage, tx - S] = beta_s[stage, tx - S] * length
-                            drop_s[stage, tx - S] = drop_s[stage, tx - S] * (length * length)
                         if rows < C:
                             m.zero_tail(k_s, stage, rows, K, tx - S, 128)
                             m.zero_tail(v_s, stage, rows, W, tx - S, 128)
                             m.zero_tail(a_s, stage, rows, C, tx - S, 128)
                             T.fence_proxy_async()
+                        if fused and l2norm != 0:
+                            T.sync_threads(3, 128)
+                            m.inverse_lengths(k_s, stage, key_s)
+                            T.sync_threads(3, 128)
+                            if tx < S + C:
+                                # X = beta / |k| V - exp(gamma) beta / |k|^2 K S
+                                beta_s[stage, tx - S] = beta_s[stage, tx - S] * key_s[tx - S]
+                                drop_s[stage, tx - S] = drop_s[stage, tx - S] * (key_s[tx - S] * key_s[tx - S])
                         T.barrier_arrive(ready[stage])
                     for x in T.unroll(3):
                         gates[x] = fetched[x]

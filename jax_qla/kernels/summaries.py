@@ -135,6 +135,7 @@ def program(config: Config):
             rise_s = T.alloc_shared((stages, C), "float32")
             lift_s = T.alloc_shared((stages, C), "float32")  # exp(gamma) / |k|, or exp(gamma)
             fall_s = T.alloc_shared((stages, C), "float32")
+            key_s = T.alloc_shared((C,), "float32")  # 1 / |k|
             beta_s = T.alloc_shared((stages, C), "float32")
             loaded = T.alloc_barrier([32] * stages)
             ready = T.alloc_barrier([128] * stages)
@@ -144,7 +145,6 @@ def program(config: Config):
                 T.set_max_nreg(40, 0)
                 fetched = T.alloc_local((3,), "float32")  # gates of the chunk after
                 gates = T.alloc_local((3,), "float32")
-                length = T.alloc_var("float32")
                 T.clear(gates)
                 for step in T.serial(count + 1):
                     if step < count:
@@ -168,16 +168,19 @@ def program(config: Config):
                         if tx < 128 + C:
                             lift_s[stage, tx - 128] = rise_s[stage, tx - 128]
                         T.barrier_wait(loaded[stage], (step - 1) // stages % 2)
-                        if fused and l2norm != 0 and tx - 128 < rows:
-                            # X = beta / |k| (V - exp(gamma) / |k| K S)
-                            length = m.inverse_length(k_s, stage, tx - 128)
-                            beta_s[stage, tx - 128] = beta_s[stage, tx - 128] * length
-                            lift_s[stage, tx - 128] = lift_s[stage, tx - 128] * length
                         if rows < C:
                             m.zero_tail(k_s, stage, rows, K, tx - 128, 128)
                             m.zero_tail(v_s, stage, rows, 64, tx - 128, 128)
                             m.zero_tail(a_s, stage, rows, C, tx - 128, 128)
                             T.fence_proxy_async()
+                        if fused and l2norm != 0:
+                            T.sync_threads(3, 128)
+                            m.inverse_lengths(k_s, stage, key_s)
+                            T.sync_threads(3, 128)
+                            if tx < 128 + C:
+                                # X = beta / |k| (V - exp(gamma) / |k| K S)
+                                beta_s[stage, tx - 128] = beta_s[stage, tx - 128] * key_s[tx - 128]
+                                lift_s[stage, tx - 128] = lift_s[stage, tx - 128] * key_s[tx - 128]
                         T.barrier_arrive(ready[stage])
                     for x in T.unroll(3):
                         gates[x] = fetched[x]

@@ -256,8 +256,6 @@ STUB_EXPORT CUresult cuTensorMapEncodeTiled(CUtensorMap* map, int data_type, uin
     return kCudaErrorInvalidValue;
   }
   Touch(static_cast<const char*>(address), data_type, rank, dims, strides);
-  stub.log.push_back(
-      Concat("{\"call\": \"cuTensorMapEncodeTiled\", \"address\": ", reinterpret_cast<uintptr_t>(address), "}"));
   map->opaque[0] = stub.tensor_maps.size();
   stub.tensor_maps.push_back(Concat(
       "{\"address\": ", reinterpret_cast<uintptr_t>(address), ", \"data_type\": ", data_type,
