@@ -41,7 +41,7 @@ ROWS = ("forward/16,32/4x8192", "forward/16,32/8x1024", "forward/2,8/4x8192")
 
 
 def rule(way: str, x: dict[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
-    """o and the final state, what stands before the rule being computed in this `way`."""
+    """o and the final state, what precedes the rule being computed in this `way`."""
     q, k, g, beta = (x[name] for name in ("q", "k", "g", "beta"))
     if way == "xla":
         q, k = normalize(q), normalize(k)
@@ -59,6 +59,12 @@ def rule(way: str, x: dict[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
     return o, final_state
 
 
+def forward(way: str, x: dict[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
+    """The final state and o."""
+    o, final_state = rule(way, x)
+    return final_state, o
+
+
 def both(way: str, x: dict[str, jax.Array]) -> tuple[jax.Array, Any]:
     """The final state and the gradients of the floating-point operands that this `way` uses."""
     used = {"q", "k", "v", "initial_state", *(("a", "b") if way == "gates" else ("g", "beta"))}
@@ -68,12 +74,14 @@ def both(way: str, x: dict[str, jax.Array]) -> tuple[jax.Array, Any]:
 
 
 def chain(run: Callable[[dict[str, jax.Array]], tuple[jax.Array, Any]], x: dict[str, jax.Array]) -> Any:
-    """CALLS calls, one after the other."""
-    results = None
+    """CALLS calls, each from the final state of the one before."""
+    state, rest = x["initial_state"], {name: value for name, value in x.items() if name != "initial_state"}
+    results: list[Any] = []
     for _ in range(CALLS):
-        x, results = jax.lax.optimization_barrier((x, results))
-        results = run(x)
-    return results
+        state, rest = jax.lax.optimization_barrier((state, rest))
+        state, others = run(rest | {"initial_state": state})
+        results.append(others)
+    return state, results
 
 
 def seconds(function: Any, x: dict[str, jax.Array], times: int) -> float:
@@ -98,7 +106,7 @@ def measure(row: Row) -> dict[str, dict[str, float]]:
     """Milliseconds by pass and way."""
     x = operands(row)
     found: dict[str, dict[str, float]] = {}
-    for direction, run in (("forward", lambda way, x: rule(way, x)), ("both", both)):
+    for direction, run in (("forward", forward), ("both", both)):
         found[direction] = {}
         for way in ("plain", "kernels", "xla", "gates"):
             given = x

@@ -11,7 +11,7 @@ which says what part of the cost is theirs. `kernels` is what XLA launches besid
 
 With a C++ compiler at hand, one more process for each case has the driver timed (host_call_driver.cc): tensor maps that
 are encoded and kernels that are launched in one call, with microseconds; `handler` is what is left of the time in the
-handler, and `one map` what a map costs that the handler has not kept. With --on-cpu that driver launches nothing: the
+handler, and `one map` what encoding one costs. With --on-cpu that driver launches nothing: the
 CPU client calls the handler, and only `handler` means anything.
 Writes host_call.json to the output folder.
 """
