@@ -24,7 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import jax_qla
-from jax_qla import driver, implementations, launch, store
+from jax_qla import driver, implementations, launch, policy, store
 from jax_qla.kernels.packaged import PACKAGED
 
 Section = dict[str, Any]
@@ -36,6 +36,7 @@ _COMPILERS = ("tilelang", "apache-tvm-ffi", "nvidia-cuda-nvrtc-cu12", "torch")
 _VARIABLES = (
     "JAX_QLA_CACHE",
     "JAX_QLA_LIBCUDA",
+    policy.OVERRIDE,
     "JAX_PLATFORMS",
     "CUDA_VISIBLE_DEVICES",
     "XLA_FLAGS",

@@ -143,6 +143,13 @@ def test_a_wheel_that_lacks_kernels(
     assert problem.startswith("3 kernels are missing in ")
 
 
+def test_variables_that_change_what_runs_are_reported(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("JAX_QLA_PIECE_ROWS", "0")
+    assert json.loads(run(capsys, "--json")[1])["environment"]["JAX_QLA_PIECE_ROWS"] == "0"
+
+
 def test_no_extension(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(launch, "unavailable", lambda: "the extension cannot be imported")
     assert problems(capsys) == ["the extension cannot be imported"]
