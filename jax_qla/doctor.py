@@ -32,7 +32,7 @@ Section = dict[str, Any]
 
 _PACKAGES = ("jax", "jaxlib", "numpy")
 _PLUGINS = ("jax-cuda12-plugin", "jax-cuda12-pjrt", "jax-cuda13-plugin", "jax-cuda13-pjrt")
-_COMPILERS = ("tilelang", "apache-tvm-ffi", "nvidia-cuda-nvcc", "torch")
+_COMPILERS = ("tilelang", "apache-tvm-ffi", "nvidia-cuda-nvrtc-cu12", "torch")
 _VARIABLES = (
     "JAX_QLA_CACHE",
     "JAX_QLA_LIBCUDA",
@@ -88,11 +88,11 @@ def _extension(problems: list[str]) -> Section:
 
 
 def _driver() -> Section:
-    supported, nvcc = driver.cuda_version(), store.packaged_nvcc()
+    supported, compiler = driver.cuda_version(), store.packaged_cuda()
     return {
         "release": driver.release(),
         "cuda": None if supported is None else ".".join(map(str, supported)),
-        "needed by the kernels": None if nvcc is None else driver.needed(nvcc),
+        "needed by the kernels": None if compiler is None else driver.needed(compiler),
     }
 
 

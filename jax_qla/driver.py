@@ -43,19 +43,19 @@ def release() -> str | None:
     return None if failed else text.value.decode()
 
 
-def needed(nvcc: str) -> str:
-    """The oldest driver for what this version of nvcc, such as "13.0.88", has compiled, in words."""
-    major = int(nvcc.split(".")[0])
+def needed(compiler: str) -> str:
+    """The oldest driver for what this version of CUDA, such as "12.9.86", has compiled, in words."""
+    major = int(compiler.split(".")[0])
     oldest = f"driver {OLDEST[major]} or newer, " if major in OLDEST else ""
     return f"{oldest}CUDA {major}.0 or newer"
 
 
-def why_too_old(nvcc: str) -> str | None:
-    """Why the driver cannot load what this version of nvcc has compiled, or None if it can or is not there."""
+def why_too_old(compiler: str) -> str | None:
+    """Why the driver cannot load what this version of CUDA has compiled, or None if it can or is not there."""
     supported = cuda_version()
-    if supported is None or supported[0] >= int(nvcc.split(".")[0]):
+    if supported is None or supported[0] >= int(compiler.split(".")[0]):
         return None
     return (
-        f"the kernels were compiled by nvcc {nvcc} and need {needed(nvcc)}, but this machine's driver supports CUDA "
-        f"{supported[0]}.{supported[1]}; install a newer driver"
+        f"the kernels were compiled by CUDA {compiler} and need {needed(compiler)}, but this machine's driver supports "
+        f"CUDA {supported[0]}.{supported[1]}; install a newer driver"
     )

@@ -230,8 +230,8 @@ def cuda_devices() -> Sequence[Any]:
 
 def _too_old_a_driver(devices: Sequence[Any]) -> str | None:
     """Why the driver of these CUDA devices cannot load the packaged kernels, or None."""
-    nvcc = store.packaged_nvcc() if devices else None
-    return driver.why_too_old(nvcc) if nvcc else None
+    compiler = store.packaged_cuda() if devices else None
+    return driver.why_too_old(compiler) if compiler else None
 
 
 def _unsuitable(devices: Sequence[Any]) -> str | None:

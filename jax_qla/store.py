@@ -105,16 +105,16 @@ def why_not_buildable() -> str | None:
     from jax_qla.kernels import toolchain
 
     try:
-        toolchain.find_nvcc()
+        toolchain.find_nvrtc()
     except FileNotFoundError as error:
         return str(error)
     return None
 
 
-def packaged_nvcc() -> str | None:
-    """Version of the newest nvcc that compiled a packaged kernel; None without any, or if the manifest is damaged."""
+def packaged_cuda() -> str | None:
+    """Version of the newest CUDA that compiled a packaged kernel; None without any, or if the manifest is damaged."""
     try:
-        versions = {entry["versions"]["nvcc"] for entry in packaged_manifest().values()}
+        versions = {entry["versions"]["cuda"] for entry in packaged_manifest().values()}
         return max(versions, key=lambda version: [int(part) for part in version.split(".")], default=None)
     except (ManifestError, LookupError, TypeError, ValueError):
         return None  # `lookup` says what is wrong with it.

@@ -20,7 +20,7 @@ import pytest
 from jax_qla import doctor, driver, implementations, launch, store
 from jax_qla.kernels.packaged import PACKAGED
 
-NVCC = "13.0.88"
+CUDA = "13.0.88"
 
 
 @pytest.fixture(autouse=True)
@@ -42,7 +42,7 @@ def fill(folder: Path, kernels: Sequence[tuple[str, Any]]) -> None:
     for name, config in kernels:
         cubin = f"{name} {config}".encode()
         store.write_cubin(folder, cubin)
-        digest, versions = hashlib.sha256(cubin).hexdigest(), {"nvcc": NVCC, "tilelang": "1"}
+        digest, versions = hashlib.sha256(cubin).hexdigest(), {"cuda": CUDA, "tilelang": "1"}
         settings = store.config_fields(config)
         entries[store.key(name, config)] = {
             "kernel": name,
@@ -182,21 +182,23 @@ def test_a_driver_that_is_too_old(monkeypatch: pytest.MonkeyPatch, capsys: pytes
     (problem,) = problems(capsys)
     assert problem == (
         "the kernels are not used on this machine's Hopper card: 'cuda' was passed over: the kernels were compiled by "
-        "nvcc 13.0.88 and need driver 580 or newer, CUDA 13.0 or newer, but this machine's driver supports CUDA 12.8; "
+        "CUDA 13.0.88 and need driver 580 or newer, CUDA 13.0 or newer, but this machine's driver supports CUDA 12.8; "
         "install a newer driver"
     )
 
 
 def test_what_a_driver_can_load(monkeypatch: pytest.MonkeyPatch) -> None:
-    for supported, nvcc, loads in (
+    for supported, compiler, loads in (
         (None, "13.0.88", True),  # unknown
         ((13, 0), "13.1.2", True),  # minor versions are compatible
         ((13, 0), "12.9.86", True),
         ((12, 9), "12.8.93", True),
         ((12, 9), "13.0.88", False),
+        ((12, 8), "12.9.86", True),  # what the packaged kernels are compiled by
     ):
         monkeypatch.setattr(driver, "cuda_version", lambda supported=supported: supported)
-        assert (driver.why_too_old(nvcc) is None) == loads
+        assert (driver.why_too_old(compiler) is None) == loads
+    assert driver.needed("12.9.86") == "driver 525 or newer, CUDA 12.0 or newer"
     assert driver.needed("14.1.0") == "CUDA 14.0 or newer"
 
 

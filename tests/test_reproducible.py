@@ -57,7 +57,7 @@ def what_is_stale(entries: Mapping[str, Any], folder: Path) -> list[str]:
             continue
         if entry["source"] != store.source_hash(entry["kernel"]):
             stale.append(f"{label} has the hash of another source")
-        if not all(entry["versions"].get(name) for name in ("tilelang", "nvcc", "architecture")):
+        if not all(entry["versions"].get(name) for name in ("tilelang", "cuda", "architecture")):
             stale.append(f"{label} does not say what compiled it")
         file = folder / f"{entry['sha256']}.cubin"
         if not file.is_file() or hashlib.sha256(file.read_bytes()).hexdigest() != entry["sha256"]:
@@ -81,7 +81,7 @@ def test_a_changed_source_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyP
             "config": store.config_fields(config),
             "source": store.source_hash(name),
             "sha256": hashlib.sha256(cubin).hexdigest(),
-            "versions": {"tilelang": "1", "nvcc": "13.0.88", "architecture": "sm_90a"},
+            "versions": {"tilelang": "1", "cuda": "12.9.86", "architecture": "sm_90a"},
         }
     assert what_is_stale(entries, tmp_path) == []
     kernels = tmp_path / "kernels"
@@ -130,7 +130,7 @@ def test_building_twice_gives_the_same(tmp_path: Path) -> None:
     assert HEXADECIMAL.fullmatch(entry["source"])
     assert entry["source"] == store.source_hash("recurrent")
     assert entry["sha256"] == cubin
-    assert set(entry["versions"]) == {"tilelang", "nvcc", "architecture"}
+    assert set(entry["versions"]) == {"tilelang", "cuda", "architecture"}
     present = store.packaged_manifest().get(store.key(*PACKAGED[kernel]))
     if present is not None and present["versions"] == entry["versions"]:
         assert present["sha256"] == cubin

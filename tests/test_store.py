@@ -397,9 +397,9 @@ def test_what_a_build_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
     with mock.patch.object(importlib.util, "find_spec", return_value=None):
         assert "jax_qla[kernels]" in str(reason())
     with mock.patch.object(importlib.util, "find_spec"):
-        with mock.patch.object(toolchain, "find_nvcc", side_effect=FileNotFoundError("nvcc was not found")):
-            assert reason() == "nvcc was not found"
-        with mock.patch.object(toolchain, "find_nvcc"):
+        with mock.patch.object(toolchain, "find_nvrtc", side_effect=FileNotFoundError("NVRTC was not found")):
+            assert reason() == "NVRTC was not found"
+        with mock.patch.object(toolchain, "find_nvrtc"):
             assert reason() is None
 
 

@@ -44,7 +44,7 @@ def entry_of(cubin: bytes, config: Config) -> dict[str, Any]:
         "source": store.source_hash(NAME),
         "sha256": hashlib.sha256(cubin).hexdigest(),
         "plan": {"name": f"kernel of {config}"},
-        "versions": {"tilelang": "1", "nvcc": "13.0.88"},
+        "versions": {"tilelang": "1", "cuda": "12.9.86"},
     }
 
 

@@ -1,6 +1,6 @@
 """From TileLang program to cubin and launch plan; `python -m jax_qla.kernels.build` fills the package's cubin folder.
 
-    program(config)  --tilelang.lower-->  CUDA source + host module  --nvcc-->  cubin   \\
+    program(config)  --tilelang.lower-->  CUDA source + host module  --NVRTC-->  cubin  \\
                                                                      --plan.py->  plan  --> store entry
 """
 
@@ -61,23 +61,27 @@ def lower_program(program: Callable[[], Any], pass_configs: Mapping[str, object]
 
 
 def compile_program(program: Callable[[], Any], pass_configs: Mapping[str, object]) -> Compiled:
-    """Compiles a TileLang program; needs TileLang and nvcc but no GPU.
+    """Compiles a TileLang program; needs TileLang and NVRTC but no GPU.
 
     Args:
         program, pass_configs: as in `lower_program`.
 
     Raises:
         ImportError, NotImplementedError: as in `lower_program`.
-        FileNotFoundError: nvcc is not installed.
-        RuntimeError: nvcc refuses the source.
+        FileNotFoundError: NVRTC is not installed.
+        RuntimeError: NVRTC refuses the source.
     """
+    source, plan = lower_program(program, pass_configs)
+    cubin, resources = toolchain.compile_cubin(source, headers())
+    return Compiled(cubin, plan, resources | {"shared": plan["shared"]}, source)
+
+
+def headers() -> list[Path]:
+    """Folders of TileLang's headers and of CUTLASS', which come with it."""
     import tilelang
 
-    source, plan = lower_program(program, pass_configs)
     root = Path(tilelang.__file__).parent
-    include = [root / "src", root / "3rdparty" / "cutlass" / "include"]
-    cubin, resources = toolchain.compile_cubin(source, include)
-    return Compiled(cubin, plan, resources | {"shared": plan["shared"]}, source)
+    return [root / "src", root / "3rdparty" / "cutlass" / "include"]
 
 
 def build(name: str, config: Any) -> tuple[bytes, dict[str, Any], str]:
@@ -110,7 +114,7 @@ def build(name: str, config: Any) -> tuple[bytes, dict[str, Any], str]:
 def versions() -> dict[str, str]:
     """Versions of the compilers."""
     tilelang = importlib.metadata.version("tilelang")
-    return {"tilelang": tilelang, "nvcc": toolchain.nvcc_version(), "architecture": toolchain.ARCHITECTURE}
+    return {"tilelang": tilelang, "cuda": toolchain.cuda_version(), "architecture": toolchain.ARCHITECTURE}
 
 
 def _build_task(task: tuple[str, Any]) -> tuple[bytes, dict[str, Any], str, float]:

@@ -1,47 +1,57 @@
-"""The CUDA compiler: found in $CUDA_HOME, on PATH, or in NVIDIA's PyPI wheels, and called."""
+"""The CUDA compiler: NVRTC of CUDA 12.9, from NVIDIA's PyPI wheels.
+
+Not the newest, for drivers of CUDA 12 load no cubin of a compiler of CUDA 13, and those of CUDA 13 load both. The wheels
+have no nvcc of CUDA 12, and NVRTC needs neither that nor a C++ compiler.
+"""
 
 from __future__ import annotations
 
+import ctypes
 import functools
+import importlib.metadata
 import importlib.util
-import os
 import re
-import shutil
-import subprocess
-import tempfile
 from pathlib import Path
+from typing import NamedTuple
 
 ARCHITECTURE = "sm_90a"
 
+_HEADERS = ("cuda_runtime", "cuda_nvcc", "cuda_cccl")
+"""Wheels whose headers TileLang's include, beside CUTLASS'."""
+
+
+class Nvrtc(NamedTuple):
+    """Where the compiler is."""
+
+    library: Path
+    builtins: Path
+    include: tuple[Path, ...]
+
 
 @functools.cache
-def find_nvcc() -> Path:
-    """Path of nvcc.
+def find_nvrtc() -> Nvrtc:
+    """The compiler in NVIDIA's wheels for CUDA 12.
 
     Raises:
-        FileNotFoundError: there is none; the message says where it was looked for.
+        FileNotFoundError: it is not there, or not whole; the message says what is missing.
     """
-    home = os.environ.get("CUDA_HOME")
-    candidates = [Path(home, "bin", "nvcc")] if home else []
-    if on_path := shutil.which("nvcc"):
-        candidates.append(Path(on_path))
     wheels = importlib.util.find_spec("nvidia")
     for location in (wheels.submodule_search_locations or ()) if wheels else ():
-        candidates.extend(sorted(Path(location).glob("*/bin/nvcc"), reverse=True))
-    for candidate in candidates:
-        if candidate.is_file():
-            return candidate
+        libraries = Path(location, "cuda_nvrtc", "lib")
+        library, builtins = libraries / "libnvrtc.so.12", sorted(libraries.glob("libnvrtc-builtins.so.12.*"))
+        include = tuple(Path(location, wheel, "include") for wheel in _HEADERS)
+        if library.is_file() and builtins and all(folder.is_dir() for folder in include):
+            return Nvrtc(library, builtins[0], include)
     raise FileNotFoundError(
-        "nvcc was not found in $CUDA_HOME, on PATH or in the nvidia-cuda-nvcc wheel, which jax_qla[kernels] brings"
+        "NVRTC of CUDA 12 was not found in the wheels nvidia-cuda-nvrtc-cu12, -runtime-cu12, -nvcc-cu12 and -cccl-cu12, "
+        "which jax_qla[kernels] brings"
     )
 
 
 @functools.cache
-def nvcc_version() -> str:
-    """Version of nvcc, such as "13.0.88"."""
-    output = subprocess.run([find_nvcc(), "--version"], check=True, capture_output=True, text=True).stdout
-    found = re.search(r"V(\d+\.\d+\.\d+)", output)
-    return found.group(1) if found else output.strip()
+def cuda_version() -> str:
+    """Version of the compiler, such as "12.9.86"."""
+    return importlib.metadata.version("nvidia-cuda-nvrtc-cu12")
 
 
 def compile_cubin(source: str, include: list[Path]) -> tuple[bytes, dict[str, int]]:
@@ -49,24 +59,60 @@ def compile_cubin(source: str, include: list[Path]) -> tuple[bytes, dict[str, in
 
     Args:
         source: CUDA C++ with one kernel.
-        include: folders of its headers.
+        include: folders of TileLang's headers and of CUTLASS'.
 
     Returns:
         The cubin, and what ptxas reports of it: registers, spill_stores and spill_loads in bytes.
 
     Raises:
-        RuntimeError: nvcc refuses the source; the message ends with what it printed.
+        FileNotFoundError: as `find_nvrtc`.
+        RuntimeError: the compiler refuses the source; the message ends with what it printed.
     """
-    with tempfile.TemporaryDirectory() as folder:
-        # Fixed relative names: nothing of this machine enters the cubin.
-        Path(folder, "kernel.cu").write_text(source)
-        gencode = f"arch=compute_{ARCHITECTURE[3:]},code={ARCHITECTURE}"
-        command = [str(find_nvcc()), "-cubin", "-gencode", gencode, "-std=c++17", "-O3", "-ftz=true", "-Xptxas", "-v"]
-        command += [f"-I{folder}" for folder in include] + ["kernel.cu", "-o", "kernel.cubin"]
-        done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
-        if done.returncode:
-            raise RuntimeError(f"nvcc failed:\n{(done.stdout + done.stderr)[-4000:]}")
-        return Path(folder, "kernel.cubin").read_bytes(), _resources(done.stderr)
+    nvrtc = _nvrtc()
+    # CUDA's own functions for programmatic dependent launch, then what TileLang's headers take from the host's C++.
+    prelude = '#include "cuda_device_runtime_api.h"\n#include <tl_templates/cuda/nvrtc_std.h>\n'
+    # `default-device`: CUTLASS has functions that say nothing of where they run.
+    options = [f"--gpu-architecture={ARCHITECTURE}", "-std=c++17", "-ftz=true", "-default-device", "-w"]
+    options += ["--ptxas-options=-v", *(f"-I{folder}" for folder in (*include, *find_nvrtc().include))]
+    arguments = (ctypes.c_char_p * len(options))(*(option.encode() for option in options))
+    program = ctypes.c_void_p()
+    # A fixed name: nothing of this machine enters the cubin.
+    created = nvrtc.nvrtcCreateProgram(ctypes.byref(program), (prelude + source).encode(), b"kernel.cu", 0, None, None)
+    if created != 0:
+        raise RuntimeError(f"NVRTC cannot begin: {_said(created)}")
+    try:
+        compiled = nvrtc.nvrtcCompileProgram(program, len(options), arguments)
+        log = _text(program, "ProgramLog").decode().rstrip("\0")
+        if compiled != 0:
+            raise RuntimeError(f"NVRTC failed, {_said(compiled)}:\n{log[:4000]}")
+        return _text(program, "CUBIN"), _resources(log)
+    finally:
+        nvrtc.nvrtcDestroyProgram(ctypes.byref(program))
+
+
+@functools.cache
+def _nvrtc() -> ctypes.CDLL:
+    found = find_nvrtc()
+    # It opens its other half by name, which is on no search path.
+    ctypes.CDLL(str(found.builtins), mode=ctypes.RTLD_GLOBAL)
+    library = ctypes.CDLL(str(found.library))
+    library.nvrtcGetErrorString.restype = ctypes.c_char_p
+    return library
+
+
+def _text(program: ctypes.c_void_p, what: str) -> bytes:
+    size = ctypes.c_size_t()
+    getattr(_nvrtc(), f"nvrtcGet{what}Size")(program, ctypes.byref(size))
+    text = ctypes.create_string_buffer(size.value)
+    failed = getattr(_nvrtc(), f"nvrtcGet{what}")(program, text)
+    if failed:
+        raise RuntimeError(f"NVRTC gives no {what}: {_said(failed)}")
+    return text.raw
+
+
+def _said(error: int) -> str:
+    text: bytes = _nvrtc().nvrtcGetErrorString(error)
+    return text.decode()
 
 
 def _resources(report: str) -> dict[str, int]:
