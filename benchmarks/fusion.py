@@ -98,8 +98,9 @@ def operands(row: Row) -> dict[str, jax.Array]:
     lengths = jnp.exp(jax.random.normal(jax.random.key(1), (2, *x["q"].shape[:-1], 1)))
     x |= {"q": (x["q"] * lengths[0]).astype(x["q"].dtype), "k": (x["k"] * lengths[1]).astype(x["k"].dtype)}
     a, b = jax.random.normal(jax.random.key(2), (2, *x["g"].shape)).astype(x["q"].dtype)
-    heads = jnp.zeros(row.value_heads)
-    return x | {"a": a, "b": b, "A_log": heads, "dt_bias": heads}
+    decays = jnp.arange(row.value_heads) < row.value_heads * 3 // 4  # as those of the comparison
+    A_log = jnp.where(decays, -jnp.log(16.0), -jnp.inf)
+    return x | {"a": a, "b": b, "A_log": A_log, "dt_bias": jnp.zeros(row.value_heads)}
 
 
 def measure(row: Row) -> dict[str, dict[str, float]]:

@@ -79,7 +79,34 @@ __device__ __forceinline__ unsigned jax_qla_round(float x, float y) {
 L2NORM_PRELUDE = (
     f"constexpr float kL2NormEpsilon = {L2NORM_EPSILON}f;"
     r"""
-// lengths_i = 1 / |x_i| of a tile [64, columns] of bf16 in shared memory (halves of 64 columns, 128-byte swizzled), by a warpgroup: the
+// lengths_i = 1 / |x_i| of the first `rows` rows of a tile [64, columns] of bf16 in shared memory (halves of 64 columns, 128-byte
+// swizzled), by one warp; those of the others are finite.
+template <int columns>
+__device__ __forceinline__ void jax_qla_inverse_lengths_by_warp(const void* tile, float* lengths, int rows) {
+  const int lane = threadIdx.x & 31;
+#pragma unroll 1
+  for (int base = 0; base < 64; base += 32) {
+    const int row = min(base + lane, rows - 1);
+    const uint4* vectors = static_cast<const uint4*>(tile) + row * 8;
+    float sum[2] = {kL2NormEpsilon, 0.f};
+#pragma unroll 1
+    for (int half = 0; half < columns / 64; ++half) {
+#pragma unroll 2
+      for (int n = 0; n < 8; ++n) {
+        const uint4 x = vectors[half * 512 + (n ^ (row & 7))];
+        const unsigned pairs[4] = {x.x, x.y, x.z, x.w};
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+          const float low = __uint_as_float(pairs[e] << 16), high = __uint_as_float(pairs[e] & 0xffff0000u);
+          sum[0] += low * low;
+          sum[1] += high * high;
+        }
+      }
+    }
+    lengths[base + lane] = rsqrtf(sum[0] + sum[1]);
+  }
+}
+// The same of all rows by a warpgroup: the
 // diagonal of x x^T, by mma.sync, which takes a seventh of the instructions that sums of squares would. A left operand holds the registers
 // of right ones.
 __device__ __forceinline__ void jax_qla_square(float* c, const unsigned* a, unsigned b0, unsigned b1) {
@@ -259,6 +286,20 @@ def macros():
                 beta_s[stage, thread] = 0.0
 
     @T.macro
+    def measure_rows(tiles, chunk, rows, stages, lengths, loaded, measured):
+        """lengths [stages, 64] of the chunk's stage become 1 / |x| of the `rows` rows of its tile in bfloat16, when it is
+        there; by one warp."""
+        T.barrier_wait(loaded[chunk % stages], (chunk // stages) % 2)
+        T.call_extern(
+            "handle",
+            f"jax_qla_inverse_lengths_by_warp<{tiles.shape[2]}>",
+            T.access_ptr(tiles[chunk % stages, 0, 0], "r"),
+            T.access_ptr(lengths[chunk % stages, 0], "r"),
+            T.min(rows, C),
+        )
+        T.barrier_arrive(measured[chunk % stages])
+
+    @T.macro
     def inverse_lengths(tiles, stage, lengths):
         """lengths [64], in shared memory, become 1 / |x| of the rows of tile `stage` of tiles [stages, 64, width] in bfloat16; by a whole warpgroup."""
         T.call_extern(
@@ -302,6 +343,7 @@ def macros():
         fetch_gates=fetch_gates,
         store_gates=store_gates,
         inverse_lengths=inverse_lengths,
+        measure_rows=measure_rows,
         load_rows=load_rows,
         zero_tail=zero_tail,
         store_rows=store_rows,

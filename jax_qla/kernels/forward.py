@@ -16,11 +16,12 @@ Plan, one block per (sequence, value head, tile of `value_tile` value columns), 
     warpgroup      registers  work
     0 (and 1)      208        64 value columns each: S^T in float32, the five products above that contain S or Vd
     last but one   72         gates, P = scale Q K^T o G into shared memory, ahead of the state
-    last           24         one warp of it loads Q, K, V, a with TMA
+    last           24         warp 0 loads Q, K, V, a with TMA; 1 and 2 measure the rows of K and Q if these are to be normalised
 
     barrier         arrives       waits                    says
     loaded[stage]   TMA           last but one, then state the tiles are there
     ready[stage]    last but one  state                    gates and P are there, rows beyond the sequence are zero in K
+    measured[stage] last          last but one             lengths are there
     free[stage]     state         last                     the products of the chunk are done: the stage may be overwritten
 
 What stands in the way of the recurrence is latency, so nothing waits that need not: the loads have a warp to themselves (when the
@@ -147,13 +148,14 @@ def program(config: Config):
             rise_s = T.alloc_shared((stages, C), "float32")
             fall_s = T.alloc_shared((stages, C), "float32")
             beta_s = T.alloc_shared((stages, C), "float32")
-            key_s = T.alloc_shared((C,), "float32")  # 1 / |k|
-            query_s = T.alloc_shared((C,), "float32")  # 1 / |q|, or 1
+            key_s = T.alloc_shared((stages, C), "float32")  # 1 / |k|
+            query_s = T.alloc_shared((stages, C), "float32")  # 1 / |q|, or 1
             scaled_s = T.alloc_shared((stages, C), "float32")  # scale / |q| exp(gamma)
             whole_s = T.alloc_shared((stages,), "float32")  # exp(gamma_C)
             loaded = T.alloc_barrier([32] * stages)
             ready = T.alloc_barrier([128] * stages)
             free = T.alloc_barrier([S] * stages)
+            measured = T.alloc_barrier([64] * stages)
 
             if tx >= S + 128:
                 T.set_max_nreg(24, 0)
@@ -173,13 +175,21 @@ def program(config: Config):
                                 leader_scope_threads=32,
                             )
                         T.barrier_arrive(loaded[at])
+                elif fused and l2norm != 0:
+                    if tx < S + 192:
+                        for c in T.serial(count):
+                            m.measure_rows(k_s, c, end - (start + c * C), stages, key_s, loaded, measured)
+                    elif tx < S + 224:
+                        for c in T.serial(count):
+                            m.measure_rows(q_s, c, end - (start + c * C), stages, query_s, loaded, measured)
             elif tx >= S:
                 T.set_max_nreg(72, 0)
                 fetched = T.alloc_local((3,), "float32")  # gates of the chunk to come
                 p = T.alloc_fragment((C, C), "float32")
                 T.annotate_layout({p: accumulator_layout(C, S)})
-                if tx < S + C:
-                    query_s[tx - S] = 1.0
+                if l2norm == 0 and tx < S + C:
+                    for x in T.unroll(stages):
+                        query_s[x, tx - S] = 1.0
                 m.fetch_gates(gamma, beta, start, T.min(end - start, C), head, tx - S, fetched)
                 for c in T.serial(count):
                     at = c % stages
@@ -206,24 +216,21 @@ def program(config: Config):
                         m.zero_tail(a_s, at, rows, C, tx - S, 128)
                         T.fence_proxy_async()
                     T.sync_threads(3, 128)
-                    if fused and l2norm != 0:
-                        m.inverse_lengths(k_s, at, key_s)
-                        m.inverse_lengths(q_s, at, query_s)
                     T.gemm(q_s[at, :, :], k_s[at, :, :], p, transpose_B=True, clear_accum=True)
                     if fused and l2norm != 0:
-                        T.sync_threads(3, 128)
-                        if tx < S + C:
+                        T.barrier_wait(measured[at], (c // stages) % 2)
+                        if tx - S < rows:
                             # X = beta / |k| (V - exp(gamma) / |k| K S)
-                            beta_s[at, tx - S] = beta_s[at, tx - S] * key_s[tx - S]
-                            rise_s[at, tx - S] = rise_s[at, tx - S] * key_s[tx - S]
-                            scaled_s[at, tx - S] = scaled_s[at, tx - S] * query_s[tx - S]
+                            beta_s[at, tx - S] = beta_s[at, tx - S] * key_s[at, tx - S]
+                            rise_s[at, tx - S] = rise_s[at, tx - S] * key_s[at, tx - S]
+                            scaled_s[at, tx - S] = scaled_s[at, tx - S] * query_s[at, tx - S]
                     T.call_extern(
                         "handle",
                         "jax_qla_decayed",
                         T.address_of(p[0, 0]),
                         T.address_of(gamma_s[at, 0]),
                         scale,
-                        T.address_of(query_s[0]),
+                        T.address_of(query_s[at, 0]),
                         T.address_of(p_s[at, 0, 0]),
                     )
                     T.fence_proxy_async()
