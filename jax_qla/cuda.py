@@ -538,9 +538,9 @@ class _Call:
         these it may have those of every call.
         """
         sizes = {"key_dim": self.key_dim, "value_dim": self.value_dim, "dtype": self.dtype}
-        values = sizes | {"value_tile": self.value_tile} | options
+        values = sizes | {"value_tile": self.value_tile, "l2norm": self.l2norm} | options
         fields = [field.name for field in dataclasses.fields(kernel.Config)]
         config = kernel.Config(**{field: values[field] for field in fields})
         scalars = {name: x for name, x in options.items() if name not in fields}
-        scalars |= {"ratio": self.value_heads // self.key_heads, "l2norm": int(self.l2norm)}
+        scalars["ratio"] = self.value_heads // self.key_heads
         return Step(kernel.__name__.rpartition(".")[2], config, scalars, rename or {}, overlap)

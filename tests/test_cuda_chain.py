@@ -328,7 +328,7 @@ def test_who_normalises(dtype: str, l2norm: bool, monkeypatch: pytest.MonkeyPatc
     rows: list[tuple[np.ndarray, ...]] = []
 
     def recording(steps: Sequence[Step], inputs: Mapping[str, jax.Array], *others: Any) -> dict[str, jax.Array]:
-        scalars.extend((step.kernel, step.scalars["l2norm"]) for step in steps if step.kernel not in NOT_OF_ROWS)
+        scalars.extend((step.kernel, step.config.l2norm) for step in steps if step.kernel not in NOT_OF_ROWS)
         jax.debug.callback(lambda *x: rows.append(x), inputs["q"], inputs["k"])
         return launch_specifications(steps, inputs, *others)
 

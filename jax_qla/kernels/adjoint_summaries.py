@@ -40,11 +40,13 @@ __all__ = ["PASS_CONFIGS", "Config", "program", "specification"]
 
 @dataclass(frozen=True)
 class Config:
-    """Sizes this program is specialised for: `key_dim`, `value_dim` 64 or 128, `dtype` "bfloat16" or "float16"."""
+    """Sizes this program is specialised for: `key_dim`, `value_dim` 64 or 128, `dtype` "bfloat16" or "float16"; `l2norm`: whether q and k
+    are to be normalised."""
 
     key_dim: int = 128
     value_dim: int = 128
     dtype: str = "bfloat16"
+    l2norm: bool = False
 
 
 def program(config: Config):
@@ -53,7 +55,7 @@ def program(config: Config):
 
     C, K, V, dtype = CHUNK, config.key_dim, config.value_dim, config.dtype
     tiles = V // 64  # blocks a piece and head
-    fused = dtype == "bfloat16"  # what l2norm asks for; float16 has not the range
+    l2norm = config.l2norm
     stages = 2
     m = macros()
     tokens, key_heads, value_heads, parts = T.dynamic("tokens, key_heads, value_heads, parts")
@@ -72,7 +74,6 @@ def program(config: Config):
         adjoint_response: T.Tensor((parts, value_heads, K, V), "float32"),
         ratio: T.int32,
         scale: T.float32,
-        l2norm: T.int32,
     ):
         with T.Kernel(
             parts * tiles, value_heads, threads=256, prelude=MATRIX_PRELUDE + L2NORM_PRELUDE + REACH_PRELUDE
@@ -130,8 +131,6 @@ def program(config: Config):
                 gates = T.alloc_local((3,), "float32")
                 p = T.alloc_fragment((C, C), "float32")
                 T.clear(gates)
-                if tx < 128 + C:
-                    query_s[tx - 128] = 1.0
                 for step in T.serial(count + 1):
                     if step > 0:
                         # prepare the chunk before, which has arrived
@@ -146,18 +145,18 @@ def program(config: Config):
                             m.zero_tail(do_s, stage, rows, 64, tx - 128, 128)
                             T.fence_proxy_async()
                         T.sync_threads(3, 128)
-                        if fused and l2norm != 0:
+                        if l2norm:
                             m.inverse_lengths(k_s, stage, key_s)
                             m.inverse_lengths(q_s, stage, query_s)
                         T.gemm(q_s[stage, :, :], k_s[stage, :, :], p, transpose_B=True, clear_accum=True)
-                        if fused and l2norm != 0:
+                        if l2norm:
                             T.sync_threads(3, 128)
                             if tx < 128 + C:
                                 beta_s[stage, tx - 128] = beta_s[stage, tx - 128] * (key_s[tx - 128] * key_s[tx - 128])
                         for i, j in T.Parallel(C, C):
                             p[i, j] = (
                                 p[i, j]
-                                * (scale * query_s[i])
+                                * (scale * query_s[i] if l2norm else scale)
                                 * T.exp2(T.min(gamma_s[stage, i] - gamma_s[stage, j], T.float32(0)))
                             )
                         for i, j in T.Parallel(C, C):
@@ -165,7 +164,9 @@ def program(config: Config):
                         T.sync_threads(3, 128)  # every warp has read Q
                         for i, j in T.Parallel(C, K):
                             q_s[stage, i, j] = T.cast(
-                                T.cast(q_s[stage, i, j], "float32") * (rise_s[stage, i] * (scale * query_s[i])), dtype
+                                T.cast(q_s[stage, i, j], "float32")
+                                * (rise_s[stage, i] * (scale * query_s[i] if l2norm else scale)),
+                                dtype,
                             )
                         T.fence_proxy_async()
                         T.barrier_arrive(ready[stage])

@@ -46,12 +46,12 @@ P_PRELUDE = (
     TILE_PRELUDE
     + r"""
 // P = scale product o G of one chunk, for i >= j, else 0. `product`: this thread's part of Q K^T, a wgmma accumulator [64, 64];
-// gamma in units of log2; `query` another factor, by row; `tile` [64][64] in shared memory, 128-byte swizzled, in the layout that wgmma reads.
-template <typename T>
+// gamma in units of log2; `query` another factor if normed, by row; `tile` [64][64] in shared memory, 128-byte swizzled, in the layout that wgmma reads.
+template <typename T, bool normed>
 __device__ __forceinline__ void jax_qla_decayed(const void* product, const float* gamma, float scale, const float* query, T* tile) {
   const float* p = static_cast<const float*>(product);
   const int lane = threadIdx.x & 31, warp = (threadIdx.x >> 5) & 3, top = warp * 16 + lane / 4;
-  const float near = gamma[top], far = gamma[top + 8], near_scale = scale * query[top], far_scale = scale * query[top + 8];
+  const float near = gamma[top], far = gamma[top + 8], near_scale = normed ? scale * query[top] : scale, far_scale = normed ? scale * query[top + 8] : scale;
   const int to = warp * 16 + (lane >> 3 & 1) * 8 + (lane & 7);  // the row that this lane points stmatrix at
   const unsigned row = jax_qla_address(tile) + to * 128;
 #pragma unroll
@@ -81,12 +81,14 @@ __device__ __forceinline__ void jax_qla_decayed(const void* product, const float
 @dataclass(frozen=True)
 class Config:
     """Sizes this program is specialised for: `key_dim`, `value_dim` 64 or 128, `dtype` "bfloat16" or "float16", and
-    `value_tile`, the value columns of a block: 64, or 128 where V is."""
+    `value_tile`, the value columns of a block: 64, or 128 where V is; `l2norm`: whether q and k
+    are to be normalised."""
 
     key_dim: int = 128
     value_dim: int = 128
     dtype: str = "bfloat16"
     value_tile: int = 128
+    l2norm: bool = False
 
 
 def program(config: Config):
@@ -98,7 +100,8 @@ def program(config: Config):
     tiles = V // W  # blocks a head
     parts = W // 64  # warpgroups that hold the state
     stages = 3
-    fused = dtype == "bfloat16"  # what l2norm asks for; float16 has not the range
+    l2norm, normed = config.l2norm, "true" if config.l2norm else "false"
+    ctype = {"bfloat16": "bfloat16_t", "float16": "half_t"}[dtype]
     S = 128 * parts  # threads that hold the state
     m = macros()
     tokens, key_heads, value_heads, sequences = T.dynamic("tokens, key_heads, value_heads, sequences")
@@ -118,7 +121,6 @@ def program(config: Config):
         final_state: T.Tensor((final_states, value_heads, K, V), "float32"),
         ratio: T.int32,
         scale: T.float32,
-        l2norm: T.int32,
     ):
         with T.Kernel(sequences * tiles, value_heads, threads=S + 256, prelude=P_PRELUDE) as (block, head):
             T.annotate_min_blocks_per_sm(1)
@@ -149,7 +151,7 @@ def program(config: Config):
             fall_s = T.alloc_shared((stages, C), "float32")
             beta_s = T.alloc_shared((stages, C), "float32")
             key_s = T.alloc_shared((stages, C), "float32")  # 1 / |k|
-            query_s = T.alloc_shared((stages, C), "float32")  # 1 / |q|, or 1
+            query_s = T.alloc_shared((stages, C), "float32")  # 1 / |q|
             scaled_s = T.alloc_shared((stages, C), "float32")  # scale / |q| exp(gamma)
             whole_s = T.alloc_shared((stages,), "float32")  # exp(gamma_C)
             loaded = T.alloc_barrier([32] * stages)
@@ -175,7 +177,7 @@ def program(config: Config):
                                 leader_scope_threads=32,
                             )
                         T.barrier_arrive(loaded[at])
-                elif fused and l2norm != 0:
+                elif l2norm:
                     if tx < S + 192:
                         for c in T.serial(count):
                             m.measure_rows(k_s, c, end - (start + c * C), stages, key_s, loaded, measured)
@@ -187,9 +189,6 @@ def program(config: Config):
                 fetched = T.alloc_local((3,), "float32")  # gates of the chunk to come
                 p = T.alloc_fragment((C, C), "float32")
                 T.annotate_layout({p: accumulator_layout(C, S)})
-                if l2norm == 0 and tx < S + C:
-                    for x in T.unroll(stages):
-                        query_s[x, tx - S] = 1.0
                 m.fetch_gates(gamma, beta, start, T.min(end - start, C), head, tx - S, fetched)
                 for c in T.serial(count):
                     at = c % stages
@@ -217,7 +216,7 @@ def program(config: Config):
                         T.fence_proxy_async()
                     T.sync_threads(3, 128)
                     T.gemm(q_s[at, :, :], k_s[at, :, :], p, transpose_B=True, clear_accum=True)
-                    if fused and l2norm != 0:
+                    if l2norm:
                         T.barrier_wait(measured[at], (c // stages) % 2)
                         if tx - S < rows:
                             # X = beta / |k| (V - exp(gamma) / |k| K S)
@@ -226,7 +225,7 @@ def program(config: Config):
                             scaled_s[at, tx - S] = scaled_s[at, tx - S] * query_s[at, tx - S]
                     T.call_extern(
                         "handle",
-                        "jax_qla_decayed",
+                        f"jax_qla_decayed<{ctype}, {normed}>",
                         T.address_of(p[0, 0]),
                         T.address_of(gamma_s[at, 0]),
                         scale,

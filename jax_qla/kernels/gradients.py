@@ -131,8 +131,8 @@ struct jax_qla_share {
     if (vector % 2 == 0) out[first + step * (vector / 2)] = total;
   }
 };
-// Rows i < rows of out [.., heads, columns] become factor_i norm_i x_i, and dots_i = <x_i, y_i>, of tiles x and y in shared memory.
-template <typename T, int columns>
+// Rows i < rows of out [.., heads, columns] become factor_i (norm_i, if normed) x_i, and dots_i = <x_i, y_i>, of tiles x and y in shared memory.
+template <typename T, int columns, bool normed>
 __device__ __forceinline__ void jax_qla_scale_and_dot(const void* x, const void* y, const float* factor, const float* norm, int rows,
                                                       int heads, T* out, float* dots) {
   using Share = jax_qla_share<columns>;
@@ -152,7 +152,8 @@ __device__ __forceinline__ void jax_qla_scale_and_dot(const void* x, const void*
     }
 #pragma unroll
     for (int n = 0; n < 4; ++n) {
-      const float f = factor[Share::step * (base + n)] * norm[Share::step * (base + n)];
+      float f = factor[Share::step * (base + n)];
+      if constexpr (normed) f *= norm[Share::step * (base + n)];
       T p[8], q[8];
       memcpy(p, &a[n], 16);
       memcpy(q, &b[n], 16);
@@ -222,17 +223,17 @@ __device__ __forceinline__ void jax_qla_write_rows(const float* sums, float* out
   }
 }
 // From x = A B^T and y = C D^T, wgmma accumulators [64, 64], in place:
-//   x_ij = factor (norm_i, unless strict) x_ij exp(gamma_i - gamma_j) for j <= i < rows (j < i if strict), else 0    gamma in units of log2
-// and, over j < i, row sums of x_ij y_ij in row_sums [64], column sums of (weight_i norm_i, if strict) x_ij y_ij over the 16 rows of each
+//   x_ij = factor (norm_i, if normed and not strict) x_ij exp(gamma_i - gamma_j) for j <= i < rows (j < i if strict), else 0    gamma in units of log2
+// and, over j < i, row sums of x_ij y_ij in row_sums [64], column sums of (weight_i norm_i, if strict and normed) x_ij y_ij over the 16 rows of each
 // warp in row `warp` of column_sums [4, 64]. Each exchange halves the columns that a lane still sums: in the end lane l has 2 l and 2 l + 1.
-template <bool strict>
+template <bool strict, bool normed>
 __device__ __forceinline__ void jax_qla_decayed(void* x_registers, const void* y_registers, const float* gamma, const float* weight,
                                                 const float* norm, float factor, int rows, float* row_sums, float* column_sums) {
   float* x = static_cast<float*>(x_registers);
   const float* y = static_cast<const float*>(y_registers);
   const int lane = threadIdx.x & 31, warp = (threadIdx.x >> 5) & 3, top = warp * 16 + lane / 4;
   const float at_row[2] = {gamma[top], gamma[top + 8]};
-  const float norms[2] = {norm[top], norm[top + 8]};
+  const float norms[2] = {normed ? norm[top] : 1.f, normed ? norm[top + 8] : 1.f};
   const float of_sum[2] = {strict ? weight[top] * norms[0] : 1.f, strict ? weight[top + 8] * norms[1] : 1.f};
   const float factors[2] = {strict ? factor : factor * norms[0], strict ? factor : factor * norms[1]};
   float at_column[16];
@@ -353,11 +354,13 @@ __device__ __forceinline__ void jax_qla_project(void* registers, const void* til
 
 @dataclass(frozen=True)
 class Config:
-    """Sizes this program is specialised for: `key_dim`, `value_dim` 64 or 128, `dtype` "bfloat16" or "float16"."""
+    """Sizes this program is specialised for: `key_dim`, `value_dim` 64 or 128, `dtype` "bfloat16" or "float16"; `l2norm`: whether q and k
+    are to be normalised."""
 
     key_dim: int = 128
     value_dim: int = 128
     dtype: str = "bfloat16"
+    l2norm: bool = False
 
 
 def program(config: Config):
@@ -367,7 +370,7 @@ def program(config: Config):
     C, K, V, dtype = CHUNK, config.key_dim, config.value_dim, config.dtype
     ctype = {"bfloat16": "bfloat16_t", "float16": "half_t"}[dtype]
     m = macros()
-    fused = dtype == "bfloat16"  # what l2norm asks for; float16 has not the range
+    l2norm, normed = config.l2norm, "true" if config.l2norm else "false"
     tokens, key_heads, value_heads, slots = T.dynamic("tokens, key_heads, value_heads, slots")
 
     # Key heads of a block: so many that eight rounds of blocks fill an H200's 132 multiprocessors, for a block begins with a wait.
@@ -380,13 +383,13 @@ def program(config: Config):
         T.barrier_arrive(loaded[0])
 
     @T.macro
-    def finish_keys(q_s, k_s, query_s, key_s, key2_s, l2norm, rows, thread, parity, loaded, ready):
+    def finish_keys(q_s, k_s, query_s, key_s, key2_s, rows, thread, parity, loaded, ready):
         T.barrier_wait(loaded[0], parity)
         if rows < C:
             m.zero_tail(q_s, 0, rows, K, thread, 128)
             m.zero_tail(k_s, 0, rows, K, thread, 128)
             T.fence_proxy_async()
-        if fused and l2norm != 0:
+        if l2norm:
             T.sync_threads(3, 128)
             m.inverse_lengths(k_s, 0, key_s)
             m.inverse_lengths(q_s, 0, query_s)
@@ -428,7 +431,6 @@ def program(config: Config):
         dbeta: T.Tensor((tokens, value_heads), "float32"),
         ratio: T.int32,
         scale: T.float32,
-        l2norm: T.int32,
     ):
         with T.Kernel(slots, T.ceildiv(key_heads, group), threads=384, prelude=PRELUDE) as (slot, part_of_heads):
             T.annotate_min_blocks_per_sm(1)
@@ -461,8 +463,8 @@ def program(config: Config):
             fall_s = T.alloc_shared((2, C), "float32")
             beta_s = T.alloc_shared((2, C), "float32")
             drop_s = T.alloc_shared((2, C), "float32")  # -exp(gamma) beta
-            query_s = T.alloc_shared((C,), "float32")  # of this key head 1 / |q|, or 1
-            key_s = T.alloc_shared((C,), "float32")  # 1 / |k|, or 1
+            query_s = T.alloc_shared((C,), "float32")  # of this key head 1 / |q|
+            key_s = T.alloc_shared((C,), "float32")  # 1 / |k|
             key2_s = T.alloc_shared((C,), "float32")  # and its square
             zero_s = T.alloc_shared((2, 4), "int32")  # whether a beta of a warp's rows is 0
             # parts of dgamma and dbeta, by stage: inner products of rows, row sums and column sums
@@ -522,12 +524,7 @@ def program(config: Config):
                             "int32", "jax_qla_any", T.cast(i < rows and gates[2] == 0, "int32")
                         )
                         T.barrier_arrive(gates_ready[r])
-                    if i < C:
-                        query_s[i] = 1.0
-                        key_s[i] = 1.0
-                        key2_s[i] = 1.0
-                    T.sync_threads(3, 128)
-                    finish_keys(q_s, k_s, query_s, key_s, key2_s, l2norm, rows, i, 0, keys_loaded, keys_ready)
+                    finish_keys(q_s, k_s, query_s, key_s, key2_s, rows, i, 0, keys_loaded, keys_ready)
                     for key in T.serial(keys):
                         for r in T.serial(ratio):
                             at = (key * ratio + r) % 2
@@ -542,15 +539,13 @@ def program(config: Config):
                                 if i < 32:
                                     load_keys(q, k, q_s, k_s, row, first + key, keys_loaded)
                             T.barrier_wait(rows_loaded[at], (key * ratio + r) // 2 % 2)
-                            if r == 0 and key > 0 and l2norm != 0:
-                                finish_keys(
-                                    q_s, k_s, query_s, key_s, key2_s, l2norm, rows, i, key % 2, keys_loaded, keys_ready
-                                )
+                            if l2norm and r == 0 and key > 0:
+                                finish_keys(q_s, k_s, query_s, key_s, key2_s, rows, i, key % 2, keys_loaded, keys_ready)
                                 T.sync_threads(3, 128)
                             # dV = beta dX; <dX_i, Vd_i>, and where a beta is 0 <dX_i, V_i>, for dbeta
                             T.call_extern(
                                 "handle",
-                                f"jax_qla_scale_and_dot<{ctype}, {V}>",
+                                f"jax_qla_scale_and_dot<{ctype}, {V}, {normed}>",
                                 T.address_of(dx_s[at, 0, 0]),
                                 T.address_of(vd_s[at, 0, 0]),
                                 T.address_of(beta_s[at, 0]),
@@ -570,10 +565,8 @@ def program(config: Config):
                                     value_heads,
                                     T.address_of(dot_v_s[0]),
                                 )
-                            if r == 0 and key > 0 and l2norm == 0:
-                                finish_keys(
-                                    q_s, k_s, query_s, key_s, key2_s, l2norm, rows, i, key % 2, keys_loaded, keys_ready
-                                )
+                            if not l2norm and r == 0 and key > 0:
+                                finish_keys(q_s, k_s, query_s, key_s, key2_s, rows, i, key % 2, keys_loaded, keys_ready)
                             T.barrier_wait(h_loaded[0], at)
                             T.barrier_wait(dh_loaded[0], at)
                             T.call_extern(
@@ -600,15 +593,17 @@ def program(config: Config):
                                     inner = rows_k_s[at, i] - rise_s[at, i] * z_dots_s[at, i]
                                     total = (
                                         rows_q_s[at, i]
-                                        + scale * query_s[i] * rise_s[at, i] * q_dots_s[at, i]
-                                        + beta_s[at, i] * key2_s[i] * inner
+                                        + (scale * query_s[i] if l2norm else scale) * rise_s[at, i] * q_dots_s[at, i]
+                                        + (beta_s[at, i] * key2_s[i] if l2norm else beta_s[at, i]) * inner
                                     )
                                     for x in T.unroll(4):
                                         total = total - (columns_q_s[at, x, i] + columns_k_s[at, x, i])
                                     if beta_s[at, i] != 0:
                                         dbeta[row + i, head] = dot_s[i] / beta_s[at, i]
                                     else:
-                                        dbeta[row + i, head] = key2_s[i] * inner + key_s[i] * dot_v_s[i]
+                                        dbeta[row + i, head] = (
+                                            key2_s[i] * inner + key_s[i] * dot_v_s[i] if l2norm else inner + dot_v_s[i]
+                                        )
                                     earlier = fall_s[at, i] * y_dots_s[at, i]
                                 later = T.call_extern("float32", "jax_qla_from", total)
                                 total = earlier
@@ -673,7 +668,7 @@ def program(config: Config):
                             # F = -(dX Vd^T o G), strictly lower
                             T.call_extern(
                                 "handle",
-                                "jax_qla_decayed<true>",
+                                f"jax_qla_decayed<true, {normed}>",
                                 T.address_of(s_k[0, 0]),
                                 T.address_of(kk[0, 0]),
                                 T.address_of(gamma_s[at_k, 0]),
@@ -685,7 +680,9 @@ def program(config: Config):
                                 T.address_of(columns_k_s[at_k, 0, 0]),
                             )
                             for i, j in T.Parallel(C, C):
-                                f_s[i, j] = T.cast(s_k[i, j] * (beta_s[at_k, i] * key2_s[i]), dtype)
+                                f_s[i, j] = T.cast(
+                                    s_k[i, j] * (beta_s[at_k, i] * key2_s[i] if l2norm else beta_s[at_k, i]), dtype
+                                )
                             T.fence_proxy_async()
                             T.sync_threads(2, 128)
                             for x in T.unroll(4):
@@ -707,7 +704,7 @@ def program(config: Config):
                                 T.wait_wgmma(1)
                                 T.call_extern(
                                     "handle",
-                                    f"jax_qla_add_rows<{ctype}, true>",
+                                    f"jax_qla_add_rows<{ctype}, {normed}>",
                                     T.address_of(dk_f[0, part * 64]),
                                     T.address_of(z_k[0, 0]),
                                     T.access_ptr(drop_s[at_k, 0], "r"),
@@ -755,7 +752,7 @@ def program(config: Config):
                             T.wgmma_gemm(e_s, q_s[0, :, :], dk_f, transpose_A=True)
                             T.wait_wgmma(0)
                             T.barrier_arrive(e_free[0])
-                        if fused and l2norm != 0:
+                        if l2norm:
                             T.call_extern(
                                 "handle",
                                 f"jax_qla_project<{ctype}, {K // 64}>",
@@ -798,7 +795,7 @@ def program(config: Config):
                             # E = scale (dO Vd^T o G)
                             T.call_extern(
                                 "handle",
-                                "jax_qla_decayed<false>",
+                                f"jax_qla_decayed<false, {normed}>",
                                 T.address_of(s_q[0, 0]),
                                 T.address_of(p[0, 0]),
                                 T.address_of(gamma_s[at_q, 0]),
@@ -832,7 +829,7 @@ def program(config: Config):
                                 )
                                 T.call_extern(
                                     "handle",
-                                    f"jax_qla_add_rows<{ctype}, true>",
+                                    f"jax_qla_add_rows<{ctype}, {normed}>",
                                     T.address_of(dq_f[0, part_q * 64]),
                                     T.address_of(t_q[0, part_q * 64]),
                                     T.access_ptr(rise_s[at_q, 0], "r"),
@@ -848,7 +845,7 @@ def program(config: Config):
                                 T.access_ptr(q_dots_s[at_q, 0], "r"),
                             )
                             T.barrier_arrive(parts_ready[0])
-                        if fused and l2norm != 0:
+                        if l2norm:
                             T.call_extern(
                                 "handle",
                                 f"jax_qla_project<{ctype}, {K // 64}>",

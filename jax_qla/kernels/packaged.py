@@ -23,24 +23,29 @@ from jax_qla.kernels import (
 )
 
 _HEAD_DIMS = (64, 128)
-_DTYPES = ("bfloat16", "float16")
+_DTYPES = (("bfloat16", False), ("bfloat16", True), ("float16", False))
+"""With whether q and k are normalised there (kernels/common.py says why not in float16)."""
 _STATE_DTYPES = ("float32", "bfloat16")  # for decoding, where the state is what there is to read
 
 
 def _packaged() -> tuple[tuple[str, Any], ...]:
     kernels: list[tuple[str, Any]] = [("layout", layout.Config())]
-    for key_dim, dtype in itertools.product(_HEAD_DIMS, _DTYPES):
-        kernels.append(("prepare", prepare.Config(key_dim, dtype)))
-    for key_dim, value_dim, dtype in itertools.product(_HEAD_DIMS, _HEAD_DIMS, _DTYPES):
-        kernels.append(("gradients", gradients.Config(key_dim, value_dim, dtype)))
-        kernels.append(("summaries", summaries.Config(key_dim, value_dim, dtype)))
-        kernels.append(("adjoint_summaries", adjoint_summaries.Config(key_dim, value_dim, dtype)))
-        for value_tile in sorted({64, value_dim}):
-            kernels.append(("forward", forward.Config(key_dim, value_dim, dtype, value_tile)))
-            kernels.append(("states", states.Config(key_dim, value_dim, dtype, value_tile)))
-            kernels.append(("state_gradients", state_gradients.Config(key_dim, value_dim, dtype, value_tile)))
-        for state_dtype in _STATE_DTYPES:
-            kernels.append(("recurrent", recurrent.Config(key_dim, value_dim, dtype, state_dtype)))
+    for dtype, l2norm in _DTYPES:
+        for key_dim in _HEAD_DIMS:
+            kernels.append(("prepare", prepare.Config(key_dim, dtype, l2norm)))
+        for key_dim, value_dim in itertools.product(_HEAD_DIMS, _HEAD_DIMS):
+            kernels.append(("gradients", gradients.Config(key_dim, value_dim, dtype, l2norm)))
+            kernels.append(("summaries", summaries.Config(key_dim, value_dim, dtype, l2norm)))
+            kernels.append(("adjoint_summaries", adjoint_summaries.Config(key_dim, value_dim, dtype, l2norm)))
+            for value_tile in sorted({64, value_dim}):
+                sizes = (key_dim, value_dim, dtype, value_tile, l2norm)
+                kernels.append(("forward", forward.Config(*sizes)))
+                kernels.append(("states", states.Config(*sizes)))
+                kernels.append(("state_gradients", state_gradients.Config(*sizes)))
+    for key_dim, value_dim, dtype, state_dtype in itertools.product(
+        _HEAD_DIMS, _HEAD_DIMS, ("bfloat16", "float16"), _STATE_DTYPES
+    ):
+        kernels.append(("recurrent", recurrent.Config(key_dim, value_dim, dtype, state_dtype)))
     for key_dim, value_dim, reverse in itertools.product(_HEAD_DIMS, _HEAD_DIMS, (False, True)):
         kernels.append(("compose", compose.Config(key_dim, value_dim, reverse)))
     return tuple(kernels)

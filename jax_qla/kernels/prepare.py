@@ -55,10 +55,12 @@ __all__ = ["PASS_CONFIGS", "Config", "program", "specification"]
 
 @dataclass(frozen=True)
 class Config:
-    """Sizes this program is specialised for: `key_dim` 64 or 128, `dtype` "bfloat16" or "float16"."""
+    """Sizes this program is specialised for: `key_dim` 64 or 128, `dtype` "bfloat16" or "float16"; `l2norm`: whether q and k
+    are to be normalised."""
 
     key_dim: int = 128
     dtype: str = "bfloat16"
+    l2norm: bool = False
 
 
 PRELUDE = (
@@ -339,12 +341,12 @@ __device__ __forceinline__ void jax_qla_put_diagonal(unsigned to, int i, const S
 }
 
 // kk (jax_qla_products) -> a, in the swizzled `tile`, and `last_gamma` with its mark -> marked[at]; one warp. gamma in units of log2.
-template <bool bf16>
+template <bool bf16, bool l2norm>
 __device__ __forceinline__ void jax_qla_invert(const void* products, const float* gamma, float* beta, float* scratch, void* tile,
-                                               float* marked, int at, float last_gamma, int l2norm) {
+                                               float* marked, int at, float last_gamma) {
   const float* kk = static_cast<const float*>(products);
   const int lane = threadIdx.x & 31;
-  if (bf16 && l2norm) jax_qla_normalise(beta, kk);  // float16 has not the range for it
+  if constexpr (l2norm) jax_qla_normalise(beta, kk);
   Split lower[6];
   const bool stretches = __any_sync(0xffffffffu, jax_qla_gate(lower, kk, gamma, beta, scratch));
   if (lane == 0) marked[at] = __int_as_float((__float_as_int(last_gamma) & ~kStretches) | (stretches ? kStretches : 0));
@@ -407,6 +409,7 @@ def program(config: Config):
 
     C, K, dtype = CHUNK, config.key_dim, config.dtype
     bf16 = "true" if dtype == "bfloat16" else "false"
+    l2norm = "true" if config.l2norm else "false"
     tokens, key_heads, value_heads, value_dim, slots = T.dynamic("tokens, key_heads, value_heads, value_dim, slots")
 
     @T.prim_func
@@ -419,7 +422,6 @@ def program(config: Config):
         gamma: T.Tensor((tokens, value_heads), "float32"),
         o: T.Tensor((tokens, value_heads, value_dim), dtype),
         ratio: T.int32,
-        l2norm: T.int32,
     ):
         with T.Kernel(slots * (key_heads * ((ratio + 1) // 2)), threads=64, prelude=PRELUDE) as block:
             T.annotate_min_blocks_per_sm(8)
@@ -510,7 +512,7 @@ def program(config: Config):
                 if half < heads:
                     T.call_extern(
                         "handle",
-                        f"jax_qla_invert<{bf16}>",
+                        f"jax_qla_invert<{bf16}, {l2norm}>",
                         T.address_of(kk[0]),
                         T.address_of(log2_gamma_s[half, 0]),
                         T.address_of(beta_s[half, 0]),
@@ -519,7 +521,6 @@ def program(config: Config):
                         T.address_of(gamma[row, 0]),
                         (rows - 1) * value_heads + head,
                         gamma_s[half, rows - 1],
-                        l2norm,
                     )
                     T.fence_proxy_async()
                     T.sync_warp()

@@ -35,12 +35,12 @@ __all__ = ["PASS_CONFIGS", "Config", "program", "specification"]
 PRELUDE = (
     TILE_PRELUDE
     + r"""
-// tile_ij = scale query_i x_ij exp(gamma_i - gamma_j) for i >= j, else 0, of x, a wgmma accumulator [64, 64]; gamma in units of log2.
-template <typename T>
+// tile_ij = scale (query_i, if normed) x_ij exp(gamma_i - gamma_j) for i >= j, else 0, of x, a wgmma accumulator [64, 64]; gamma in units of log2.
+template <typename T, bool normed>
 __device__ __forceinline__ void jax_qla_store_decayed(void* registers, const float* gamma, float scale, const float* query, T* tile) {
   float* x = static_cast<float*>(registers);
   const int lane = threadIdx.x & 31, warp = (threadIdx.x >> 5) & 3, top = warp * 16 + lane / 4;
-  const float at_row[2] = {gamma[top], gamma[top + 8]}, of_row[2] = {scale * query[top], scale * query[top + 8]};
+  const float at_row[2] = {gamma[top], gamma[top + 8]}, of_row[2] = {normed ? scale * query[top] : scale, normed ? scale * query[top + 8] : scale};
 #pragma unroll
   for (int n = 0; n < 8; ++n) {
     const float2 at_column = *reinterpret_cast<const float2*>(gamma + n * 8 + lane % 4 * 2);
@@ -87,12 +87,14 @@ __device__ __forceinline__ void jax_qla_scale_rows(T* tile, const float* factor,
 @dataclass(frozen=True)
 class Config:
     """Sizes this program is specialised for: `key_dim`, `value_dim` 64 or 128, `dtype` "bfloat16" or "float16", and
-    `value_tile`, the value columns of a block: 64, or 128 where V is."""
+    `value_tile`, the value columns of a block: 64, or 128 where V is; `l2norm`: whether q and k
+    are to be normalised."""
 
     key_dim: int = 128
     value_dim: int = 128
     dtype: str = "bfloat16"
     value_tile: int = 128
+    l2norm: bool = False
 
 
 def program(config: Config):
@@ -102,7 +104,7 @@ def program(config: Config):
     C, K, V, W, dtype = CHUNK, config.key_dim, config.value_dim, config.value_tile, config.dtype
     tiles = V // W  # blocks a head
     ctype = {"bfloat16": "bfloat16_t", "float16": "half_t"}[dtype]
-    fused = dtype == "bfloat16"  # what l2norm asks for; float16 has not the range
+    l2norm, normed = config.l2norm, "true" if config.l2norm else "false"
     stages = 3
     S = 2 * W  # threads that hold the gradient: one warpgroup for every 64 value columns
     m = macros()
@@ -124,7 +126,6 @@ def program(config: Config):
         d_initial_state: T.Tensor((initial_states, value_heads, K, V), "float32"),
         ratio: T.int32,
         scale: T.float32,
-        l2norm: T.int32,
     ):
         with T.Kernel(sequences * tiles, value_heads, threads=S + 128, prelude=PRELUDE) as (block, head):
             T.annotate_min_blocks_per_sm(1)
@@ -155,7 +156,7 @@ def program(config: Config):
             drop_s = T.alloc_shared((stages, C), "float32")  # -exp(gamma) beta, over |k|^2 if keys are normalised
             key_s = T.alloc_shared((C,), "float32")  # 1 / |k|
             query_s = T.alloc_shared((C,), "float32")  # 1 / |q|, or 1
-            lift_s = T.alloc_shared((stages, C), "float32")  # exp(gamma) / |q|, or exp(gamma)
+            lift_s = T.alloc_shared((stages, C), "float32") if l2norm else rise_s  # exp(gamma) / |q|
             loaded = T.alloc_barrier([32] * stages)
             ready = T.alloc_barrier([128] * stages)
             free = T.alloc_barrier([S] * stages)
@@ -166,8 +167,6 @@ def program(config: Config):
                 gates = T.alloc_local((3,), "float32")
                 p = T.alloc_fragment((C, C), "float32")
                 T.clear(gates)
-                if tx < S + C:
-                    query_s[tx - S] = 1.0
                 for step in T.serial(count + 1):
                     # The state leaves a stage when it has begun with the next, and then P's other tile is free too.
                     if step >= stages:
@@ -195,7 +194,6 @@ def program(config: Config):
                         m.store_gates(gates, rows, tx - S, stage, gamma_s, rise_s, fall_s, beta_s)
                         if tx < S + C:
                             drop_s[stage, tx - S] = -(rise_s[stage, tx - S] * beta_s[stage, tx - S])
-                            lift_s[stage, tx - S] = rise_s[stage, tx - S]
                         T.barrier_wait(loaded[stage], (step - 1) // stages % 2)
                         if rows < C:
                             m.zero_tail(q_s, stage, rows, K, tx - S, 128)
@@ -206,18 +204,18 @@ def program(config: Config):
                         if tx < S + C:
                             a_s[stage, tx - S, tx - S] = T.cast(0, dtype)
                         T.sync_threads(3, 128)
-                        if fused and l2norm != 0:
+                        if l2norm:
                             m.inverse_lengths(k_s, stage, key_s)
                             m.inverse_lengths(q_s, stage, query_s)
                         T.gemm(q_s[stage, :, :], k_s[stage, :, :], p, transpose_B=True, clear_accum=True)
-                        if fused and l2norm != 0:
+                        if l2norm:
                             T.sync_threads(3, 128)
                             if tx < S + C:
-                                lift_s[stage, tx - S] = lift_s[stage, tx - S] * query_s[tx - S]
+                                lift_s[stage, tx - S] = rise_s[stage, tx - S] * query_s[tx - S]
                                 drop_s[stage, tx - S] = drop_s[stage, tx - S] * (key_s[tx - S] * key_s[tx - S])
                         T.call_extern(
                             "handle",
-                            "jax_qla_store_decayed",
+                            f"jax_qla_store_decayed<{ctype}, {normed}>",
                             p.data,
                             T.address_of(gamma_s[stage, 0]),
                             scale,

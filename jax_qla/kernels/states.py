@@ -31,12 +31,14 @@ __all__ = ["PASS_CONFIGS", "Config", "program", "specification"]
 @dataclass(frozen=True)
 class Config:
     """Sizes this program is specialised for: `key_dim`, `value_dim` 64 or 128, `dtype` "bfloat16" or "float16", and
-    `value_tile`, the value columns of a block: 64, or 128 where V is."""
+    `value_tile`, the value columns of a block: 64, or 128 where V is; `l2norm`: whether q and k
+    are to be normalised."""
 
     key_dim: int = 128
     value_dim: int = 128
     dtype: str = "bfloat16"
     value_tile: int = 128
+    l2norm: bool = False
 
 
 def program(config: Config):
@@ -45,7 +47,7 @@ def program(config: Config):
 
     C, K, V, W, dtype = CHUNK, config.key_dim, config.value_dim, config.value_tile, config.dtype
     tiles = V // W  # blocks a head
-    fused = dtype == "bfloat16"  # what l2norm asks for; float16 has not the range
+    l2norm = config.l2norm
     stages = 3
     S = 2 * W  # threads that hold the state: one warpgroup for every 64 value columns
     m = macros()
@@ -64,7 +66,6 @@ def program(config: Config):
         h: T.Tensor((slots, value_heads, V, K), dtype),
         vd: T.Tensor((tokens, value_heads, V), dtype),
         ratio: T.int32,
-        l2norm: T.int32,
     ):
         with T.Kernel(sequences * tiles, value_heads, threads=S + 128, prelude=TILE_PRELUDE) as (block, head):
             T.annotate_min_blocks_per_sm(1)
@@ -128,7 +129,7 @@ def program(config: Config):
                             m.zero_tail(v_s, stage, rows, W, tx - S, 128)
                             m.zero_tail(a_s, stage, rows, C, tx - S, 128)
                             T.fence_proxy_async()
-                        if fused and l2norm != 0:
+                        if l2norm:
                             T.sync_threads(3, 128)
                             m.inverse_lengths(k_s, stage, key_s)
                             T.sync_threads(3, 128)

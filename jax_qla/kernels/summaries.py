@@ -48,11 +48,13 @@ __all__ = ["PASS_CONFIGS", "Config", "program", "specification"]
 
 @dataclass(frozen=True)
 class Config:
-    """Sizes this program is specialised for: `key_dim`, `value_dim` 64 or 128, `dtype` "bfloat16" or "float16"."""
+    """Sizes this program is specialised for: `key_dim`, `value_dim` 64 or 128, `dtype` "bfloat16" or "float16"; `l2norm`: whether q and k
+    are to be normalised."""
 
     key_dim: int = 128
     value_dim: int = 128
     dtype: str = "bfloat16"
+    l2norm: bool = False
 
 
 def program(config: Config):
@@ -63,7 +65,7 @@ def program(config: Config):
     C, K, V, dtype = CHUNK, config.key_dim, config.value_dim, config.dtype
     value_tiles = V // 64
     tiles = value_tiles + K // 64  # blocks a piece and head
-    fused = dtype == "bfloat16"  # what l2norm asks for; float16 has not the range
+    l2norm = config.l2norm
     stages = 3
     m = macros()
     tokens, key_heads, value_heads, parts = T.dynamic("tokens, key_heads, value_heads, parts")
@@ -82,7 +84,6 @@ def program(config: Config):
         transition: T.Tensor((parts, value_heads, 2, K, K), "bfloat16"),
         forgotten: T.Tensor((parts, value_heads), "int32"),
         ratio: T.int32,
-        l2norm: T.int32,
     ):
         with T.Kernel(parts * tiles, value_heads, threads=256, prelude=PRELUDE + REACH_PRELUDE) as (block, head):
             T.annotate_min_blocks_per_sm(2)
@@ -133,7 +134,7 @@ def program(config: Config):
             a_s = T.alloc_shared((stages, C, C), dtype)
             gamma_s = T.alloc_shared((stages, C), "float32")
             rise_s = T.alloc_shared((stages, C), "float32")
-            lift_s = T.alloc_shared((stages, C), "float32")  # exp(gamma) / |k|, or exp(gamma)
+            lift_s = T.alloc_shared((stages, C), "float32") if l2norm else rise_s  # exp(gamma) / |k|
             fall_s = T.alloc_shared((stages, C), "float32")
             key_s = T.alloc_shared((C,), "float32")  # 1 / |k|
             beta_s = T.alloc_shared((stages, C), "float32")
@@ -165,22 +166,20 @@ def program(config: Config):
                         stage = (step + stages - 1) % stages
                         rows = T.min(end - (start + (step - 1) * C), C)
                         m.store_gates(gates, rows, tx - 128, stage, gamma_s, rise_s, fall_s, beta_s)
-                        if tx < 128 + C:
-                            lift_s[stage, tx - 128] = rise_s[stage, tx - 128]
                         T.barrier_wait(loaded[stage], (step - 1) // stages % 2)
                         if rows < C:
                             m.zero_tail(k_s, stage, rows, K, tx - 128, 128)
                             m.zero_tail(v_s, stage, rows, 64, tx - 128, 128)
                             m.zero_tail(a_s, stage, rows, C, tx - 128, 128)
                             T.fence_proxy_async()
-                        if fused and l2norm != 0:
+                        if l2norm:
                             T.sync_threads(3, 128)
                             m.inverse_lengths(k_s, stage, key_s)
                             T.sync_threads(3, 128)
                             if tx < 128 + C:
                                 # X = beta / |k| (V - exp(gamma) / |k| K S)
                                 beta_s[stage, tx - 128] = beta_s[stage, tx - 128] * key_s[tx - 128]
-                                lift_s[stage, tx - 128] = lift_s[stage, tx - 128] * key_s[tx - 128]
+                                lift_s[stage, tx - 128] = rise_s[stage, tx - 128] * key_s[tx - 128]
                         T.barrier_arrive(ready[stage])
                     for x in T.unroll(3):
                         gates[x] = fetched[x]
