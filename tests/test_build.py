@@ -159,7 +159,7 @@ def test_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One real kernel into a folder, where the store finds it."""
     folder, sources = tmp_path / "cubins", tmp_path / "sources"
     config = prepare.Config(64, "bfloat16")
-    settings = ["--only", "key_dim=64", "--only", "dtype=bfloat16"]
+    settings = ["--only", "key_dim=64", "--only", "dtype=bfloat16", "--only", "l2norm=False"]
     done = run_cli("prepare", *settings, "--output", str(folder), "--keep-sources", str(sources))
     assert done.returncode == 0, done.stderr
     (line,) = done.stdout.splitlines()

@@ -492,15 +492,17 @@ def test_every_kernel_that_a_call_can_ask_for_is_packaged(piece_rows: str, monke
     monkeypatch.setenv(policy.OVERRIDE, piece_rows)
     shape: Any = jax.ShapeDtypeStruct
     for key_dim, value_dim, dtype in itertools.product(cuda.HEAD_DIMS, cuda.HEAD_DIMS, cuda.DTYPES):
-        for heads, packed in itertools.product((1, 66, 67, 1000), (False, True)):
+        ways = (False, True) if dtype in cuda.L2NORM_DTYPES else (False,)
+        for heads, packed, l2norm in itertools.product((1, 66, 67, 1000), (False, True), ways):
             k, v = (shape((1, 200, heads, dim), dtype) for dim in (key_dim, value_dim))
             g, segments = shape((1, 200, heads), "float32"), shape((3, 2), "int32") if packed else None
+            common: dict[str, Any] = {"scale": 1.0, "l2norm": l2norm}
 
-            def both(k: Any, v: Any, g: Any, segments: Any) -> Any:
-                options: dict[str, Any] = {"output_final_state": True, "with_residuals": True}
-                o, final_state, residuals = cuda.forward(k, k, v, g, g, None, segments, scale=1.0, **options)
+            def both(k: Any, v: Any, g: Any, segments: Any, common: dict[str, Any] = common) -> Any:
+                options = common | {"output_final_state": True, "with_residuals": True}
+                o, final_state, residuals = cuda.forward(k, k, v, g, g, None, segments, **options)
                 assert residuals is not None
-                return cuda.backward(k, k, v, g, g, None, segments, residuals, o, final_state, scale=1.0)
+                return cuda.backward(k, k, v, g, g, None, segments, residuals, o, final_state, **common)
 
             jax.eval_shape(both, k, v, g, segments)
     of_pieces = {"summaries", "adjoint_summaries", "compose"} if piece_rows == "0" else set()

@@ -106,14 +106,13 @@ __device__ __forceinline__ void jax_qla_inverse_lengths_by_warp(const void* tile
     lengths[base + lane] = rsqrtf(sum[0] + sum[1]);
   }
 }
-// The same of all rows by a warpgroup: the
-// diagonal of x x^T, by mma.sync, which takes a seventh of the instructions that sums of squares would. A left operand holds the registers
-// of right ones.
 __device__ __forceinline__ void jax_qla_square(float* c, const unsigned* a, unsigned b0, unsigned b1) {
   asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
       : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
+// The same of all rows by a warpgroup: the diagonal of x x^T by mma.sync, which takes a seventh of the instructions that sums of squares
+// would. A left operand holds the registers of right ones.
 template <int columns>
 __device__ __forceinline__ void jax_qla_inverse_lengths(const void* tile, float* lengths) {
   const int lane = threadIdx.x & 31, warp = (threadIdx.x >> 5) & 3, row = lane / 4;
