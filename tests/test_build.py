@@ -163,7 +163,8 @@ def test_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     done = run_cli("prepare", *settings, "--output", str(folder), "--keep-sources", str(sources))
     assert done.returncode == 0, done.stderr
     (line,) = done.stdout.splitlines()
-    assert re.search(r"\[  1/1\] prepare +key_dim=64 dtype=bfloat16 l2norm=False +\d+ registers +\d+ B spilled .* s$", line)
+    settings_shown = "key_dim=64 dtype=bfloat16 l2norm=False"
+    assert re.search(rf"\[  1/1\] prepare +{settings_shown} +\d+ registers +\d+ B spilled .* s$", line)
     manifest, cubin = sorted(folder.iterdir(), key=lambda file: file.suffix, reverse=True)
     assert {stat.S_IMODE(file.stat().st_mode) for file in (manifest, cubin)} == {0o644}
     (entry,) = json.loads(manifest.read_text())["kernels"].values()
