@@ -120,7 +120,7 @@ def program(config: Config):
             fall_s = T.alloc_shared((stages, C), "float32")
             beta_s = T.alloc_shared((stages, C), "float32")
             key_s = T.alloc_shared((C,), "float32")  # 1 / |k|
-            query_s = T.alloc_shared((C,), "float32")  # 1 / |q|, or 1
+            query_s = T.alloc_shared((C,), "float32")  # 1 / |q|
             loaded = T.alloc_barrier([32] * stages)
             ready = T.alloc_barrier([128] * stages)
             free = T.alloc_barrier([128] * stages)

@@ -155,7 +155,7 @@ def program(config: Config):
             beta_s = T.alloc_shared((stages, C), "float32")
             drop_s = T.alloc_shared((stages, C), "float32")  # -exp(gamma) beta, over |k|^2 if keys are normalised
             key_s = T.alloc_shared((C,), "float32")  # 1 / |k|
-            query_s = T.alloc_shared((C,), "float32")  # 1 / |q|, or 1
+            query_s = T.alloc_shared((C,), "float32")  # 1 / |q|
             lift_s = T.alloc_shared((stages, C), "float32") if l2norm else rise_s  # exp(gamma) / |q|
             loaded = T.alloc_barrier([32] * stages)
             ready = T.alloc_barrier([128] * stages)
