@@ -41,6 +41,7 @@ from jax_qla.kernels import states as states_kernel
 from jax_qla.kernels import summaries as summaries_kernel
 from jax_qla.kernels.common import CHUNK
 from jax_qla.kernels.packaged import PACKAGED
+from jax_qla.l2norm import inverse_length
 from jax_qla.launch import Step, launch, unavailable
 
 HEAD_DIMS = (64, 128)
@@ -141,9 +142,10 @@ def forward(
     steps = []
     if residuals is None or pieces is None:
         steps.append(call.step(prepare_kernel))
-        outputs |= call.residual_shapes()
+        outputs |= call.prepared_shapes()
     else:
         inputs |= call.flat(a=residuals[0], gamma=residuals[1]) | pieces._asdict()
+        inputs |= call.lengths(k)
     more_steps, between = call.entering_states(known=pieces is not None)
     results = launch(
         [
@@ -203,6 +205,7 @@ def backward(
     if between is not None:
         steps, of_pieces = call.leaving_gradients(scale)
     else:
+        inputs |= call.lengths(k)
         steps, of_pieces = call.entering_states(adjoint=True, known=pieces is not None, scale=scale)
     initial, final = ({"initial_state": "entering"}, {"d_final_state": "leaving"}) if call.cut else ({}, {})
     results = launch(
@@ -305,10 +308,10 @@ def summary(
     if residuals is None:
         steps = [*call.table_steps, call.step(prepare_kernel)]
         # `prepare` writes zeros to the rows of o that no sequence has: of no columns, here.
-        outputs |= call.residual_shapes() | {"o": jax.ShapeDtypeStruct((call.tokens, call.value_heads, 0), v.dtype)}
+        outputs |= call.prepared_shapes() | {"o": jax.ShapeDtypeStruct((call.tokens, call.value_heads, 0), v.dtype)}
         outputs |= call.table_shapes
     else:
-        inputs |= call.flat(a=residuals[0], gamma=residuals[1])
+        inputs |= call.flat(a=residuals[0], gamma=residuals[1]) | call.lengths(k)
     of_maps = {"response": "nothing", "initial_state": "identity", "spans": "left", "entering": "products"}
     steps += [
         call.step(summaries_kernel, rename={"pieces": "shard_pieces"}),
@@ -356,6 +359,7 @@ def state_gradient(
     steps = []
     if pieces is None:
         steps = [call.step(summaries_kernel, rename={"pieces": "shard_pieces"})]
+        inputs |= call.lengths(k)
         outputs |= shapes
     else:
         inputs |= pieces._asdict()
@@ -449,12 +453,19 @@ class _Call:
         names = ("shard_pieces", "entered", "left")
         return {name: jnp.asarray(x, jnp.int32) for name, x in zip(names, found, strict=True)}
 
-    def residual_shapes(self) -> dict[str, jax.ShapeDtypeStruct]:
-        """What `prepare` writes."""
-        return {
+    def prepared_shapes(self) -> dict[str, jax.ShapeDtypeStruct]:
+        """What `prepare` writes: residuals, and lengths for the kernels of the forward pass."""
+        shapes = {
             "a": jax.ShapeDtypeStruct((self.tokens, self.value_heads, CHUNK), self.dtype),
             "gamma": jax.ShapeDtypeStruct((self.tokens, self.value_heads), jnp.float32),
         }
+        if self.l2norm:
+            shapes["lengths"] = jax.ShapeDtypeStruct((self.tokens, self.key_heads), jnp.float32)
+        return shapes
+
+    def lengths(self, k: jax.Array) -> dict[str, jax.Array]:
+        """What `prepare` finds of the keys, where it does not run but a kernel may want it."""
+        return self.flat(lengths=inverse_length(k)) if self.l2norm else {}
 
     def entering_states(
         self, *, adjoint: bool = False, known: bool = False, scale: float = 1.0

@@ -12,11 +12,16 @@ import jax.numpy as jnp
 from jax_qla.kernels.common import L2NORM_EPSILON
 
 
+def inverse_length(x: jax.Array) -> jax.Array:
+    """1 / sqrt(|x|^2 + 1e-6) over the last axis, in at least float32."""
+    wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+    return jax.lax.rsqrt(jnp.sum(wide * wide, axis=-1) + L2NORM_EPSILON)
+
+
 def normalize(x: jax.Array) -> jax.Array:
     """x / sqrt(|x|^2 + 1e-6) over the last axis, computed in at least float32, in x's dtype."""
     wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
-    squares = jnp.sum(wide * wide, axis=-1, keepdims=True)
-    return (wide * jax.lax.rsqrt(squares + L2NORM_EPSILON)).astype(x.dtype)
+    return (wide * inverse_length(x)[..., None]).astype(x.dtype)
 
 
 def normalize_gradient(x: jax.Array, gradient: jax.Array) -> jax.Array:

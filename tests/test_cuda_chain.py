@@ -27,7 +27,7 @@ from jax_qla.launch import Step
 
 RESULTS = {
     "layout": ("segments", "pieces", "spans", "chunks"),
-    "prepare": ("a", "gamma"),
+    "prepare": ("a", "gamma", "lengths"),
     "summaries": ("response", "transition", "forgotten"),
     "adjoint_summaries": ("adjoint_response",),
     "compose": ("entering",),
@@ -64,6 +64,9 @@ def launch_specifications(
             if name == "chunks" and step.kernel in OF_PIECES:
                 pieces = have[step.rename.get("pieces", "pieces")]
                 operands.append(tables.chunk_table(pieces[:, :2], have["k"].shape[0]))
+                continue
+            if name == "lengths" and not step.config.l2norm:  # as the plan leaves it out
+                operands.append(None)
                 continue
             x = have[step.rename.get(name, name)]
             if name in ("initial_state", "d_final_state") and x.shape[0] == 0 and step.kernel in ALWAYS_A_STATE:

@@ -94,7 +94,7 @@ def of_any_length(given: Arrays) -> Arrays:
 
 
 SUMMARIES = (
-    (summaries, "k v a gamma beta initial_state pieces chunks -> response transition forgotten"),
+    (summaries, "k v a gamma beta lengths initial_state pieces chunks -> response transition forgotten"),
     (adjoint_summaries, "q k do a gamma beta d_final_state pieces chunks -> adjoint_response"),
 )
 
@@ -111,8 +111,8 @@ def chain(
     have = {name: x if name in STATES else x.reshape(tokens, *x.shape[2:]) for name, x in given.items()}
     have |= {"segments": segments, "chunks": jnp.asarray(tables.chunk_table(segments, tokens))}
     kernels: Sequence[Any] = (
-        (prepare, "k g beta chunks -> a gamma"),
-        (forward, "q k v a gamma beta initial_state segments chunks -> o final_state"),
+        (prepare, "k g beta chunks -> a gamma lengths"),
+        (forward, "q k v a gamma beta lengths initial_state segments chunks -> o final_state"),
         (states, "k v a gamma beta initial_state segments chunks -> h vd"),
         (
             state_gradients,

@@ -12,8 +12,9 @@ of the rows as they are, and the lengths are those of the gates' vectors beside 
 
 for beta |k|^-2 k k^T = beta k^ k^^T and k (beta |k|^-2) (|k| v) = beta k^ v with k^ = k / |k|. `a` and all states are those of normalised
 keys; Vd and dX between kernels are |k| times less and more. What gradients kernels/gradients.py finds by q and k with the lengths held
-constant become the whole ones by dk - k <k, dk> / |k|^2. Each kernel computes the lengths from its tiles. In bfloat16 only: lengths far
-from 1 would leave float16's range. (By a run-time flag, calls without it took 6 to 15 % longer where a block's latency is all that counts.)
+constant become the whole ones by dk - k <k, dk> / |k|^2. In the forward pass lengths of keys come from `prepare`, all others from the
+kernel's own tiles. In bfloat16 only: lengths far from 1 would leave float16's range. (By a run-time flag, calls without it took 6 to 15 %
+longer where a block's latency is all that counts.)
 """
 
 CHUNK = 64
@@ -73,43 +74,47 @@ __device__ __forceinline__ unsigned jax_qla_round(float x, float y) {
   }
   return pair;
 }
+// c [16, 8] += a [16, 16] b [16, 8]
+template <bool bf16>
+__device__ __forceinline__ void jax_qla_mma(float* c, const unsigned* a, unsigned b0, unsigned b1) {
+  if constexpr (bf16) {
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+  } else {
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+  }
+}
 """
 
 
 L2NORM_PRELUDE = (
     f"constexpr float kL2NormEpsilon = {L2NORM_EPSILON}f;"
     r"""
-// lengths_i = 1 / |x_i| of the first `rows` rows of a tile [64, columns] of bf16 in shared memory (halves of 64 columns, 128-byte
-// swizzled), by one warp; those of the others are finite.
+// lengths_i = 1 / |x_i| of rows first .. first + 31 of a tile [64, columns] of bf16 in shared memory (halves of 64 columns, 128-byte
+// swizzled), by one warp, a row a lane; those of the tile's rows from `rows` on are finite.
 template <int columns>
-__device__ __forceinline__ void jax_qla_inverse_lengths_by_warp(const void* tile, float* lengths, int rows) {
-  const int lane = threadIdx.x & 31;
+__device__ __forceinline__ void jax_qla_inverse_lengths_by_warp(const void* tile, float* lengths, int first, int rows) {
+  const int lane = threadIdx.x & 31, row = min(first + lane, rows - 1);
+  const uint4* vectors = static_cast<const uint4*>(tile) + row * 8;
+  float sum[4] = {kL2NormEpsilon, 0.f, 0.f, 0.f};
 #pragma unroll 1
-  for (int base = 0; base < 64; base += 32) {
-    const int row = min(base + lane, rows - 1);
-    const uint4* vectors = static_cast<const uint4*>(tile) + row * 8;
-    float sum[2] = {kL2NormEpsilon, 0.f};
-#pragma unroll 1
-    for (int half = 0; half < columns / 64; ++half) {
+  for (int half = 0; half < columns / 64; ++half) {
 #pragma unroll 2
-      for (int n = 0; n < 8; ++n) {
-        const uint4 x = vectors[half * 512 + (n ^ (row & 7))];
-        const unsigned pairs[4] = {x.x, x.y, x.z, x.w};
+    for (int n = 0; n < 8; ++n) {
+      const uint4 x = vectors[half * 512 + (n ^ (row & 7))];
+      const unsigned pairs[4] = {x.x, x.y, x.z, x.w};
 #pragma unroll
-        for (int e = 0; e < 4; ++e) {
-          const float low = __uint_as_float(pairs[e] << 16), high = __uint_as_float(pairs[e] & 0xffff0000u);
-          sum[0] += low * low;
-          sum[1] += high * high;
-        }
+      for (int e = 0; e < 4; ++e) {
+        const float low = __uint_as_float(pairs[e] << 16), high = __uint_as_float(pairs[e] & 0xffff0000u);
+        sum[e % 2 * 2] += low * low;
+        sum[e % 2 * 2 + 1] += high * high;
       }
     }
-    lengths[base + lane] = rsqrtf(sum[0] + sum[1]);
   }
-}
-__device__ __forceinline__ void jax_qla_square(float* c, const unsigned* a, unsigned b0, unsigned b1) {
-  asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
-      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+  lengths[first + lane] = rsqrtf((sum[0] + sum[1]) + (sum[2] + sum[3]));
 }
 // The same of all rows by a warpgroup: the diagonal of x x^T by mma.sync, which takes a seventh of the instructions that sums of squares
 // would. A left operand holds the registers of right ones.
@@ -122,8 +127,8 @@ __device__ __forceinline__ void jax_qla_inverse_lengths(const void* tile, float*
   for (int step = 0; step < columns / 16; ++step) {
     unsigned x[4];
     jax_qla_load_matrices<false>(x, (first ^ (step % 4 << 5)) + step / 4 * 8192);
-    jax_qla_square(near, x, x[0], x[2]);
-    jax_qla_square(far, x, x[1], x[3]);
+    jax_qla_mma<true>(near, x, x[0], x[2]);
+    jax_qla_mma<true>(far, x, x[1], x[3]);
   }
   if (row / 2 == lane % 4) {
     lengths[warp * 16 + row] = rsqrtf((row & 1 ? near[1] : near[0]) + kL2NormEpsilon);
@@ -285,18 +290,17 @@ def macros():
                 beta_s[stage, thread] = 0.0
 
     @T.macro
-    def measure_rows(tiles, chunk, rows, stages, lengths, loaded, measured):
-        """lengths [stages, 64] of the chunk's stage become 1 / |x| of the `rows` rows of its tile in bfloat16, when it is
-        there; by one warp."""
-        T.barrier_wait(loaded[chunk % stages], (chunk // stages) % 2)
+    def inverse_lengths_by_warp(tiles, stage, first, rows, lengths, line):
+        """lengths [.., 64], in shared memory, in `line` from `first` become 1 / |x| of 32 rows of tile `stage` of tiles
+        [stages, 64, width] in bfloat16, which has `rows`; by one warp."""
         T.call_extern(
             "handle",
             f"jax_qla_inverse_lengths_by_warp<{tiles.shape[2]}>",
-            T.access_ptr(tiles[chunk % stages, 0, 0], "r"),
-            T.access_ptr(lengths[chunk % stages, 0], "r"),
+            T.access_ptr(tiles[stage, 0, 0], "r"),
+            T.address_of(lengths[line, 0]),
+            first,
             T.min(rows, C),
         )
-        T.barrier_arrive(measured[chunk % stages])
 
     @T.macro
     def inverse_lengths(tiles, stage, lengths):
@@ -305,7 +309,7 @@ def macros():
             "handle",
             f"jax_qla_inverse_lengths<{tiles.shape[2]}>",
             T.access_ptr(tiles[stage, 0, 0], "r"),
-            T.access_ptr(lengths[0], "r"),
+            T.address_of(lengths[0]),
         )
 
     @T.macro
@@ -342,7 +346,7 @@ def macros():
         fetch_gates=fetch_gates,
         store_gates=store_gates,
         inverse_lengths=inverse_lengths,
-        measure_rows=measure_rows,
+        inverse_lengths_by_warp=inverse_lengths_by_warp,
         load_rows=load_rows,
         zero_tail=zero_tail,
         store_rows=store_rows,

@@ -16,17 +16,18 @@ Plan, one block per (sequence, value head, tile of `value_tile` value columns), 
     warpgroup      registers  work
     0 (and 1)      208        64 value columns each: S^T in float32, the five products above that contain S or Vd
     last but one   72         gates, P = scale Q K^T o G into shared memory, ahead of the state
-    last           24         warp 0 loads Q, K, V, a with TMA; 1 and 2 measure the rows of K and Q if these are to be normalised
+    last           24         warp 0 loads Q, K, V, a with TMA; 1 and 2 measure the rows of Q if these are to be normalised
 
     barrier         arrives       waits                    says
     loaded[stage]   TMA           last but one, then state the tiles are there
     ready[stage]    last but one  state                    gates and P are there, rows beyond the sequence are zero in K
-    measured[stage] last          last but one             lengths are there
+    measured[stage] last          state                    lengths of queries are there, if they are wanted
     free[stage]     state         last                     the products of the chunk are done: the stage may be overwritten
 
 What stands in the way of the recurrence is latency, so nothing waits that need not: the loads have a warp to themselves (when the
 warpgroup of P issued them, the state waited for P a third of its time), O leaves through a tile of its own and not through V's, and
-while it does the next chunk's K S runs, whose state is the one just computed.
+while it does the next chunk's K S runs, whose state is the one just computed. Lengths of keys come with the gates, from `prepare`; those of
+queries are a factor of O where it leaves, so that P need not wait for them. One warp would take longer to measure them than a step takes.
 
 Operations a chunk and head at K = V = 128: 10.5 MFLOP, 1.75 us of an SM's share of 790 TFLOP/s.
 """
@@ -37,7 +38,15 @@ import jax
 import jax.numpy as jnp
 
 from jax_qla.kernels.common import CHUNK, LOG2_E, PASS_CONFIGS, TILE_PRELUDE, accumulator_layout, macros
-from jax_qla.kernels.specification import decay, gather_chunks, inverse_length, last_row, scan_slots, scatter_chunks
+from jax_qla.kernels.specification import (
+    decay,
+    gather_chunks,
+    gather_lengths,
+    inverse_length,
+    last_row,
+    scan_slots,
+    scatter_chunks,
+)
 
 __all__ = ["PASS_CONFIGS", "Config", "program", "specification"]
 
@@ -46,12 +55,12 @@ P_PRELUDE = (
     TILE_PRELUDE
     + r"""
 // P = scale product o G of one chunk, for i >= j, else 0. `product`: this thread's part of Q K^T, a wgmma accumulator [64, 64];
-// gamma in units of log2; `query` another factor if normed, by row; `tile` [64][64] in shared memory, 128-byte swizzled, in the layout that wgmma reads.
-template <typename T, bool normed>
-__device__ __forceinline__ void jax_qla_decayed(const void* product, const float* gamma, float scale, const float* query, T* tile) {
+// gamma in units of log2; `tile` [64][64] in shared memory, 128-byte swizzled, in the layout that wgmma reads.
+template <typename T>
+__device__ __forceinline__ void jax_qla_decayed(const void* product, const float* gamma, float scale, T* tile) {
   const float* p = static_cast<const float*>(product);
   const int lane = threadIdx.x & 31, warp = (threadIdx.x >> 5) & 3, top = warp * 16 + lane / 4;
-  const float near = gamma[top], far = gamma[top + 8], near_scale = normed ? scale * query[top] : scale, far_scale = normed ? scale * query[top + 8] : scale;
+  const float near = gamma[top], far = gamma[top + 8];
   const int to = warp * 16 + (lane >> 3 & 1) * 8 + (lane & 7);  // the row that this lane points stmatrix at
   const unsigned row = jax_qla_address(tile) + to * 128;
 #pragma unroll
@@ -63,10 +72,10 @@ __device__ __forceinline__ void jax_qla_decayed(const void* product, const float
         const int column = (n + m) * 8 + lane % 4 * 2;
         const float2 from = *reinterpret_cast<const float2*>(gamma + column);
         const float* x = p + (n + m) * 4;
-        const float a = top >= column ? x[0] * near_scale * jax_qla_exp2(near - from.x) : 0.f;
-        const float b = top > column ? x[1] * near_scale * jax_qla_exp2(near - from.y) : 0.f;
-        const float c = top + 8 >= column ? x[2] * far_scale * jax_qla_exp2(far - from.x) : 0.f;
-        const float d = top + 8 > column ? x[3] * far_scale * jax_qla_exp2(far - from.y) : 0.f;
+        const float a = top >= column ? x[0] * scale * jax_qla_exp2(near - from.x) : 0.f;
+        const float b = top > column ? x[1] * scale * jax_qla_exp2(near - from.y) : 0.f;
+        const float c = top + 8 >= column ? x[2] * scale * jax_qla_exp2(far - from.x) : 0.f;
+        const float d = top + 8 > column ? x[3] * scale * jax_qla_exp2(far - from.y) : 0.f;
         r[m * 2] = jax_qla_pack<T>(a, b);
         r[m * 2 + 1] = jax_qla_pack<T>(c, d);
       }
@@ -100,7 +109,7 @@ def program(config: Config):
     tiles = V // W  # blocks a head
     parts = W // 64  # warpgroups that hold the state
     stages = 3
-    l2norm, normed = config.l2norm, "true" if config.l2norm else "false"
+    l2norm = config.l2norm
     ctype = {"bfloat16": "bfloat16_t", "float16": "half_t"}[dtype]
     S = 128 * parts  # threads that hold the state
     m = macros()
@@ -115,6 +124,7 @@ def program(config: Config):
         a: T.Tensor((tokens, value_heads, C), dtype),
         gamma: T.Tensor((tokens, value_heads), "float32"),
         beta: T.Tensor((tokens, value_heads), "float32"),
+        lengths: T.Tensor((tokens, key_heads), "float32"),  # 1 / |k|, with `l2norm` only
         initial_state: T.Tensor((initial_states, value_heads, K, V), "float32"),
         segments: T.Tensor((sequences, 2), "int32"),
         o: T.Tensor((tokens, value_heads, V), dtype),
@@ -150,14 +160,14 @@ def program(config: Config):
             rise_s = T.alloc_shared((stages, C), "float32")
             fall_s = T.alloc_shared((stages, C), "float32")
             beta_s = T.alloc_shared((stages, C), "float32")
-            key_s = T.alloc_shared((stages, C), "float32")  # 1 / |k|
-            query_s = T.alloc_shared((stages, C), "float32")  # 1 / |q|
-            scaled_s = T.alloc_shared((stages, C), "float32")  # scale / |q| exp(gamma)
+            # 1 / |q|, one line more than stages: O still needs its own when the stage is free. Else not needed.
+            query_s = T.alloc_shared((stages + 1, C), "float32") if l2norm else gamma_s
+            scaled_s = T.alloc_shared((stages, C), "float32")  # scale exp(gamma)
             whole_s = T.alloc_shared((stages,), "float32")  # exp(gamma_C)
             loaded = T.alloc_barrier([32] * stages)
             ready = T.alloc_barrier([128] * stages)
             free = T.alloc_barrier([S] * stages)
-            measured = T.alloc_barrier([64] * stages)
+            measured = T.alloc_barrier([64] * stages) if l2norm else loaded
 
             if tx >= S + 128:
                 T.set_max_nreg(24, 0)
@@ -178,18 +188,28 @@ def program(config: Config):
                             )
                         T.barrier_arrive(loaded[at])
                 elif l2norm:
-                    if tx < S + 192:
+                    if tx < S + 224:
                         for c in T.serial(count):
-                            m.measure_rows(k_s, c, end - (start + c * C), stages, key_s, loaded, measured)
-                    elif tx < S + 224:
-                        for c in T.serial(count):
-                            m.measure_rows(q_s, c, end - (start + c * C), stages, query_s, loaded, measured)
+                            T.barrier_wait(loaded[c % stages], (c // stages) % 2)
+                            m.inverse_lengths_by_warp(
+                                q_s,
+                                c % stages,
+                                tx // 32 * 32 - S - 160,
+                                end - (start + c * C),
+                                query_s,
+                                c % (stages + 1),
+                            )
+                            T.barrier_arrive(measured[c % stages])
             elif tx >= S:
                 T.set_max_nreg(72, 0)
                 fetched = T.alloc_local((3,), "float32")  # gates of the chunk to come
+                of_key = T.alloc_local((1,), "float32")  # and 1 / |k|
                 p = T.alloc_fragment((C, C), "float32")
                 T.annotate_layout({p: accumulator_layout(C, S)})
                 m.fetch_gates(gamma, beta, start, T.min(end - start, C), head, tx - S, fetched)
+                if l2norm:
+                    if tx - S < T.min(end - start, C):
+                        of_key[0] = lengths[start + tx - S, key_head]
                 for c in T.serial(count):
                     at = c % stages
                     rows = T.min(end - (start + c * C), C)
@@ -197,6 +217,13 @@ def program(config: Config):
                     m.store_gates(fetched, rows, tx - S, at, gamma_s, rise_s, fall_s, beta_s)
                     if tx < S + C:
                         scaled_s[at, tx - S] = scale * rise_s[at, tx - S]
+                    if l2norm:
+                        if tx - S < rows:
+                            # X = beta / |k| (V - exp(gamma) / |k| K S)
+                            beta_s[at, tx - S] = beta_s[at, tx - S] * of_key[0]
+                            rise_s[at, tx - S] = rise_s[at, tx - S] * of_key[0]
+                        if tx - S < T.min(end - (start + (c + 1) * C), C):
+                            of_key[0] = lengths[start + (c + 1) * C + tx - S, key_head]
                     if tx == S:
                         whole_s[at] = T.exp2(fetched[1] * T.float32(LOG2_E))
                     m.fetch_gates(
@@ -216,20 +243,12 @@ def program(config: Config):
                         T.fence_proxy_async()
                     T.sync_threads(3, 128)
                     T.gemm(q_s[at, :, :], k_s[at, :, :], p, transpose_B=True, clear_accum=True)
-                    if l2norm:
-                        T.barrier_wait(measured[at], (c // stages) % 2)
-                        if tx - S < rows:
-                            # X = beta / |k| (V - exp(gamma) / |k| K S)
-                            beta_s[at, tx - S] = beta_s[at, tx - S] * key_s[at, tx - S]
-                            rise_s[at, tx - S] = rise_s[at, tx - S] * key_s[at, tx - S]
-                            scaled_s[at, tx - S] = scaled_s[at, tx - S] * query_s[at, tx - S]
                     T.call_extern(
                         "handle",
-                        f"jax_qla_decayed<{ctype}, {normed}>",
+                        f"jax_qla_decayed<{ctype}>",
                         T.address_of(p[0, 0]),
                         T.address_of(gamma_s[at, 0]),
                         scale,
-                        T.address_of(query_s[at, 0]),
                         T.address_of(p_s[at, 0, 0]),
                     )
                     T.fence_proxy_async()
@@ -299,7 +318,12 @@ def program(config: Config):
                             T.copy(state, state_b)
                             T.wgmma_gemm(state_b, k_s[after, :, :], u, transpose_B=True, clear_accum=True)
                             T.wait_wgmma(1)
+                            if l2norm:
+                                T.barrier_wait(measured[at], (c // stages) % 2)
                             T.barrier_arrive(free[at])
+                            if l2norm:
+                                for i, j in T.Parallel(64, C):
+                                    acc[i, j] = acc[i, j] * query_s[c % (stages + 1), j]
                             T.call_extern(
                                 "handle",
                                 "jax_qla_store_transposed",
@@ -340,6 +364,7 @@ def specification(
     a: jax.Array,
     gamma: jax.Array,
     beta: jax.Array,
+    lengths: jax.Array,
     initial_state: jax.Array,
     segments: jax.Array,
     chunks: jax.Array,
@@ -351,8 +376,10 @@ def specification(
     """(o [tokens, Hv, V] in v's dtype, final_state [N, Hv, K, V])."""
     keys, queries = (jnp.repeat(gather_chunks(x, chunks), ratio, axis=2) for x in (k, q))
     values, inverse, gates, strength = (gather_chunks(x, chunks) for x in (v, a, gamma, beta))
-    of_key, scales = inverse_length(keys, l2norm), scale * inverse_length(queries, l2norm)
-    strength, values = strength * of_key**2, values / of_key[..., None]
+    scales = scale * inverse_length(queries, l2norm)
+    if l2norm:
+        of_key = gather_lengths(lengths, chunks, ratio)
+        strength, values = strength * of_key**2, values / of_key[..., None]
     p = scales[:, :, None] * jnp.einsum("sihk,sjhk->sijh", queries, keys) * decay(gates)
     end = last_row(gates, chunks)
 

@@ -79,6 +79,11 @@ def extract_plan(artifact: Any, program: Any) -> dict[str, Any]:
             raise NotImplementedError(f"the host module calls {callee.value}, which a launch plan cannot hold")
     slots = [str(slot) for slot in device.attrs["tirx.kernel_launch_params"]]
     count = len(launch) - len(slots)
+    passed = [
+        _argument(parameter, value, names, tensor_maps)
+        for parameter, value in zip(device.params, launch[:count], strict=True)
+    ]
+    touched = {argument.get("operand") for argument in passed}
     plan: dict[str, Any] = {
         "name": name,
         "grid": [1, 1, 1],
@@ -86,12 +91,10 @@ def extract_plan(artifact: Any, program: Any) -> dict[str, Any]:
         "cluster": [1, 1, 1],
         "shared": 0,
         "pdl": bool(device.attrs.get("has_cuda_pdl_sync", False)),
-        "operands": operands,
+        # Those that this configuration does nothing with are no part of a call.
+        "operands": [operand for operand in operands if operand["name"] in touched],
         "scalars": scalars,
-        "arguments": [
-            _argument(parameter, value, names, tensor_maps)
-            for parameter, value in zip(device.params, launch[:count], strict=True)
-        ],
+        "arguments": passed,
     }
     for slot, value in zip(slots, launch[count:], strict=True):
         if slot not in _LAUNCH_SLOTS:

@@ -10,7 +10,8 @@ A token maps the state by exp(g) (I - beta k k^T). Unless some beta <k, k> excee
 of what a chunk does to the state before it, which tells kernels/summaries.py what a run of tokens forgets. Chunks where one does exceed
 it are marked in the lowest bit of their last gamma (kernels/common.py: STRETCHES), which costs gamma 6e-8 of itself and no memory.
 
-With `l2norm`, beta is divided by |k|^2 first, which K K^T has on its diagonal (kernels/common.py).
+With `l2norm`, beta is divided by |k|^2 first, which K K^T has on its diagonal, and 1 / |k| is written for
+`summaries` and `forward` (kernels/common.py).
 
 The *gated* matrix is inverted: the gate-free one can overflow where the recurrence itself is stable (long keys, strong decay).
 
@@ -73,20 +74,6 @@ constexpr int kBlock = 1040;   // bytes from a block on the diagonal to the next
 constexpr int kLow = 512;      // bytes from the high parts of an inverted block to its low parts
 constexpr int kGates = 80;     // floats from a head's gates to the next one's: half the banks apart
 constexpr float kLimit = 2.001f;
-
-// c [16, 8] += a [16, 16] b [16, 8]
-template <bool bf16>
-__device__ __forceinline__ void jax_qla_mma(float* c, const unsigned* a, unsigned b0, unsigned b1) {
-  if constexpr (bf16) {
-    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
-        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-  } else {
-    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
-        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-  }
-}
 
 // What is made of them. A 16x16 block is held by a warp as an accumulator, two 16x8 tiles: element 4 n + 2 h + e of lane l is that
 // of row 8 h + l / 4, column 8 n + 2 (l % 4) + e.
@@ -200,15 +187,19 @@ __device__ __forceinline__ void jax_qla_products(void* kk, const void* tiles, un
   }
 }
 
-// beta_i / (|k_i|^2 + epsilon), in place, |k_i|^2 from the diagonal of K K^T; one warp.
-__device__ __forceinline__ void jax_qla_normalise(float* beta, const float* kk) {
+// beta_i / (|k_i|^2 + epsilon), in place, |k_i|^2 from the diagonal of K K^T, and lengths_i = 1 / |k_i| of the first `rows` rows, which
+// are `pitch` elements apart; one warp.
+__device__ __forceinline__ void jax_qla_normalise(const void* products, float* beta, float* lengths, int pitch, int rows) {
+  const float* kk = static_cast<const float*>(products);
   const int lane = threadIdx.x & 31, row = lane / 4;
   if (row / 2 == lane % 4) {
 #pragma unroll
-    for (int k = 0; k < 4; ++k) {
-      const float* c = kk + jax_qla_upper(k, k) * 8;
-      beta[k * 16 + row] = __fdividef(beta[k * 16 + row], (row & 1 ? c[1] : c[0]) + kL2NormEpsilon);
-      beta[k * 16 + 8 + row] = __fdividef(beta[k * 16 + 8 + row], (row & 1 ? c[7] : c[6]) + kL2NormEpsilon);
+    for (int half = 0; half < 8; ++half) {
+      const float* c = kk + jax_qla_upper(half / 2, half / 2) * 8 + half % 2 * 6;
+      const float square = (row & 1 ? c[1] : c[0]) + kL2NormEpsilon;
+      const int i = half * 8 + row;
+      beta[i] = __fdividef(beta[i], square);
+      if (i < rows) lengths[i * pitch] = rsqrtf(square);
     }
   }
   __syncwarp();
@@ -341,12 +332,11 @@ __device__ __forceinline__ void jax_qla_put_diagonal(unsigned to, int i, const S
 }
 
 // kk (jax_qla_products) -> a, in the swizzled `tile`, and `last_gamma` with its mark -> marked[at]; one warp. gamma in units of log2.
-template <bool bf16, bool l2norm>
-__device__ __forceinline__ void jax_qla_invert(const void* products, const float* gamma, float* beta, float* scratch, void* tile,
+template <bool bf16>
+__device__ __forceinline__ void jax_qla_invert(const void* products, const float* gamma, const float* beta, float* scratch, void* tile,
                                                float* marked, int at, float last_gamma) {
   const float* kk = static_cast<const float*>(products);
   const int lane = threadIdx.x & 31;
-  if constexpr (l2norm) jax_qla_normalise(beta, kk);
   Split lower[6];
   const bool stretches = __any_sync(0xffffffffu, jax_qla_gate(lower, kk, gamma, beta, scratch));
   if (lane == 0) marked[at] = __int_as_float((__float_as_int(last_gamma) & ~kStretches) | (stretches ? kStretches : 0));
@@ -409,7 +399,7 @@ def program(config: Config):
 
     C, K, dtype = CHUNK, config.key_dim, config.dtype
     bf16 = "true" if dtype == "bfloat16" else "false"
-    l2norm = "true" if config.l2norm else "false"
+    l2norm = config.l2norm
     tokens, key_heads, value_heads, value_dim, slots = T.dynamic("tokens, key_heads, value_heads, value_dim, slots")
 
     @T.prim_func
@@ -420,6 +410,7 @@ def program(config: Config):
         chunks: T.Tensor((slots, 4), "int32"),
         a: T.Tensor((tokens, value_heads, C), dtype),
         gamma: T.Tensor((tokens, value_heads), "float32"),
+        lengths: T.Tensor((tokens, key_heads), "float32"),  # 1 / |k|, with `l2norm` only
         o: T.Tensor((tokens, value_heads, value_dim), dtype),
         ratio: T.int32,
     ):
@@ -510,9 +501,19 @@ def program(config: Config):
                 )
                 T.sync_threads(1, 64)  # the key tiles become those of a
                 if half < heads:
+                    if l2norm:
+                        T.call_extern(
+                            "handle",
+                            "jax_qla_normalise",
+                            T.address_of(kk[0]),
+                            T.address_of(beta_s[half, 0]),
+                            T.address_of(lengths[row, key_head]),
+                            key_heads,
+                            T.if_then_else(pair + half == 0, rows, 0),
+                        )
                     T.call_extern(
                         "handle",
-                        f"jax_qla_invert<{bf16}, {l2norm}>",
+                        f"jax_qla_invert<{bf16}>",
                         T.address_of(kk[0]),
                         T.address_of(log2_gamma_s[half, 0]),
                         T.address_of(beta_s[half, 0]),
@@ -542,10 +543,13 @@ def program(config: Config):
 
 def specification(
     k: jax.Array, g: jax.Array, beta: jax.Array, chunks: jax.Array, *, ratio: int, l2norm: int = 0
-) -> tuple[jax.Array, jax.Array]:
-    """(a [tokens, Hv, 64] in k's dtype, gamma [tokens, Hv]); `o` is not a result, only its unused rows are zeroed."""
-    keys = jnp.repeat(gather_chunks(k, chunks), ratio, axis=2)
-    strength = gather_chunks(beta, chunks) * inverse_length(keys, l2norm) ** 2
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """(a [tokens, Hv, 64] in k's dtype, gamma [tokens, Hv], lengths [tokens, Hk]); `o` is not a result, only its unused
+    rows are zeroed."""
+    keys = gather_chunks(k, chunks)
+    lengths = inverse_length(keys, l2norm)
+    keys, of_key = (jnp.repeat(x, ratio, axis=2) for x in (keys, lengths))
+    strength = gather_chunks(beta, chunks) * of_key**2
     gamma = jnp.cumsum(jnp.maximum(gather_chunks(g, chunks), MIN_LOG_DECAY), axis=1)
     product = jnp.einsum("sihk,sjhk->sijh", keys, keys) * strength[:, :, None]
     lower = jnp.moveaxis(product * decay(gamma, strict=True), 3, 1)
@@ -557,4 +561,5 @@ def specification(
     stretches = jnp.any(strength * jnp.einsum("sihk,sihk->sih", keys, keys) > 2.001, axis=1)
     is_last = jnp.arange(CHUNK) == chunks[:, 2, None] - 1
     gamma = jnp.where(is_last[..., None], mark(gamma, stretches[:, None]), gamma)
-    return a, scatter_chunks(gamma, chunks, k.shape[0], g.dtype)
+    gamma, lengths = (scatter_chunks(x, chunks, k.shape[0], g.dtype) for x in (gamma, lengths))
+    return a, gamma, lengths

@@ -40,6 +40,12 @@ def inverse_length(x: jax.Array, l2norm: int) -> jax.Array:
     return jax.lax.rsqrt(jnp.sum(x * x, axis=-1) + L2NORM_EPSILON)
 
 
+def gather_lengths(lengths: jax.Array, chunks: jax.Array, ratio: int) -> jax.Array:
+    """1 / |k| [slots, 64, Hv], from what `prepare` has written, [tokens, Hk]; 1 where there is no row."""
+    found = jnp.repeat(gather_chunks(lengths, chunks), ratio, axis=2)
+    return jnp.where(found > 0, found, 1)
+
+
 def decay(gamma: jax.Array, strict: bool = False) -> jax.Array:
     """G [slots, 64, 64, Hv]: exp(gamma_i - gamma_j) for i >= j (i > j if strict), else 0, from gamma [slots, 64, Hv]."""
     lower = jnp.tril(jnp.ones((CHUNK, CHUNK), bool), -1 if strict else 0)[:, :, None]

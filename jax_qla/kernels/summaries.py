@@ -41,7 +41,7 @@ from jax_qla.kernels.common import (
     accumulator_layout,
     macros,
 )
-from jax_qla.kernels.specification import gather_chunks, inverse_length, last_row, reach, scan_slots, split
+from jax_qla.kernels.specification import gather_chunks, gather_lengths, last_row, reach, scan_slots, split
 
 __all__ = ["PASS_CONFIGS", "Config", "program", "specification"]
 
@@ -78,6 +78,7 @@ def program(config: Config):
         a: T.Tensor((tokens, value_heads, C), dtype),
         gamma: T.Tensor((tokens, value_heads), "float32"),
         beta: T.Tensor((tokens, value_heads), "float32"),
+        lengths: T.Tensor((tokens, key_heads), "float32"),  # 1 / |k|, with `l2norm` only
         initial_state: T.Tensor((initial_states, value_heads, K, V), "float32"),
         pieces: T.Tensor((parts, 4), "int32"),
         response: T.Tensor((parts, value_heads, K, V), "float32"),
@@ -136,7 +137,6 @@ def program(config: Config):
             rise_s = T.alloc_shared((stages, C), "float32")
             lift_s = T.alloc_shared((stages, C), "float32") if l2norm else rise_s  # exp(gamma) / |k|
             fall_s = T.alloc_shared((stages, C), "float32")
-            key_s = T.alloc_shared((C,), "float32")  # 1 / |k|
             beta_s = T.alloc_shared((stages, C), "float32")
             loaded = T.alloc_barrier([32] * stages)
             ready = T.alloc_barrier([128] * stages)
@@ -147,12 +147,19 @@ def program(config: Config):
                 fetched = T.alloc_local((3,), "float32")  # gates of the chunk after
                 gates = T.alloc_local((3,), "float32")
                 T.clear(gates)
+                next_length = T.alloc_local((1,), "float32")  # and 1 / |k|
+                length = T.alloc_local((1,), "float32")
+                T.clear(next_length)
+                T.clear(length)
                 for step in T.serial(count + 1):
                     if step < count:
                         # load a chunk as soon as the state has left the stage
                         m.fetch_gates(
                             gamma, beta, start + step * C, T.min(end - (start + step * C), C), head, tx - 128, fetched
                         )
+                        if l2norm:
+                            if tx - 128 < T.min(end - (start + step * C), C):
+                                next_length[0] = lengths[start + step * C + tx - 128, key_head]
                         if step >= stages:
                             T.barrier_wait(free[step % stages], (step // stages + 1) % 2)
                         if tx < 160:
@@ -166,23 +173,23 @@ def program(config: Config):
                         stage = (step + stages - 1) % stages
                         rows = T.min(end - (start + (step - 1) * C), C)
                         m.store_gates(gates, rows, tx - 128, stage, gamma_s, rise_s, fall_s, beta_s)
+                        if l2norm:
+                            if tx < 128 + C:
+                                # X = beta / |k| (V - exp(gamma) / |k| K S)
+                                lift_s[stage, tx - 128] = 0.0
+                                if tx - 128 < rows:
+                                    beta_s[stage, tx - 128] = beta_s[stage, tx - 128] * length[0]
+                                    lift_s[stage, tx - 128] = rise_s[stage, tx - 128] * length[0]
                         T.barrier_wait(loaded[stage], (step - 1) // stages % 2)
                         if rows < C:
                             m.zero_tail(k_s, stage, rows, K, tx - 128, 128)
                             m.zero_tail(v_s, stage, rows, 64, tx - 128, 128)
                             m.zero_tail(a_s, stage, rows, C, tx - 128, 128)
                             T.fence_proxy_async()
-                        if l2norm:
-                            T.sync_threads(3, 128)
-                            m.inverse_lengths(k_s, stage, key_s)
-                            T.sync_threads(3, 128)
-                            if tx < 128 + C:
-                                # X = beta / |k| (V - exp(gamma) / |k| K S)
-                                beta_s[stage, tx - 128] = beta_s[stage, tx - 128] * key_s[tx - 128]
-                                lift_s[stage, tx - 128] = rise_s[stage, tx - 128] * key_s[tx - 128]
                         T.barrier_arrive(ready[stage])
                     for x in T.unroll(3):
                         gates[x] = fetched[x]
+                    length[0] = next_length[0]
             else:
                 T.set_max_nreg(216, 1)
                 state = T.alloc_fragment((64, K), "float32")
@@ -256,6 +263,7 @@ def specification(
     a: jax.Array,
     gamma: jax.Array,
     beta: jax.Array,
+    lengths: jax.Array,
     initial_state: jax.Array,
     pieces: jax.Array,
     chunks: jax.Array,
@@ -269,8 +277,9 @@ def specification(
     """
     keys = jnp.repeat(gather_chunks(k, chunks), ratio, axis=2)
     values, inverse, gates, strength = (gather_chunks(x, chunks) for x in (v, a, gamma, beta))
-    of_key = inverse_length(keys, l2norm)
-    strength, values = strength * of_key**2, values / of_key[..., None]
+    if l2norm:
+        of_key = gather_lengths(lengths, chunks, ratio)
+        strength, values = strength * of_key**2, values / of_key[..., None]
     columns = k.shape[2]
     forgotten, whole, matters = reach(gamma, pieces, chunks, from_end=True)
 
