@@ -426,8 +426,14 @@ def _cases() -> Iterator[Case]:
 
 
 CASES: tuple[Case, ...] = (
-    *(dataclasses.replace(case, dtype=dtype) for case in _cases() for dtype in ("float32", "bfloat16")),
+    *(
+        dataclasses.replace(case, dtype=dtype)
+        for case in _cases()
+        for dtype in ("float32", "bfloat16")
+        # q and k are normalised before whatever computes in float32: once, with sequences and gaps, is enough.
+        if not (case.l2norm and dtype == "float32") or case.poisoned
+    ),
     Case("float16", dtype="float16"),
     Case("float16, normalised", dtype="float16", l2norm=True),
 )
-"""All cases, each in float32 and bfloat16; K and V in {64, 128}."""
+"""All cases, nearly all in float32 and bfloat16; K and V in {64, 128}."""
