@@ -9,7 +9,7 @@ it finds of the pieces (`implementations.Between`) spares the backward one summa
 Where a sequence goes on beyond a device, this falls into two calls: `summary` (prepare, summaries, and compose for N
 and for M) begins, and `forward`, given what it found, goes on (compose, forward) when the state before is known. So do
 `state_gradient` and `backward`.
-Intermediate results (h, dh, Vd, states between pieces) are results of the call that are dropped here.
+Intermediate results (h, dh, Vd, lengths of keys, states between pieces) are results of the call that are dropped here.
 
 Memory of the backward besides its operands and results, in elements of v's dtype: h and dh, ceil(T / 64) * Hv * K * V
 each, and Vd, as v. dX lives in dv until the gradients kernel scales it there. In pieces: six times K V in float32 per

@@ -257,6 +257,15 @@ def test_kernels_fit_the_calls_of_the_implementation(
     ]
 
 
+@pytest.mark.parametrize("l2norm", [False, True])
+def test_plan_has_no_operand_that_a_configuration_does_nothing_with(l2norm: bool) -> None:
+    plan = lowered_kernel("prepare", prepare.Config(64, "bfloat16", l2norm)).plan
+    operands = {operand["name"] for operand in plan["operands"]}
+    assert {"k", "g", "beta", "a", "gamma"} < operands
+    assert ("lengths" in operands) == l2norm
+    assert {argument["operand"] for argument in plan["arguments"] if "operand" in argument} == operands
+
+
 @pytest.mark.parametrize("state_dtype", [None, jnp.float32, jnp.bfloat16])
 @pytest.mark.parametrize("output_final_state", [True, False])
 def test_decoding_kernel_fits_its_call(
