@@ -8,6 +8,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import jax
+import numpy as np
 import pytest
 
 sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
@@ -77,6 +79,19 @@ def test_a_report_is_read_as_it_was_written() -> None:
     tally.counts["calls"] = 2
     tally.worst["o float32"] = 1e-3, "a shape"
     assert soak.Tally.from_json(json.loads(json.dumps(tally.to_json()))) == tally
+
+
+def test_a_function_without_calls_is_the_same_function() -> None:
+    """What JAX 0.11 needs for a second stream: no call is left, and results are those there were."""
+    shape = soak.Shape("dense", "float32", 1, 70, 1, 2, 8, 8, 1, state=True, l2norm=True, two_streams=False)
+    function = soak.compiled(shape, "xla")
+    operands = soak.draw_operands(np.random.default_rng(0), shape)
+    flat = soak._without_calls(function)
+    names = {equation.primitive.name for equation in jax.make_jaxpr(flat)(operands).eqns}
+    assert "jit" in {equation.primitive.name for equation in jax.make_jaxpr(function)(operands).eqns}
+    assert not names & {*soak.BODIES}
+    for found, right in zip(jax.tree.leaves(flat(operands)), jax.tree.leaves(function(operands)), strict=True):
+        np.testing.assert_allclose(found, right, rtol=1e-4, atol=1e-5)
 
 
 def test_calls_of_a_shape() -> None:
