@@ -12,6 +12,10 @@ another stream. Command buffers (CUDA graphs) are on for half of the time, each 
 the other, or, with `--processes`, side by side, each with its share of the card's memory and its own seeds. After every
 round nothing may be left on the devices, of what this process has taken; at the end a compiled call is repeated, during
 which host memory must not grow. Prints counts, the largest errors and where they were; exits with 1 on any fault.
+
+No round is begun that would not end in its time, if it took as long as the longest so far. A process that must be ended
+is a fault; what it found in the rounds before counts. On SIGTERM (`timeout`) all processes are ended, and what there is
+is printed.
 """
 
 from __future__ import annotations
@@ -23,6 +27,7 @@ import inspect
 import json
 import math
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -50,7 +55,7 @@ BODIES = {"jit": "jaxpr", "pjit": "jaxpr", "custom_jvp_call": "call_jaxpr", "cus
 """Primitives that stand for the function in one of their parameters."""
 MEMORY = 0.85
 """Of a card, shared by the processes."""
-PATIENCE = 300
+PATIENCE = 90
 """Seconds after its time until a process counts as hanging."""
 RESULTS = ("o", "final_state", "dq", "dk", "dv", "dg", "dbeta", "d_initial_state")
 LIMITS = {"bfloat16": 2e-2, "float16": 4e-3, "float32": 1e-4}
@@ -304,21 +309,32 @@ class Tally:
         worst = {key: {"error": error, "with": where} for key, (error, where) in sorted(self.worst.items())}
         return {"counts": dict(sorted(self.counts.items())), "worst": worst, "faults": self.faults}
 
+    def write(self, report: Path) -> None:
+        """Whole at any time, for who reads it may end the process that writes it."""
+        new = report.with_name(f"{report.name}.new")
+        new.write_text(json.dumps(self.to_json(), indent=1))
+        new.replace(report)
+
     @classmethod
     def from_json(cls, report: Mapping[str, Any]) -> Tally:
         worst = {key: (value["error"], value["with"]) for key, value in report["worst"].items()}
         return cls(Counter(report["counts"]), worst, list(report["faults"]))
 
 
-def one_round(seed: int, device: Any, options: argparse.Namespace, streams: bool) -> Tally:
-    """One shape, compiled once and called with several sets of numbers, by both implementations."""
+def one_round(seed: int, device: Any, options: argparse.Namespace, streams: bool, *, until: float = math.inf) -> Tally:
+    """One shape, compiled once and called with several sets of numbers, by both implementations.
+
+    After `until`, of `time.monotonic`, no further call is begun; the first always is.
+    """
     tally = Tally()
     random = np.random.default_rng(seed)
     shape = draw_shape(random, options.pair, options.largest, streams)
     ours = compiled(shape, options.pair[0])
     theirs = compiled(dataclasses.replace(shape, two_streams=False), options.pair[1])
     tally.counts.update(["shapes", shape.form, shape.dtype, f"K {shape.key_dim}, V {shape.value_dim}"])
-    for _ in range(shape.calls):
+    for i in range(shape.calls):
+        if i > 0 and time.monotonic() > until:
+            break
         operands = draw_operands(random, shape)
         with jax.default_device(device):
             on_device = {name: jax.device_put(x, device) for name, x in operands.items()}
@@ -401,13 +417,15 @@ def soak(options: argparse.Namespace) -> Tally:
     reason = reason or why_no_other_stream()
     print(f"{jax.__version__}, {len(devices)} x {devices[0].device_kind}, {options.pair}, XLA_FLAGS={options.flags!r}")
     print("a second stream: " + (f"no, {reason}" if reason else "yes"), flush=True)
-    start, rounds, base = time.monotonic(), 0, None
+    start, rounds, longest, base = time.monotonic(), 0, 0.0, None
+    until = start + 0.9 * options.seconds
     seeds = np.random.default_rng(options.seed)
     with ThreadPoolExecutor(THREADS) as pool:
-        while time.monotonic() < start + 0.9 * options.seconds and len(total.faults) < 10:
+        while rounds == 0 or (time.monotonic() + longest < until and len(total.faults) < 10):
+            began = time.monotonic()
             drawn = [int(x) for x in seeds.integers(0, 2**31, THREADS)]
             jobs = [
-                pool.submit(one_round, seed, devices[i % len(devices)], options, not reason)
+                pool.submit(one_round, seed, devices[i % len(devices)], options, not reason, until=until)
                 for i, seed in enumerate(drawn)
             ]
             for job in jobs:
@@ -428,38 +446,46 @@ def soak(options: argparse.Namespace) -> Tally:
                     f"{len(total.faults)} faults, devices {in_use / 2**20:.1f} MiB, host {host:.0f} MiB",
                     flush=True,
                 )
-    total.counts["rounds"] = rounds
+            total.counts["rounds"], total.counts["seconds"] = rounds, round(time.monotonic() - start)
+            if options.report:  # All of it, should this process have to be ended.
+                total.write(options.report)
+            longest = max(longest, time.monotonic() - began)
     total.add(steady(options, 0.1 * options.seconds, devices[0]))
     total.counts["seconds"] = round(time.monotonic() - start)
     return total
 
 
 def in_processes(options: argparse.Namespace) -> Tally:
-    """Command buffers on and off, in a process each and one after the other; or in so many, side by side."""
+    """Command buffers on and off, in a process each and one after the other; or in so many, side by side.
+
+    On SIGTERM all of them are ended.
+    """
     count = options.processes or 2
     seconds = options.seconds if options.processes else options.seconds / 2
     total = Tally()
+    ended: list[int] = []
+    """Signals that told this process to end."""
+    handler = signal.signal(signal.SIGTERM, lambda number, _: ended.append(number))
     with tempfile.TemporaryDirectory() as folder:
-        reports = [Path(folder, f"{i}.json") for i in range(count)]
-        running: list[subprocess.Popen[bytes]] = []
-        for i, report in enumerate(reports):
-            # Far from each other, for what is drawn from them must be, too.
-            command = [sys.executable, __file__, "--seed", str(options.seed + 1_000_003 * i), "--report", str(report)]
-            command += ["--seconds", str(seconds), "--pair", *options.pair, "--command-buffers", "as set"]
-            command += ["--largest", str(options.largest), "--poison", str(options.poison)]
-            command += [] if options.streams else ["--no-streams"]
-            running.append(subprocess.Popen(command, env=os.environ | _variables(options, i)))
-            if not options.processes:
-                _wait(running[-1], seconds + PATIENCE)
-        end = time.monotonic() + seconds + PATIENCE
-        for i, (process, report) in enumerate(zip(running, reports, strict=True)):
-            code = _wait(process, end - time.monotonic())
-            if report.exists():
-                total.add(Tally.from_json(json.loads(report.read_text())))
-            else:
-                total.faults.append(f"process {i} left no report and {code}")
-        total.counts["processes"] = count
+        for together in [range(count)] if options.processes else [[i] for i in range(count)]:
+            reports = {i: Path(folder, f"{i}.json") for i in together}
+            running = {i: _start(options, i, seconds, report) for i, report in reports.items() if not ended}
+            end = time.monotonic() + seconds + PATIENCE
+            for i, process in running.items():
+                _add(total, i, _wait(process, end, ended), reports[i])
+    if ended:
+        total.faults.append("was ended before its time")
+    signal.signal(signal.SIGTERM, handler)
     return total
+
+
+def _start(options: argparse.Namespace, i: int, seconds: float, report: Path) -> subprocess.Popen[bytes]:
+    # Far from each other, for what is drawn from them must be, too.
+    command = [sys.executable, __file__, "--seed", str(options.seed + 1_000_003 * i), "--report", str(report)]
+    command += ["--seconds", str(seconds), "--pair", *options.pair, "--command-buffers", "as set"]
+    command += ["--largest", str(options.largest), "--poison", str(options.poison)]
+    command += [] if options.streams else ["--no-streams"]
+    return subprocess.Popen(command, env=os.environ | _variables(options, i))
 
 
 def _variables(options: argparse.Namespace, i: int) -> dict[str, str]:
@@ -471,14 +497,31 @@ def _variables(options: argparse.Namespace, i: int) -> dict[str, str]:
     return variables
 
 
-def _wait(process: subprocess.Popen[bytes], seconds: float) -> str:
-    """How a process ended; one that hangs is ended."""
-    try:
-        return f"ended with {process.wait(max(seconds, 0.0))}"
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait()
-        return "had to be ended"
+def _wait(process: subprocess.Popen[bytes], end: float, ended: Sequence[int]) -> str:
+    """How a process ended; one that hangs, or goes on when this one has `ended`, is killed."""
+    while process.poll() is None:
+        if ended or time.monotonic() > end:
+            process.kill()
+            process.wait()
+            return "had to be ended"
+        time.sleep(0.1)
+    return f"ended with {process.returncode}"
+
+
+def _add(total: Tally, i: int, how: str, report: Path) -> None:
+    """What process i found, if only until it was ended; that it did not end by itself is a fault."""
+    total.counts["processes"] += 1
+    if not report.exists():
+        total.faults.append(f"process {i} left no report and {how}")
+        return
+    found = Tally.from_json(json.loads(report.read_text()))
+    total.add(found)
+    if how != f"ended with {exit_code(found)}":
+        total.faults.append(f"process {i} {how}, after {found.counts['rounds']} rounds")
+
+
+def exit_code(tally: Tally) -> int:
+    return 1 if tally.faults else 0
 
 
 def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
@@ -523,12 +566,14 @@ def main() -> int:
     else:
         print(f"seed {options.seed}", flush=True)
         total = soak(options)
-    report = json.dumps(total.to_json(), indent=1)
     if options.report:
-        options.report.write_text(report)
+        total.write(options.report)
     else:
-        print(report)
-    return 1 if total.faults else 0
+        print(json.dumps(total.to_json(), indent=1))
+        if options.again is None:
+            done = total.counts
+            print(f"ran {done['seconds']} s in all: {done['rounds']} rounds in {done['processes'] or 1} processes")
+    return exit_code(total)
 
 
 if __name__ == "__main__":

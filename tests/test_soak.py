@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
+import os
+import signal
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -17,21 +21,31 @@ sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
 import soak
 
 CHILD = """
-import json, os, sys, time
+import json, os, signal, sys, time
+given = dict(zip(sys.argv, sys.argv[1:]))
+seed, report = int(given["--seed"]), given["--report"]
+what = {behaviour}[(seed - {seed}) // 1_000_003]
+if what == "crash":
+    os.kill(os.getpid(), signal.SIGSEGV)
+if what.endswith("later"):
+    with open(report, "w") as file:
+        json.dump({{"counts": {{"rounds": 2, "calls": 5, "seconds": 4}}, "worst": {{}}, "faults": []}}, file)
+if what == "crash later":
+    os.kill(os.getpid(), signal.SIGSEGV)
+if what == "end all later":
+    os.kill(os.getppid(), signal.SIGTERM)
+if what.startswith(("hang", "end all")):
+    time.sleep(600)
 sys.path.append({benchmarks!r})
 import soak
 options = soak.parse_arguments()
 assert options.command_buffers == "as set" and options.processes is None, options
-what = {behaviour}[(options.seed - {seed}) // 1_000_003]
-if what == "hang":
-    time.sleep(600)
-if what == "crash":
-    os.kill(os.getpid(), 11)
 given = [os.environ["XLA_FLAGS"], os.environ.get("XLA_PYTHON_CLIENT_MEM_FRACTION"), options.seconds, options.pair]
 given += [options.largest, options.poison, options.streams]
 worst = {{"o float32": {{"error": float(options.seed), "with": json.dumps(given)}}}}
 faults = ["o differs"] if what == "fault" else []
-options.report.write_text(json.dumps({{"counts": {{"calls": 3}}, "worst": worst, "faults": faults}}))
+counts = {{"calls": 3, "rounds": 1, "seconds": 7}}
+options.report.write_text(json.dumps({{"counts": counts, "worst": worst, "faults": faults}}))
 sys.exit(1 if faults else 0)
 """
 SEED = 5
@@ -50,7 +64,7 @@ def outcome(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, behaviour: list[str
 
 def test_side_by_side(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     total = outcome(tmp_path, monkeypatch, ["good", "fault", "good"], "--processes", "3", "--no-streams")
-    assert total.counts == {"calls": 9, "processes": 3}
+    assert total.counts == {"calls": 9, "processes": 3, "rounds": 3, "seconds": 21}
     assert total.faults == ["o differs"]
     error, given = total.worst["o float32"]  # of the third
     assert error == SEED + 2 * 1_000_003
@@ -59,19 +73,107 @@ def test_side_by_side(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_one_after_the_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     total = outcome(tmp_path, monkeypatch, ["good", "good"])
-    assert (total.counts, total.faults) == ({"calls": 6, "processes": 2}, [])
+    assert (total.counts, total.faults) == ({"calls": 6, "processes": 2, "rounds": 2, "seconds": 14}, [])
     flags = "--xla_foo=1 --xla_gpu_enable_command_buffer="
     assert json.loads(total.worst["o float32"][1]) == [flags, None, 4.0, ["xla", "reference"], 9, 99, True]
 
 
 def test_processes_that_crash_or_hang_are_faults(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What they have found counts nevertheless."""
     monkeypatch.setattr(soak, "PATIENCE", 7)
-    total = outcome(tmp_path, monkeypatch, ["crash", "good", "hang"], "--processes", "3", "--seconds", "1")
-    assert total.counts["calls"] == 3
+    behaviour = ["crash", "good", "hang", "crash later", "hang later"]
+    total = outcome(tmp_path, monkeypatch, behaviour, "--processes", "5", "--seconds", "1")
+    assert total.counts == {"calls": 3 + 5 + 5, "processes": 5, "rounds": 1 + 2 + 2, "seconds": 7 + 4 + 4}
     assert total.faults == [
         "process 0 left no report and ended with -11",
         "process 2 left no report and had to be ended",
+        "process 3 ended with -11, after 2 rounds",
+        "process 4 had to be ended, after 2 rounds",
     ]
+
+
+@pytest.mark.parametrize("processes", [None, 3], ids=["in turn", "side by side"])
+def test_all_are_ended_on_sigterm(processes: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    received: list[int] = []
+    handler = signal.signal(signal.SIGTERM, lambda number, _: received.append(number))
+    try:
+        side_by_side = ["--processes", str(processes)] if processes else []
+        begun = time.monotonic()
+        total = outcome(tmp_path, monkeypatch, ["end all later", "hang", "hang"], "--seconds", "100", *side_by_side)
+        assert time.monotonic() < begun + 50
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert received == [signal.SIGTERM]  # not the one before
+    finally:
+        signal.signal(signal.SIGTERM, handler)
+    first, *others, last = total.faults
+    assert first == "process 0 had to be ended, after 2 rounds"
+    assert set(others) <= {f"process {i} left no report and had to be ended" for i in (1, 2)}
+    assert last == "was ended before its time"
+    assert soak.exit_code(total) == 1
+    assert total.counts == {"calls": 5, "processes": 1 + len(others), "rounds": 2, "seconds": 4}
+    assert processes or not others
+
+
+class Clock:
+    """In place of the module `time`."""
+
+    now = 1000.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+@pytest.mark.parametrize(
+    ("lengths", "rounds"),
+    [
+        ([300, 10], 1),  # the first, always
+        ([30, 20, 60, 60, 10], 4),  # 10 s remain
+        ([20, 50, 40, 30, 10], 4),  # 40 s remain, and 50 may be needed
+        ([50, 60, 60, 60], 3),
+    ],
+)
+def test_no_round_is_begun_that_would_not_end_in_time(
+    lengths: list[int], rounds: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """180 of 200 s are for rounds; after each there is a report."""
+    report = tmp_path / "report"
+    options = soak.parse_arguments(["--seconds", "200", "--no-streams", "--report", str(report)])
+    clock, begun = Clock(), []
+
+    def one_round(*_: Any, until: float) -> soak.Tally:
+        assert until == 1000 + 180
+        tally = soak.Tally()
+        tally.counts["calls"] = 1
+        if report.exists():
+            begun.append(soak.Tally.from_json(json.loads(report.read_text())).counts)
+        clock.now += lengths[len(begun)]
+        return tally
+
+    monkeypatch.setattr(soak, "time", clock)
+    monkeypatch.setattr(soak, "THREADS", 1)
+    monkeypatch.setattr(soak, "one_round", one_round)
+    monkeypatch.setattr(soak, "steady", lambda *_: soak.Tally())
+    total = soak.soak(options)
+    assert begun == [{"calls": n, "rounds": n, "seconds": sum(lengths[:n])} for n in range(1, rounds)]
+    assert total.counts == {"calls": rounds, "rounds": rounds, "seconds": sum(lengths[:rounds])}
+    assert json.loads(report.read_text()) == total.to_json()
+
+
+@pytest.mark.parametrize(("until", "calls"), [(0.0, 1), (1025.0, 3), (math.inf, None)])
+def test_no_call_is_begun_after_the_time(until: float, calls: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    options = soak.parse_arguments(["--pair", "xla", "reference", "--largest", "9", "--poison", "99"])
+    clock, shapes = Clock(), []
+
+    def compare(tally: soak.Tally, shape: soak.Shape, *_: Any) -> None:
+        shapes.append(shape)
+        tally.counts["calls"] += 1
+        clock.now += 10
+
+    monkeypatch.setattr(soak, "time", clock)
+    monkeypatch.setattr(soak, "compiled", lambda *_: lambda operands: (operands,))
+    monkeypatch.setattr(soak, "_compare", compare)
+    total = soak.one_round(3, jax.local_devices()[0], options, False, until=until)
+    assert (total.counts["calls"], total.faults) == (shapes[0].calls if calls is None else calls, [])
 
 
 def test_a_report_is_read_as_it_was_written() -> None:
