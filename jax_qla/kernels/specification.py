@@ -10,7 +10,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jax_qla.kernels.common import CHUNK, FORGOTTEN, L2NORM_EPSILON, STRETCHES
+from jax_qla import l2norm as l2norm_module
+from jax_qla.kernels.common import CHUNK, FORGOTTEN, STRETCHES
 
 
 def gather_chunks(x: jax.Array, chunks: jax.Array) -> jax.Array:
@@ -37,7 +38,7 @@ def inverse_length(x: jax.Array, l2norm: int) -> jax.Array:
     """
     if not l2norm:
         return jnp.ones(x.shape[:-1], x.dtype)
-    return jax.lax.rsqrt(jnp.sum(x * x, axis=-1) + L2NORM_EPSILON)
+    return l2norm_module.inverse_length(x)
 
 
 def gather_lengths(lengths: jax.Array, chunks: jax.Array, ratio: int) -> jax.Array:
