@@ -205,8 +205,9 @@ def backward(
     if between is not None:
         steps, of_pieces = call.leaving_gradients(scale)
     else:
-        inputs |= call.lengths(k)
         steps, of_pieces = call.entering_states(adjoint=True, known=pieces is not None, scale=scale)
+        if any(step.kernel == "summaries" for step in steps):
+            inputs |= call.lengths(k)
     initial, final = ({"initial_state": "entering"}, {"d_final_state": "leaving"}) if call.cut else ({}, {})
     results = launch(
         [
@@ -464,7 +465,7 @@ class _Call:
         return shapes
 
     def lengths(self, k: jax.Array) -> dict[str, jax.Array]:
-        """What `prepare` finds of the keys, where it does not run but a kernel may want it."""
+        """What `prepare` finds of the keys, where it does not run but a kernel wants it."""
         return self.flat(lengths=inverse_length(k)) if self.l2norm else {}
 
     def entering_states(

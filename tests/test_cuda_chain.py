@@ -54,6 +54,7 @@ def launch_specifications(
         name: jnp.full(x.shape, jnp.nan if jnp.issubdtype(x.dtype, jnp.inexact) else -1, x.dtype)
         for name, x in outputs.items()
     }
+    takes_lengths = False
     for step in steps:
         specification = importlib.import_module(f"jax_qla.kernels.{step.kernel}").specification
         operands, options = [], {}
@@ -68,6 +69,7 @@ def launch_specifications(
             if name == "lengths" and not step.config.l2norm:  # as the plan leaves it out
                 operands.append(None)
                 continue
+            takes_lengths |= name == "lengths"
             x = have[step.rename.get(name, name)]
             if name in ("initial_state", "d_final_state") and x.shape[0] == 0 and step.kernel in ALWAYS_A_STATE:
                 x = jnp.zeros((have["segments"].shape[0], *x.shape[1:]), x.dtype)
@@ -79,6 +81,7 @@ def launch_specifications(
             if target in outputs and outputs[target].shape[:1] != (0,):  # an empty one is not wanted
                 assert x.shape == outputs[target].shape, f"{step.kernel}: {target}"
                 have[target] = x.astype(outputs[target].dtype)
+    assert takes_lengths or "lengths" not in inputs, "computed for nobody"
     return {name: have[name] for name in outputs}
 
 
