@@ -20,11 +20,13 @@ Plan, one block per (sequence, value head, tile of `value_tile` value columns), 
 
     barrier         arrives       waits                    says
     loaded[stage]   TMA           last but one, then state the tiles are there
-    ready[stage]    last but one  state                    gates and P are there, rows beyond the sequence are zero in K
+    gated[stage]    last but one  state                    gates are there, rows beyond the sequence are zero in K, V and a
+    ready[stage]    last but one  state                    P is there, which only the last of the five products needs
     measured[stage] last          state                    lengths of queries are there, if they are wanted
     free[stage]     state         last                     the products of the chunk are done: the stage may be overwritten
 
-What stands in the way of the recurrence is latency, so nothing waits that need not: the loads have a warp to themselves (when the
+What stands in the way of the recurrence is latency, so nothing waits that need not: the state goes on to the next chunk before its P is there (which
+short sequences, where no stage is ahead yet, waited for), the loads have a warp to themselves (when the
 warpgroup of P issued them, the state waited for P a third of its time), O leaves through a tile of its own and not through V's, and
 while it does the next chunk's K S runs, whose state is the one just computed. Lengths of keys come with the gates, from `prepare`; those of
 queries are a factor of O where it leaves, so that P need not wait for them. One warp would take longer to measure them than a step takes.
@@ -110,7 +112,6 @@ def program(config: Config):
     parts = W // 64  # warpgroups that hold the state
     stages = 3
     l2norm = config.l2norm
-    ctype = {"bfloat16": "bfloat16_t", "float16": "half_t"}[dtype]
     S = 128 * parts  # threads that hold the state
     m = macros()
     tokens, key_heads, value_heads, sequences = T.dynamic("tokens, key_heads, value_heads, sequences")
@@ -165,6 +166,7 @@ def program(config: Config):
             scaled_s = T.alloc_shared((stages, C), "float32")  # scale exp(gamma)
             whole_s = T.alloc_shared((stages,), "float32")  # exp(gamma_C)
             loaded = T.alloc_barrier([32] * stages)
+            gated = T.alloc_barrier([128] * stages)
             ready = T.alloc_barrier([128] * stages)
             free = T.alloc_barrier([S] * stages)
             measured = T.alloc_barrier([64] * stages) if l2norm else loaded
@@ -241,11 +243,12 @@ def program(config: Config):
                             m.zero_tail(v_s, at * parts + part, rows, 64, tx - S, 128)
                         m.zero_tail(a_s, at, rows, C, tx - S, 128)
                         T.fence_proxy_async()
+                    T.barrier_arrive(gated[at])
                     T.sync_threads(3, 128)
                     T.gemm(q_s[at, :, :], k_s[at, :, :], p, transpose_B=True, clear_accum=True)
                     T.call_extern(
                         "handle",
-                        f"jax_qla_decayed<{ctype}>",
+                        "jax_qla_decayed",
                         T.address_of(p[0, 0]),
                         T.address_of(gamma_s[at, 0]),
                         scale,
@@ -275,7 +278,7 @@ def program(config: Config):
                             T.clear(state)
                         T.copy(state, state_b)
                         if count > 0:
-                            T.barrier_wait(ready[0], 0)
+                            T.barrier_wait(gated[0], 0)
                             T.barrier_wait(loaded[0], 0)
                         T.wgmma_gemm(state_b, k_s[0, :, :], u, transpose_B=True, clear_accum=True)
                         T.call_extern(
@@ -309,10 +312,11 @@ def program(config: Config):
                             T.copy(u, vd_b)
                             # S = exp(gamma_C) S + (exp(gamma_C - gamma) Vd) K and O = scale exp(gamma) S^T Q^T + Vd P^T
                             T.wgmma_gemm(vk_b, k_s[at, :, :], state)
+                            T.barrier_wait(ready[at], (c // stages) % 2)
                             T.wgmma_gemm(vd_b, p_s[at, :, :], acc, transpose_B=True)
                             # The next chunk's U begins before O leaves; after the last chunk it is of whatever lies there, and unused.
                             if c + 1 < count:
-                                T.barrier_wait(ready[after], ((c + 1) // stages) % 2)
+                                T.barrier_wait(gated[after], ((c + 1) // stages) % 2)
                                 T.barrier_wait(loaded[after], ((c + 1) // stages) % 2)
                             T.wait_wgmma(1)
                             T.copy(state, state_b)
