@@ -347,8 +347,11 @@ def test_who_normalises(dtype: str, l2norm: bool, monkeypatch: pytest.MonkeyPatc
     assert len(rows) == 2
     for passed in rows:
         for x, given in zip(passed, (q, k), strict=True):
-            wanted = l2norm_module.normalize(given) if l2norm and not in_kernels else given
-            np.testing.assert_array_equal(x, wanted.reshape(x.shape))
+            if l2norm and not in_kernels:  # XLA may round once more or less in one program than in another
+                wanted = np.asarray(l2norm_module.normalize(given), np.float32)
+                np.testing.assert_allclose(np.asarray(x, np.float32), wanted.reshape(x.shape), rtol=2**-10)
+            else:
+                np.testing.assert_array_equal(x, given.reshape(x.shape))
     if l2norm:
         for i, (a, b) in enumerate(
             zip(found, _with_l2norm(OF_XLA, (q, k, *others), segments, cotangents), strict=True)
