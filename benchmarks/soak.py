@@ -60,6 +60,8 @@ PATIENCE = 90
 RESULTS = ("o", "final_state", "dq", "dk", "dv", "dg", "dbeta", "d_initial_state")
 LIMITS = {"bfloat16": 2e-2, "float16": 4e-3, "float32": 1e-4}
 """Largest relative error, in the Euclidean norm, of a result; of dg and dbeta relative to `_least` at the least."""
+STEADY_CALLS = 200
+"""Least number of them, the first hundred of which count for nothing."""
 STEADY_GROWTH = 32 * 2**20
 """Bytes that host memory may grow by while one compiled call is repeated."""
 DEVICE_GROWTH = 2**20
@@ -391,7 +393,7 @@ def steady(options: argparse.Namespace, seconds: float, device: Any) -> Tally:
     operands = {name: jax.device_put(x, device) for name, x in draw_operands(random, shape).items()}
     end = time.monotonic() + seconds
     before = None
-    while before is None or time.monotonic() < end:
+    while before is None or tally.counts["repeated calls"] < STEADY_CALLS or time.monotonic() < end:
         for _ in range(100):
             jax.block_until_ready(run(operands))
         tally.counts["repeated calls"] += 100
