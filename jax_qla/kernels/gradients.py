@@ -37,7 +37,11 @@ where that belongs to the next key head. Q and K are loaded when dQ and dK have 
     h_free, dh_free      0, 1      2       these may be overwritten
     e_ready              0         1       E is in shared memory
     e_free               1         0       and may be overwritten
-    parts_ready          0, 1      2       the parts of dbeta and dgamma are there; rows and gates may be overwritten
+    parts_ready[stage]   0, 1      2       the parts of dbeta and dgamma are there; rows and gates may be overwritten
+
+The next states are loaded before all of warpgroup 2 have waited for this head's parts, which the other two can then finish for the next
+head, too: with one barrier for both, a warp that is late by a head's time would have waited for ever (tests/test_barriers.py). For the
+same reason warp 0 alone waits for h_free and dh_free.
 
 Operations a chunk and head at K = V = 128: 14.7 MFLOP, 2.4 us of an SM's share of 790 TFLOP/s. Bytes: 112 KiB read and 16 KiB
 written, 4.0 us of its share of 4.3 TB/s: memory is the limit.
@@ -490,7 +494,7 @@ def program(config: Config):
             dh_free = T.alloc_barrier([128])
             e_ready = T.alloc_barrier([128])
             e_free = T.alloc_barrier([128])
-            parts_ready = T.alloc_barrier([256])
+            parts_ready = T.alloc_barrier([256] * 2)
 
             if tx >= 256:
                 T.set_max_nreg(112, 0)
@@ -578,13 +582,12 @@ def program(config: Config):
                             )
                             T.sync_threads(3, 128)
                             if key * ratio + r + 1 < heads:
-                                T.barrier_wait(h_free[0], at)
                                 if i < 32:
+                                    T.barrier_wait(h_free[0], at)
                                     load_states(h, h_s, slot, head + 1, h_loaded)
-                                T.barrier_wait(dh_free[0], at)
-                                if i < 32:
+                                    T.barrier_wait(dh_free[0], at)
                                     load_states(dh, dh_s, slot, head + 1, dh_loaded)
-                            T.barrier_wait(parts_ready[0], at)
+                            T.barrier_wait(parts_ready[at], (key * ratio + r) // 2 % 2)
                             T.sync_threads(3, 128)
                             if i < C:
                                 total = 0.0
@@ -745,7 +748,7 @@ def program(config: Config):
                                 T.address_of(dots[2]),
                                 T.access_ptr(y_dots_s[at_k, 0], "r"),
                             )
-                            T.barrier_arrive(parts_ready[0])  # what follows reads neither rows nor gates
+                            T.barrier_arrive(parts_ready[at_k])  # what follows reads neither rows nor gates
                             T.barrier_wait(e_ready[0], at_k)
                             T.wgmma_gemm(f_s, k_s[0, :, :], dk_f)
                             T.wgmma_gemm(f_s, k_s[0, :, :], dk_f, transpose_A=True)
@@ -844,7 +847,7 @@ def program(config: Config):
                                 T.address_of(dots_q[0]),
                                 T.access_ptr(q_dots_s[at_q, 0], "r"),
                             )
-                            T.barrier_arrive(parts_ready[0])
+                            T.barrier_arrive(parts_ready[at_q])
                         if l2norm:
                             T.call_extern(
                                 "handle",

@@ -1,0 +1,301 @@
+"""Runs a kernel's TileLang program as Python, a thread a warp, to see whether some order of events stops it for ever.
+
+TileLang is replaced by a stand-in of which only control flow, barriers and the tables' numbers are real: what moves or
+computes data does nothing. A barrier is as the hardware has it: who waits for a parity goes on if the phase in progress
+has the other one, so that a warp which is late by two phases waits for ever. What TMA loads arrives whenever the
+schedule lets it.
+"""
+
+from __future__ import annotations
+
+import inspect
+import random
+import sys
+import threading
+import types
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import pytest
+
+WARP = 32
+
+
+class Stuck(Exception):
+    """Nothing can go on any more."""
+
+
+class _Ended(BaseException):
+    """Thrown into the warps of a block that is given up."""
+
+
+class Value:
+    """Data, of which nothing is known; as an array it has a shape."""
+
+    def __init__(self, shape: Sequence[int] = (), dtype: str = "float32", numbers: Any = None) -> None:
+        self.shape, self.dtype, self.numbers, self.data = tuple(shape), dtype, numbers, self
+
+    def __getitem__(self, index: Any) -> Any:
+        return self if self.numbers is None else int(self.numbers[index])
+
+    def __setitem__(self, index: Any, value: Any) -> None:
+        pass
+
+    def __bool__(self) -> bool:
+        return False
+
+    def _same(self, *_: Any) -> Value:
+        return self
+
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = __neg__ = _same
+    __lt__ = __le__ = __gt__ = __ge__ = __floordiv__ = __mod__ = __and__ = __or__ = __invert__ = _same
+    __eq__ = __ne__ = _same  # type: ignore[assignment]
+    __hash__ = object.__hash__
+
+
+class Barrier:
+    """An mbarrier, or one of the named barriers."""
+
+    def __init__(self, count: int) -> None:
+        self.count, self.left, self.loads, self.phase = count, count, 0, 0
+
+    def arrive(self, threads: int) -> None:
+        self.left -= threads
+        if self.left < 0:
+            raise AssertionError(f"{-self.left} arrivals more than the {self.count} of a phase")
+        self.complete()
+
+    def complete(self) -> None:
+        if self.left == 0 and self.loads == 0:
+            self.left, self.phase = self.count, self.phase + 1
+
+    def passed(self, parity: int) -> bool:
+        return self.phase % 2 != parity
+
+
+class Block:
+    """One block of a kernel: its warps, barriers, and loads on their way."""
+
+    def __init__(self, block: tuple[int, ...], random_: random.Random, late: int | None) -> None:
+        self.index, self.random, self.late = block, random_, late
+        self.barriers: list[Any] = []
+        self.named: dict[int, Barrier] = {}
+        self.loads: list[Barrier] = []
+        self.warps: list[Warp] = []
+
+    def run(self, body: Callable[[], None], threads: int) -> None:
+        """Raises Stuck with what everybody waits for."""
+        self.warps = [Warp(self, number, body) for number in range(threads // WARP)]
+        try:
+            while alive := [warp for warp in self.warps if not warp.done]:
+                able: list[Any] = [warp for warp in alive if warp.able()]
+                # Of a late warp the schedule thinks when nobody else can go on.
+                first = [warp for warp in able if warp.number != self.late]
+                choices = (first or able) + (["load"] if self.loads and (self.late is None or not first) else [])
+                if not choices:
+                    raise Stuck("; ".join(f"warp {warp.number} waits for {warp.waits_for}" for warp in alive))
+                choice = self.random.choice(choices) if self.late is None else choices[-1 if "load" in choices else 0]
+                if choice == "load":
+                    barrier = self.loads.pop(self.random.randrange(len(self.loads)))
+                    barrier.loads -= 1
+                    barrier.complete()
+                else:
+                    choice.go_on()
+        finally:
+            for warp in self.warps:
+                warp.end()
+        for warp in self.warps:
+            if warp.error is not None:
+                raise warp.error
+
+
+class Warp:
+    """A warp's thread, which runs only while the schedule waits for it."""
+
+    def __init__(self, block: Block, number: int, body: Callable[[], None]) -> None:
+        self.block, self.number, self.done = block, number, False
+        self.error: BaseException | None = None
+        self.allocated = 0
+        self.able: Callable[[], bool] = lambda: True
+        self.waits_for = "its turn"
+        self._ended = False
+        self._mine, self._theirs = threading.Semaphore(0), threading.Semaphore(0)
+        self._thread = threading.Thread(target=self._run, args=(body,), daemon=True)
+        self._thread.start()
+
+    def _run(self, body: Callable[[], None]) -> None:
+        self._mine.acquire()
+        _here.warp = self
+        try:
+            if not self._ended:
+                body()
+        except _Ended:
+            pass
+        except BaseException as error:
+            self.error = error
+        self.done = True
+        self._theirs.release()
+
+    def go_on(self) -> None:
+        self._mine.release()
+        self._theirs.acquire()
+        if self.error is not None:
+            raise self.error
+
+    def wait(self, able: Callable[[], bool], what: str) -> None:
+        """Called by the warp: until the schedule chooses it while it is able to go on."""
+        self.able, self.waits_for = able, what
+        self._theirs.release()
+        self._mine.acquire()
+        if self._ended:
+            raise _Ended
+        self.able, self.waits_for = lambda: True, "its turn"
+
+    def end(self) -> None:
+        if not self.done:
+            self._ended = True
+            self._mine.release()
+        self._thread.join()
+
+
+class _Here(threading.local):
+    warp: Warp
+
+
+_here = _Here()
+
+
+class _Kernel:
+    """`with T.Kernel(...)`."""
+
+    def __init__(self, grid: Sequence[int]) -> None:
+        self.index = _here.warp.block.index
+
+    def __enter__(self) -> Any:
+        return self.index if len(self.index) > 1 else self.index[0]
+
+    def __exit__(self, *_: Any) -> None:
+        pass
+
+
+class Language(types.ModuleType):
+    """`tilelang.language`; everything that is not here does nothing."""
+
+    int32 = staticmethod(lambda x=0: x)
+    float32 = staticmethod(lambda x=0.0: x)
+    prim_func = macro = staticmethod(lambda f: f)
+    serial = unroll = staticmethod(range)
+    min, max = staticmethod(min), staticmethod(max)
+    truncdiv = staticmethod(lambda a, b: a // b)
+    truncmod = staticmethod(lambda a, b: a % b)
+    shift_right = staticmethod(lambda a, b: a >> b)
+    ceildiv = staticmethod(lambda a, b: -(-a // b))
+    if_then_else = Select = staticmethod(lambda condition, a, b: a if condition else b)
+    cast = staticmethod(lambda x, *_: x)
+
+    def __init__(self, sizes: Mapping[str, int]) -> None:
+        super().__init__("tilelang.language")
+        self._sizes = sizes
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return lambda *_, **__: Value()
+
+    def dynamic(self, names: str) -> Any:
+        found = tuple(self._sizes[name.strip()] for name in names.split(","))
+        return found if len(found) > 1 else found[0]
+
+    def Kernel(self, *grid: int, **_: Any) -> _Kernel:
+        return _Kernel(grid)
+
+    def Parallel(self, *_: Any) -> Iterator[Any]:
+        return iter(())
+
+    def get_thread_binding(self) -> int:
+        return _here.warp.number * WARP
+
+    def alloc_var(self, dtype: str) -> Any:
+        return 0
+
+    def call_extern(self, dtype: str, *_: Any) -> Any:
+        return -1 if dtype == "int32" else Value()  # of jax_qla_reach: all chunks matter
+
+    def alloc_shared(self, shape: Sequence[int], dtype: str) -> Value:
+        return Value(shape, dtype)
+
+    alloc_fragment = alloc_local = alloc_shared
+
+    def alloc_barrier(self, counts: int | Sequence[int]) -> Any:
+        warp = _here.warp
+        if warp.allocated == len(warp.block.barriers):
+            counts = [counts] if isinstance(counts, int) else counts
+            warp.block.barriers.append([Barrier(count) for count in counts])
+        warp.allocated += 1
+        return warp.block.barriers[warp.allocated - 1]
+
+    def barrier_arrive(self, barrier: Any) -> None:
+        _one(barrier).arrive(WARP)
+        self._turn()
+
+    def barrier_wait(self, barrier: Any, parity: int) -> None:
+        found, warp = _one(barrier), _here.warp
+        which = next((i, x.index(found)) for i, x in enumerate(warp.block.barriers) if found in x)
+        warp.wait(lambda: found.passed(parity), f"phase {parity} of barrier {which}, which is in phase {found.phase}")
+
+    def sync_threads(self, number: int = 0, threads: int | None = None) -> None:
+        block = _here.warp.block
+        barrier = block.named.setdefault(number, Barrier(threads or len(block.warps) * WARP))
+        phase = barrier.phase
+        barrier.arrive(WARP)
+        _here.warp.wait(lambda: barrier.phase > phase, f"named barrier {number}")
+
+    def tma_copy(self, source: Any, target: Any, barrier: Any = None, **_: Any) -> None:
+        if barrier is not None:
+            found = _one(barrier)
+            found.loads += 1
+            _here.warp.block.loads.append(found)
+            self._turn()
+
+    def _turn(self) -> None:
+        _here.warp.wait(lambda: True, "its turn")
+
+
+def _one(barrier: Any) -> Barrier:
+    (found,) = barrier if isinstance(barrier, list) else [barrier]
+    return found
+
+
+def replace_tilelang(patch: pytest.MonkeyPatch, sizes: Mapping[str, int]) -> None:
+    """Lets `import tilelang.language` give the stand-in, with these values of the dynamic sizes."""
+    language, layout, tilelang = Language(sizes), types.ModuleType("tilelang.layout"), types.ModuleType("tilelang")
+    layout.Fragment = layout.make_full_bank_swizzled_layout = lambda *_, **__: Value()  # type: ignore[attr-defined]
+    tilelang.language, tilelang.layout = language, layout  # type: ignore[attr-defined]
+    for module in (tilelang, language, layout):
+        patch.setitem(sys.modules, module.__name__, module)
+
+
+def run(
+    program: Callable[..., Any],
+    block: tuple[int, ...],
+    threads: int,
+    operands: Mapping[str, Any],
+    *,
+    seed: int = 0,
+    late: int | None = None,
+) -> None:
+    """Runs one block.
+
+    Args:
+        program: the prim_func, made while TileLang is replaced.
+        block: its indices.
+        threads: of the block.
+        operands: tables and scalars by name; all others are data.
+        seed: of the order in which warps go on and loads arrive.
+        late: a warp that goes on only when no other can; loads then arrive only when nothing else happens.
+
+    Raises:
+        Stuck: nothing can go on any more.
+    """
+    given = {name: operands.get(name, Value()) for name in inspect.signature(program).parameters}
+    Block(block, random.Random(seed), late).run(lambda: program(**given), threads)

@@ -1,0 +1,104 @@
+"""No order of events makes a kernel wait for ever: the programs themselves, run by tests/barrier_model.py."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+import barrier_model
+import numpy as np
+import pytest
+
+CHUNK = 64
+SEEDS = 6
+
+
+def block_of(name: str, chunks: int, rows: int, ratio: int) -> tuple[tuple[int, ...], dict[str, Any]]:
+    """Indices of a block, and the tables and scalars of a sequence of so many chunks, the last of which has `rows`."""
+    end = max((chunks - 1) * CHUNK + rows, 0)
+    segments = np.array([[0, end]])
+    pieces = np.array([[0, end, 0, 0], [end, end, 0, 2]])
+    table = np.array([[0, 0, rows, 0]])
+    spans = np.array([[0, chunks]])
+    operands: dict[str, Any] = {"ratio": ratio, "scale": 1.0, "tokens": end}
+    numbers = {"segments": segments, "pieces": pieces, "chunks": table, "spans": spans}
+    operands |= {key: barrier_model.Value(x.shape, "int32", x) for key, x in numbers.items()}
+    return ((0,) if name == "prepare" else (0, 0)), operands
+
+
+KERNELS = {
+    "prepare": 64,
+    "forward": 512,
+    "states": 384,
+    "state_gradients": 384,
+    "gradients": 384,
+    "summaries": 256,
+    "adjoint_summaries": 256,
+    "compose": 160,
+}
+"""Kernels with barriers, and threads of a block with two warpgroups of state where a kernel has as many."""
+
+SEQUENCES = ((0, 0, 1, 1), (1, 48, 2, 1), (2, 64, 1, 3), (4, 1, 4, 2), (9, 64, 3, 1))
+"""Chunks, rows of the last one, value heads of a key head, key heads."""
+
+
+def configurations() -> list[Any]:
+    """What changes which warps do what."""
+    found = []
+    for name, threads in KERNELS.items():
+        options: list[dict[str, Any]] = [{"l2norm": False}, {"l2norm": True}]
+        if name == "compose":
+            options = [{"reverse": False}, {"reverse": True}]
+        if name in ("forward", "states", "state_gradients"):
+            options += [{"value_tile": 64}, {"key_dim": 64, "value_dim": 64, "value_tile": 64, "l2norm": True}]
+        elif name != "prepare":
+            options += [{"key_dim": 64, "value_dim": 64}]
+        for option in options:
+            size = threads - 128 * (option.get("value_tile") == 64)
+            found.append(pytest.param(name, size, option, id=f"{name} {option}"))
+    return found
+
+
+@pytest.mark.parametrize(("name", "threads", "options"), configurations())
+def test_no_order_of_events_stops_a_kernel(
+    name: str, threads: int, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every warp in turn comes last whenever it can, and then all come as chance has it."""
+    module = importlib.import_module(f"jax_qla.kernels.{name}")
+    for chunks, rows, ratio, key_heads in SEQUENCES:
+        # As many slots as let a block of `gradients` have all key heads.
+        sizes = dict.fromkeys(("sequences", "initial_states", "final_states"), 1) | {
+            "tokens": chunks * CHUNK,
+            "key_heads": key_heads,
+            "value_heads": key_heads * ratio,
+            "value_dim": 128,
+            "parts": 2,
+            "slots": 8 * 132 * 3 if key_heads > 1 else 1,
+        }
+        barrier_model.replace_tilelang(monkeypatch, sizes)
+        block, operands = block_of(name, chunks, rows, ratio)
+        program = module.program(module.Config(**options))
+        for late in range(threads // barrier_model.WARP):
+            barrier_model.run(program, block, threads, operands, late=late)
+        for seed in range(SEEDS):
+            barrier_model.run(program, block, threads, operands, seed=seed)
+
+
+def test_a_warp_that_is_late_by_two_phases_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two warps pass a barrier for the second time before a third has looked at it once."""
+    barrier_model.replace_tilelang(monkeypatch, {})
+    import tilelang.language as T
+
+    def program() -> None:
+        barrier = T.alloc_barrier([64])
+        T.sync_threads(1, 96)
+        if T.get_thread_binding() < 64:
+            for _ in T.serial(2):
+                T.barrier_arrive(barrier[0])
+                T.sync_threads(2, 64)
+        else:
+            T.barrier_wait(barrier[0], 0)
+
+    with pytest.raises(barrier_model.Stuck, match=r"warp 2 waits for phase 0 .*, which is in phase 2"):
+        barrier_model.run(program, (0,), 96, {}, late=2)
+    barrier_model.run(program, (0,), 96, {}, late=0)
