@@ -146,7 +146,7 @@ def forward(
     else:
         inputs |= call.flat(a=residuals[0], gamma=residuals[1]) | pieces._asdict()
         inputs |= call.lengths(k)
-    more_steps, between = call.entering_states(known=pieces is not None)
+    more_steps, between, _ = call.entering_states(known=pieces is not None)
     results = launch(
         [
             *call.table_steps,
@@ -205,8 +205,8 @@ def backward(
     if between is not None:
         steps, of_pieces = call.leaving_gradients(scale)
     else:
-        steps, of_pieces = call.entering_states(adjoint=True, known=pieces is not None, scale=scale)
-        if any(step.kernel == "summaries" for step in steps):
+        steps, of_pieces, with_lengths = call.entering_states(adjoint=True, known=pieces is not None, scale=scale)
+        if with_lengths:
             inputs |= call.lengths(k)
     initial, final = ({"initial_state": "entering"}, {"d_final_state": "leaving"}) if call.cut else ({}, {})
     results = launch(
@@ -470,7 +470,7 @@ class _Call:
 
     def entering_states(
         self, *, adjoint: bool = False, known: bool = False, scale: float = 1.0
-    ) -> tuple[list[Step], dict[str, jax.ShapeDtypeStruct]]:
+    ) -> tuple[list[Step], dict[str, jax.ShapeDtypeStruct], bool]:
         """Kernels that compute the states `entering` all pieces and, if `adjoint`, gradients of those `leaving` them.
 
         Args:
@@ -479,26 +479,27 @@ class _Call:
             scale: factor of q.
 
         Returns:
-            The kernels, none where sequences are whole, and the shapes of what they write.
+            The kernels, none where sequences are whole; the shapes of what they write; and whether they read `lengths`,
+            which are the caller's to give where `prepare` does not run before them.
         """
         if not self.cut:
-            return [], {}
+            return [], {}, False
         states = self.state_shape(True)
         if known:
             steps = [self.step(compose_kernel, rename={"spans": "entered"}, reverse=False)]
             if adjoint:
                 steps.append(self.step(compose_kernel, rename=_OF_GRADIENTS | {"spans": "left"}, reverse=True))
-            return steps, {"entering": states} | ({"leaving": states} if adjoint else {})
+            return steps, {"entering": states} | ({"leaving": states} if adjoint else {}), False
         outputs = {"response": states, **Between.shapes(self.parts, self.value_heads, self.key_dim, self.value_dim)}
         steps = [self.step(summaries_kernel), self.step(compose_kernel, reverse=False)]
         if adjoint:
             outputs |= {"adjoint_response": states, "leaving": states}
             steps.insert(1, self.step(adjoint_summaries_kernel, scale=scale))
             steps.append(self.step(compose_kernel, rename=_OF_GRADIENTS, reverse=True))
-        return steps, outputs
+        return steps, outputs, True
 
     def leaving_gradients(self, scale: float) -> tuple[list[Step], dict[str, jax.ShapeDtypeStruct]]:
-        """As `entering_states` of the gradients alone, where the states are known."""
+        """Steps and shapes as of `entering_states`, of the gradients alone, where the states are known."""
         states = self.state_shape(True)
         # No overlap: both kernels wait only at their end, relying on `summaries` and another `compose` before them.
         steps = [
