@@ -391,15 +391,18 @@ def steady(options: argparse.Namespace, seconds: float, device: Any) -> Tally:
     shape = dataclasses.replace(draw_shape(random, options.pair, options.largest, False), form="dense")
     run = compiled(shape, options.pair[0])
     operands = {name: jax.device_put(x, device) for name, x in draw_operands(random, shape).items()}
-    end = time.monotonic() + seconds
-    before = None
-    while before is None or tally.counts["repeated calls"] < STEADY_CALLS or time.monotonic() < end:
+
+    def repeat() -> None:
         for _ in range(100):
             jax.block_until_ready(run(operands))
         tally.counts["repeated calls"] += 100
-        if before is None:  # The first hundred calls have brought in all that stays.
-            gc.collect()
-            before = host_bytes(), device_bytes()
+
+    end = time.monotonic() + seconds
+    repeat()  # These bring in all that stays.
+    gc.collect()
+    before = host_bytes(), device_bytes()
+    while tally.counts["repeated calls"] < STEADY_CALLS or time.monotonic() < end:
+        repeat()
     gc.collect()
     for name, grown, allowed in (
         ("host", host_bytes() - before[0], STEADY_GROWTH),
@@ -422,6 +425,12 @@ def soak(options: argparse.Namespace) -> Tally:
     start, rounds, longest, base = time.monotonic(), 0, 0.0, None
     until = start + 0.9 * options.seconds
     seeds = np.random.default_rng(options.seed)
+
+    def note() -> None:
+        total.counts["rounds"], total.counts["seconds"] = rounds, round(time.monotonic() - start)
+        if options.report:  # All of it, should this process have to be ended.
+            total.write(options.report)
+
     with ThreadPoolExecutor(THREADS) as pool:
         while rounds == 0 or (time.monotonic() + longest < until and len(total.faults) < 10):
             began = time.monotonic()
@@ -448,12 +457,10 @@ def soak(options: argparse.Namespace) -> Tally:
                     f"{len(total.faults)} faults, devices {in_use / 2**20:.1f} MiB, host {host:.0f} MiB",
                     flush=True,
                 )
-            total.counts["rounds"], total.counts["seconds"] = rounds, round(time.monotonic() - start)
-            if options.report:  # All of it, should this process have to be ended.
-                total.write(options.report)
+            note()
             longest = max(longest, time.monotonic() - began)
     total.add(steady(options, 0.1 * options.seconds, devices[0]))
-    total.counts["seconds"] = round(time.monotonic() - start)
+    note()
     return total
 
 
