@@ -57,15 +57,27 @@ class Library(Protocol):
 
 def repeat(run: Callable[[int], float], calls: int) -> float:
     """Median milliseconds of one call, where `run(times)` takes seconds for `times` runs of `calls` calls each."""
-    once = run(1)
-    times = max(1, round(INTERVAL / once))
-    run(max(1, round(WARM_UP / once)))
-    return 1e3 * statistics.median(run(times) for _ in range(REPETITIONS)) / (times * calls)
+    times = max(1, round(INTERVAL / _warmed_up(run)))
+    return _median(run, times) / calls
 
 
 def repeat_calls(run: Callable[[int], float]) -> float:
     """Median milliseconds of one call as a user sees it, where `run(times)` takes seconds for `times` calls."""
-    return 1e3 * statistics.median(run(USER_CALLS) for _ in range(REPETITIONS)) / USER_CALLS
+    _warmed_up(run)
+    return _median(run, USER_CALLS)
+
+
+def _warmed_up(run: Callable[[int], float]) -> float:
+    """Seconds of the first run, once more of them have kept the card busy for `WARM_UP` seconds."""
+    once, busy = run(1), 0.0
+    while busy < WARM_UP:  # One run by itself may take longer than one of many.
+        busy += run(max(1, round((WARM_UP - busy) / once)))
+    return once
+
+
+def _median(run: Callable[[int], float], times: int) -> float:
+    """Median milliseconds of one of `times` runs."""
+    return 1e3 * statistics.median(run(times) for _ in range(REPETITIONS)) / times
 
 
 def sampled_rows(count: int) -> slice:
