@@ -14,14 +14,19 @@ from jax_qla.kernels.common import L2NORM_EPSILON
 
 def inverse_length(x: jax.Array) -> jax.Array:
     """1 / sqrt(|x|^2 + 1e-6) over the last axis, in at least float32."""
-    wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
-    return jax.lax.rsqrt(jnp.sum(wide * wide, axis=-1) + L2NORM_EPSILON)
+    return _widened(x)[1]
 
 
 def normalize(x: jax.Array) -> jax.Array:
     """x / sqrt(|x|^2 + 1e-6) over the last axis, computed in at least float32, in x's dtype."""
+    wide, inverse = _widened(x)
+    return (wide * inverse[..., None]).astype(x.dtype)
+
+
+def _widened(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """x in at least float32, and its `inverse_length`."""
     wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
-    return (wide * inverse_length(x)[..., None]).astype(x.dtype)
+    return wide, jax.lax.rsqrt(jnp.sum(wide * wide, axis=-1) + L2NORM_EPSILON)
 
 
 def normalize_gradient(x: jax.Array, gradient: jax.Array) -> jax.Array:
