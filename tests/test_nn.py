@@ -242,6 +242,18 @@ def test_implementation_is_handed_on(framework: Framework) -> None:
     assert_close(call(framework, framework.make(CONFIG, WEIGHTS, implementation="xla"), x), by_reference, LIMIT)
 
 
+def test_piece_rows_are_handed_on(framework: Framework) -> None:
+    """To what computes whole sequences, for both passes; decoding has none."""
+    layer, x = framework.make(CONFIG, piece_rows=128), random_array(1, 4, 16)
+    for function in (lambda layer, x: layer(x), lambda layer, x: layer.prefill(x)):
+        with pytest.raises(NotImplementedError, match="piece_rows=128"):
+            framework.jit(function)(layer, x)
+    y, _ = framework.jit(lambda layer, x: layer.step(x, layer.init_cache(1)))(layer, x)
+    assert y.shape == x.shape
+    with pytest.raises(ValueError, match="piece_rows must be a multiple of 64"):
+        call(framework, framework.make(CONFIG, piece_rows=65), x)
+
+
 def test_weights_come_back_and_wrong_ones_are_refused(framework: Framework) -> None:
     layer = framework.make(CONFIG, WEIGHTS)
     for name, array in layer.get_weights().items():

@@ -38,6 +38,7 @@ class GatedDeltaNet(eqx.Module):
             float32 whatever it is.
         param_dtype: of the parameters; A_log and dt_bias are always float32.
         implementation: of the gated delta rule, as in `jax_qla.chunk_gated_delta_rule`.
+        piece_rows: how "cuda" cuts the sequences of `__call__` and `prefill`, as there.
         key: makes the initial parameters.
 
     Example:
@@ -72,6 +73,7 @@ class GatedDeltaNet(eqx.Module):
     config: GatedDeltaNetConfig = eqx.field(static=True)
     dtype: Any = eqx.field(static=True)
     implementation: str | tuple[str, ...] | None = eqx.field(static=True)
+    piece_rows: int | None = eqx.field(static=True)
 
     def __init__(
         self,
@@ -80,11 +82,13 @@ class GatedDeltaNet(eqx.Module):
         dtype: Any = jnp.float32,
         param_dtype: Any = jnp.float32,
         implementation: str | Sequence[str] | None = None,
+        piece_rows: int | None = None,
         key: jax.Array,
     ):
         self.config = config
         self.dtype = jnp.dtype(dtype)
         self.implementation = implementation if isinstance(implementation, str | None) else tuple(implementation)
+        self.piece_rows = piece_rows
         shapes = parameters.parameter_shapes(config)
         keys = dict(zip(shapes, jax.random.split(key, len(shapes)), strict=True))
 
@@ -122,6 +126,7 @@ class GatedDeltaNet(eqx.Module):
             self.config,
             segment_ids=segment_ids,
             implementation=self.implementation,
+            piece_rows=self.piece_rows,
         )
         return self._apply(self.out_proj, y)
 
@@ -151,6 +156,7 @@ class GatedDeltaNet(eqx.Module):
             cache=cache,
             segment_ids=segment_ids,
             implementation=self.implementation,
+            piece_rows=self.piece_rows,
         )
         return self._apply(self.out_proj, y), cache
 

@@ -40,6 +40,7 @@ class GatedDeltaNet(nnx.Module):
             float32 whatever it is.
         param_dtype: of the parameters; A_log and dt_bias are always float32.
         implementation: of the gated delta rule, as in `jax_qla.chunk_gated_delta_rule`.
+        piece_rows: how "cuda" cuts the sequences of `__call__` and `prefill`, as there.
         rngs: the stream "params" makes the initial parameters.
 
     Example:
@@ -62,12 +63,14 @@ class GatedDeltaNet(nnx.Module):
         dtype: Any = jnp.float32,
         param_dtype: Any = jnp.float32,
         implementation: str | Sequence[str] | None = None,
+        piece_rows: int | None = None,
         rngs: nnx.Rngs,
     ):
         self.config = config
         self.dtype = dtype
         # A tuple, because NNX hashes what is static in a module.
         self.implementation = implementation if isinstance(implementation, str | None) else tuple(implementation)
+        self.piece_rows = piece_rows
         shapes = parameters.parameter_shapes(config)
 
         def linear(name: str) -> nnx.Linear:
@@ -114,6 +117,7 @@ class GatedDeltaNet(nnx.Module):
             self.config,
             segment_ids=segment_ids,
             implementation=self.implementation,
+            piece_rows=self.piece_rows,
         )
         return self.out_proj(y)
 
@@ -143,6 +147,7 @@ class GatedDeltaNet(nnx.Module):
             cache=cache,
             segment_ids=segment_ids,
             implementation=self.implementation,
+            piece_rows=self.piece_rows,
         )
         return self.out_proj(y), cache
 

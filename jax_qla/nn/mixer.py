@@ -49,6 +49,7 @@ def mix(
     *,
     segment_ids: jax.Array | None = None,
     implementation: str | Sequence[str] | None = None,
+    piece_rows: int | None = None,
 ) -> jax.Array:
     """Mixes whole sequences in parallel, for training.
 
@@ -57,7 +58,7 @@ def mix(
         weights: the parameters between the projections.
         config: of the layer.
         segment_ids: int32 [B, T], which keeps packed sequences apart; as in `jax_qla.chunk_gated_delta_rule`.
-        implementation: as in `jax_qla.chunk_gated_delta_rule`.
+        implementation, piece_rows: as in `jax_qla.chunk_gated_delta_rule`.
 
     Returns:
         [B, T, Hv * V] in the dtype of projected.qkv: the input of the output projection.
@@ -68,6 +69,7 @@ def mix(
         segment_ids=segment_ids,
         use_qk_l2norm_in_kernel=True,
         implementation=implementation,
+        piece_rows=piece_rows,
     )
     return _output(o, projected, weights, config)
 
@@ -80,6 +82,7 @@ def mix_prefill(
     cache: GatedDeltaNetCache | None = None,
     segment_ids: jax.Array | None = None,
     implementation: str | Sequence[str] | None = None,
+    piece_rows: int | None = None,
 ) -> tuple[jax.Array, GatedDeltaNetCache]:
     """As `mix`, from a cache, and with the cache after the last token.
 
@@ -107,6 +110,7 @@ def mix_prefill(
         max_segments=None if segment_ids is None else 1,
         use_qk_l2norm_in_kernel=True,
         implementation=implementation,
+        piece_rows=piece_rows,
     )
     assert state is not None
     conv = tail_after(projected.qkv, config.conv_kernel_size, tail, segment_ids)
