@@ -95,6 +95,26 @@ def dependent() -> Any:
     return dependent
 
 
+def sized() -> Any:
+    """y = 1 in its first rows, as many as x and z have, of which nothing else is used."""
+    import tilelang.language as T
+
+    rows = T.dynamic("rows")
+
+    @T.prim_func
+    def sized(
+        x: T.Tensor((rows, 128), "float32"),
+        y: T.Tensor((TILE, 128), "float32"),
+        z: T.Tensor((rows, 4), "float32"),
+    ):
+        with T.Kernel(T.ceildiv(rows, 4), threads=128) as i:
+            for row, column in T.Parallel(4, 128):
+                if i * 4 + row < rows and i * 4 + row < TILE:
+                    y[i * 4 + row, column] = 1.0
+
+    return sized
+
+
 def unsupported() -> Any:
     """A grid that no launch plan can hold."""
     import tilelang.language as T

@@ -266,6 +266,15 @@ def test_plan_has_no_operand_that_a_configuration_does_nothing_with(l2norm: bool
     assert {argument["operand"] for argument in plan["arguments"] if "operand" in argument} == operands
 
 
+@pytest.mark.parametrize("rows", [1, 30])
+def test_operand_that_only_gives_a_size(rows: int) -> None:
+    """Is part of a call, as far as none that is touched gives that size; a second one that gives it is not."""
+    assert [operand["name"] for operand in compiled("sized").plan["operands"]] == ["x", "y"]
+    inputs = {"x": shape(jnp.float32, rows, 128), "z": shape(jnp.float32, rows, 4)}
+    found = numbers("sized", inputs, {"y": shape(jnp.float32, programs.TILE, 128)}, {})
+    assert found == [*(-(-rows // 4), 1, 1), *(128, 1, 1), *(1, 1, 1), 0, 0, 2, *(0, 1), *(1, 4, rows)]
+
+
 @pytest.mark.parametrize("state_dtype", [None, jnp.float32, jnp.bfloat16])
 @pytest.mark.parametrize("output_final_state", [True, False])
 def test_decoding_kernel_fits_its_call(

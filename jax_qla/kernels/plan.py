@@ -44,6 +44,8 @@ _DEVICE_CALLS = frozenset({"__tvm_set_device"})
 
 _SHIFTS = {"tirx.shift_left": "<<", "tirx.shift_right": ">>"}
 
+_OPERATORS = frozenset({*_BINARY.values(), *_SHIFTS.values()})
+
 
 def extract_plan(artifact: Any, program: Any) -> dict[str, Any]:
     """The plan of a lowered program with one kernel.
@@ -83,7 +85,6 @@ def extract_plan(artifact: Any, program: Any) -> dict[str, Any]:
         _argument(parameter, value, names, tensor_maps)
         for parameter, value in zip(device.params, launch[:count], strict=True)
     ]
-    touched = {argument.get("operand") for argument in passed}
     plan: dict[str, Any] = {
         "name": name,
         "grid": [1, 1, 1],
@@ -91,8 +92,7 @@ def extract_plan(artifact: Any, program: Any) -> dict[str, Any]:
         "cluster": [1, 1, 1],
         "shared": 0,
         "pdl": bool(device.attrs.get("has_cuda_pdl_sync", False)),
-        # Those that this configuration does nothing with are no part of a call.
-        "operands": [operand for operand in operands if operand["name"] in touched],
+        "operands": [],
         "scalars": scalars,
         "arguments": passed,
     }
@@ -104,7 +104,39 @@ def extract_plan(artifact: Any, program: Any) -> dict[str, Any]:
             plan["shared"] = _expression(value)
         else:
             plan[kind][index] = _expression(value)
+    plan["operands"] = _operands_of_a_call(operands, plan)
     return plan
+
+
+def _operands_of_a_call(operands: list[dict[str, Any]], plan: dict[str, Any]) -> list[dict[str, Any]]:
+    """The operands that a call must have: those that the kernel touches, and those whose shapes alone give a size.
+
+    What this configuration does nothing with is no part of a call.
+    """
+    wanted = {argument["operand"] for argument in plan["arguments"] if "operand" in argument}
+    known = {scalar["name"] for scalar in plan["scalars"]}
+    known |= {size for operand in operands if operand["name"] in wanted for size in _sizes_given(operand)}
+    lacking = {name for part in ("grid", "block", "cluster", "shared") for name in _names(plan[part])} - known
+    for argument in plan["arguments"]:
+        for part in ("value", "dims", "strides", "box", "element_strides"):
+            lacking |= _names(argument.get(part, 0)) - known
+    for operand in operands:
+        if given := lacking & _sizes_given(operand):
+            wanted.add(operand["name"])
+            lacking -= given
+    return [operand for operand in operands if operand["name"] in wanted]
+
+
+def _sizes_given(operand: dict[str, Any]) -> set[str]:
+    """The sizes that stand by themselves in an operand's shape."""
+    return {size for size in operand["shape"] if isinstance(size, str)}
+
+
+def _names(expression: Any) -> set[str]:
+    """The sizes and scalar parameters in an expression, or in a list of them."""
+    if isinstance(expression, str):
+        return {expression} - _OPERATORS
+    return {name for part in expression for name in _names(part)} if isinstance(expression, list) else set()
 
 
 def _parameters(program: Any) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
