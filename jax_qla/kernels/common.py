@@ -12,9 +12,9 @@ of the rows as they are, and the lengths are those of the gates' vectors beside 
 
 for beta |k|^-2 k k^T = beta k^ k^^T and k (beta |k|^-2) (|k| v) = beta k^ v with k^ = k / |k|. `a` and all states are those of normalised
 keys; Vd and dX between kernels are |k| times less and more. What gradients kernels/gradients.py finds by q and k with the lengths held
-constant become the whole ones by dk - k <k, dk> / |k|^2. In the forward pass lengths of keys come from `prepare`, all others from the
-kernel's own tiles. In bfloat16 only: lengths far from 1 would leave float16's range. (By a run-time flag, calls without it took 6 to 15 %
-longer where a block's latency is all that counts.)
+constant become the whole ones by dk - k <k, dk> / |k|^2. `forward` and `summaries` read the lengths of keys that `prepare` has written or,
+in a call without it (jax_qla/cuda.py), XLA; all others come from the kernel's own tiles. In bfloat16 only: lengths far from 1 would leave
+float16's range. (By a run-time flag, calls without it took 6 to 15 % longer where a block's latency is all that counts.)
 """
 
 CHUNK = 64
