@@ -7,7 +7,8 @@ dS_start = M^T dS_end + N', with N' from the device's own cotangents. Of a dense
 what the summary has computed (`dispatch.summary` says what that is).
 
 Composition takes ceil(log2(D - 1)) + 1 rounds of `ppermute` over D devices, each of at most one transition [K, K] and
-one response [K, V] in float32 per value head and row of the batch.
+one response [K, V] in float32 per value head and row of the batch. In the backward pass of a dense batch the kernels of
+"cuda" recompute chunk states during the first of them.
 
 In a packed batch at most one sequence of a row crosses a given border. Only it takes part: the one that leaves a shard
 gives N, from its start if that lies in the shard, and M is zero unless one sequence covers the whole shard.
@@ -22,14 +23,17 @@ elsewhere: their sum over `axes` is the result.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
 
 from jax_qla import dispatch
 from jax_qla.implementations import Choice, Pieces, Residuals
+
+_Tree = TypeVar("_Tree")
 
 Axes = tuple[str, ...]
 """Names of mesh axes, the first the slowest."""
@@ -75,24 +79,42 @@ def _product(x: jax.Array, y: jax.Array) -> jax.Array:
     return jnp.matmul(x, y, precision=jax.lax.Precision.HIGHEST)
 
 
-def response_before(transition: jax.Array, response: jax.Array, axes: Axes, *, reverse: bool = False) -> jax.Array:
+def response_before(
+    transition: jax.Array,
+    response: jax.Array,
+    axes: Axes,
+    *,
+    reverse: bool = False,
+    meanwhile: _Tree = None,  # type: ignore[assignment]
+) -> tuple[jax.Array, _Tree]:
     """The state before this shard: the maps S -> transition S + response of all shards before it, applied to zero.
 
     Args:
         transition: [..., K, K], response: [..., K, V], of this shard.
         axes: the mesh axes along which the shards follow each other.
         reverse: whether they follow in reverse.
+        meanwhile: arrays that are to be computed before what other devices send is looked at.
+
+    Returns:
+        The state, and `meanwhile`.
     """
     devices, columns = jax.lax.axis_size(axes), response.shape[-1]
+
+    def exchanged(send: Callable[[jax.Array], jax.Array], *parts: jax.Array) -> jax.Array:
+        nonlocal meanwhile
+        received, meanwhile = jax.lax.optimization_barrier((send(jnp.concatenate(parts, axis=-1)), meanwhile))
+        return received
+
     reach = 1  # this many shards, ending with this one, are composed in (transition, response)
     while reach < devices - 1:
         # The last round needs no transition; in the others both are sent as one, and multiplied.
-        both = jnp.concatenate([response, transition], axis=-1) if 2 * reach < devices - 1 else response
+        parts = (response, transition) if 2 * reach < devices - 1 else (response,)
+        received = exchanged(functools.partial(shift, distance=reach, axes=axes, reverse=reverse), *parts)
         # Where nothing is received the state before is zero, and so is the map: the response says it all.
-        product = _product(transition, shift(both, reach, axes, reverse=reverse))
+        product = _product(transition, received)
         response, transition = response + product[..., :columns], product[..., columns:]
         reach *= 2
-    return shift(response, 1, axes, reverse=reverse)
+    return exchanged(functools.partial(shift, distance=1, axes=axes, reverse=reverse), response), meanwhile
 
 
 class _Shard:
@@ -281,7 +303,7 @@ def backward(
     """
     shared: dict[str, Any] = {"choice": choice, "l2norm": l2norm, "precision": precision}
     states, d_states = initial_state, d_final_state
-    shard = pieces = adjoint_response = None
+    shard = pieces = adjoint_response = chunk_states = None
     local_segments = segments
     if axes:
         if carry is None:
@@ -294,8 +316,15 @@ def backward(
             response, adjoint_response = dispatch.state_gradient(
                 *rows, None, residuals, do, d_final_state, pieces, scale=scale, **shared
             )
-            outgoing = response_before(jnp.swapaxes(carry.transition, -1, -2), response, axes, reverse=True)
             states = carry.incoming
+            if pieces is not None:
+                assert residuals is not None
+                # While the others answer: after the response is known and before what is received is looked at.
+                response, entering = jax.lax.optimization_barrier((response, states))
+                chunk_states = dispatch.chunk_states(*rows, entering, residuals, pieces, **shared)
+            outgoing, chunk_states = response_before(
+                jnp.swapaxes(carry.transition, -1, -2), response, axes, reverse=True, meanwhile=chunk_states
+            )
             d_states = outgoing if d_final_state is None else outgoing + d_final_state
         else:
             shard = _Shard(segments, v.shape[1], axes)
@@ -309,7 +338,7 @@ def backward(
             response, _ = dispatch.state_gradient(
                 *rows, continuing, flat_residuals, flat_do, d_of_continuing, None, scale=scale, **shared
             )
-            outgoing = response_before(jnp.swapaxes(carry.transition, -1, -2), response, axes, reverse=True)
+            outgoing, _ = response_before(jnp.swapaxes(carry.transition, -1, -2), response, axes, reverse=True)
             states = _true_first_states(shard, carry, initial_state)
             d_states = _mask(shard.leaves, outgoing[:, None], 0.0 if d_final_state is None else d_final_state)
     flat, (states, d_states), flat_segments = flatten(
@@ -317,7 +346,8 @@ def backward(
     )
     flat_residuals = None if residuals is None else flat[5]._replace(between=residuals.between)
     *gradients, d_states = dispatch.backward(
-        *(*flat[:5], states, flat_segments, flat_residuals, flat[6], d_states, pieces, adjoint_response),
+        *(*flat[:5], states, flat_segments, flat_residuals, flat[6], d_states),
+        *(pieces, adjoint_response, chunk_states),
         scale=scale,
         **shared,
     )
@@ -355,7 +385,7 @@ def _exchange(
         transition, response, residuals, pieces = dispatch.summary(
             *(q, k, v, g, beta, first, None, residuals), **options
         )
-        incoming = response_before(transition, response, axes)
+        incoming, _ = response_before(transition, response, axes)
         return Carry(incoming if first is None else incoming + first, transition, pieces), residuals
     shard = _Shard(segments, v.shape[1], axes)
     first = None if initial_state is None else _chosen(shard.leaves & shard.starts, initial_state)[:, None]
@@ -364,7 +394,8 @@ def _exchange(
     )
     transition, response, _, _ = dispatch.summary(*rows, first, leaving, residuals, **options)
     transition = _mask(shard.covered(), transition)
-    return Carry(response_before(transition, response, axes), transition, None), None
+    incoming, _ = response_before(transition, response, axes)
+    return Carry(incoming, transition, None), None
 
 
 def _true_first_states(shard: _Shard, carry: Carry, initial_state: jax.Array | None) -> jax.Array:

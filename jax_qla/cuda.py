@@ -8,7 +8,8 @@ adjoint_summaries and compose in reverse; what follows takes pieces for sequence
 it finds of the pieces (`implementations.Between`) spares the backward one summaries and the first compose.
 Where a sequence goes on beyond a device, this falls into two calls: `summary` (prepare, summaries, and compose for N
 and for M) begins, and `forward`, given what it found, goes on (compose, forward) when the state before is known. So do
-`state_gradient` and `backward`.
+`state_gradient` (adjoint_summaries, compose in reverse) and `backward`; meanwhile `chunk_states` (compose, states)
+computes what the latter needs of the forward pass.
 Intermediate results (h, dh, Vd, lengths of keys, states between pieces) are results of the call that are dropped here.
 
 Memory of the backward besides its operands and results, in elements of v's dtype: h and dh, ceil(T / 64) * Hv * K * V
@@ -28,7 +29,7 @@ import jax.numpy as jnp
 
 from jax_qla import policy, store
 from jax_qla import segments as tables
-from jax_qla.implementations import Between, Pieces, RecurrentCall, Residuals
+from jax_qla.implementations import Between, ChunkStates, Pieces, RecurrentCall, Residuals
 from jax_qla.kernels import adjoint_summaries as adjoint_summaries_kernel
 from jax_qla.kernels import compose as compose_kernel
 from jax_qla.kernels import forward as forward_kernel
@@ -178,6 +179,7 @@ def backward(
     d_final_state: jax.Array | None,
     pieces: Pieces | None = None,
     adjoint_response: jax.Array | None = None,
+    chunk_states: ChunkStates | None = None,
     *,
     scale: float,
     cut: policy.Cut | None = None,
@@ -198,23 +200,27 @@ def backward(
         inputs |= {**pieces._asdict(), "adjoint_response": adjoint_response}
     elif between is not None:
         inputs |= between._asdict()
-    tokens, value_heads, value_dim = call.tokens, call.value_heads, v.shape[3]
-    chunk_states = jax.ShapeDtypeStruct((call.slots, value_heads, value_dim, k.shape[3]), v.dtype)
-    gates = jax.ShapeDtypeStruct((tokens, value_heads), jnp.float32)
+    gates = jax.ShapeDtypeStruct((call.tokens, call.value_heads), jnp.float32)
     flat_shape = {name: jax.ShapeDtypeStruct(inputs[name].shape, inputs[name].dtype) for name in ("q", "k", "v")}
-    if between is not None:
+    if chunk_states is not None:
+        steps, of_pieces = call.leaving_gradients(scale, known=True)
+        inputs |= chunk_states._asdict()
+    elif between is not None:
         steps, of_pieces = call.leaving_gradients(scale)
     else:
         steps, of_pieces, with_lengths = call.entering_states(adjoint=True, known=pieces is not None, scale=scale)
         if with_lengths:
             inputs |= call.lengths(k)
     initial, final = ({"initial_state": "entering"}, {"d_final_state": "leaving"}) if call.cut else ({}, {})
+    if chunk_states is None:
+        steps = [*call.table_steps, *steps, call.step(states_kernel, rename=initial)]
+        of_pieces |= ChunkStates.shapes(call.parts, v, call.key_dim)
+    # It begins without waiting, relying on `states` to have waited for what it reads.
+    alone = {"overlap": False} if chunk_states is not None else {}
     results = launch(
         [
-            *call.table_steps,
             *steps,
-            call.step(states_kernel, rename=initial),
-            call.step(state_gradients_kernel, rename={"dx": "dv"} | final, scale=scale),
+            call.step(state_gradients_kernel, rename={"dx": "dv"} | final, scale=scale, **alone),
             call.step(gradients_kernel, rename={"dx": "dv"}, scale=scale),
         ],
         inputs,
@@ -225,9 +231,7 @@ def backward(
             "dg": gates,
             "dbeta": gates,
             "d_initial_state": call.state_shape(initial_state is not None),
-            "vd": flat_shape["v"],
-            "h": chunk_states,
-            "dh": chunk_states,
+            "dh": ChunkStates.shapes(call.parts, v, call.key_dim)["h"],
         }
         | of_pieces
         | call.table_shapes,
@@ -375,6 +379,32 @@ def state_gradient(
     return gradient, None if pieces is None else results["adjoint_response"]
 
 
+def chunk_states(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    g: jax.Array,
+    beta: jax.Array,
+    initial_state: jax.Array,
+    segments: None,
+    residuals: Residuals,
+    pieces: Pieces,
+    *,
+    cut: policy.Cut,
+    l2norm: bool = False,
+    precision: Any = None,
+) -> ChunkStates:
+    """The contract is `dispatch.chunk_states`'s. `precision` is not used."""
+    del g
+    call = _Call(q, k, v, segments, l2norm=l2norm, shard=cut)
+    inputs = call.flat(k=k, v=v, beta=beta, a=residuals[0], gamma=residuals[1]) | call.tables | pieces._asdict()
+    inputs |= {"initial_state": call.states(initial_state)}
+    steps, of_pieces, _ = call.entering_states(known=True)
+    steps.append(call.step(states_kernel, rename={"initial_state": "entering"}))
+    results = launch(steps, inputs, of_pieces | ChunkStates.shapes(call.parts, v, call.key_dim))
+    return ChunkStates(*(results[name] for name in ChunkStates._fields))
+
+
 class _Call:
     """Sizes, tables and kernel configurations of one call, whose sequences are perhaps `cut` into pieces.
 
@@ -498,10 +528,15 @@ class _Call:
             steps.append(self.step(compose_kernel, rename=_OF_GRADIENTS, reverse=True))
         return steps, outputs, True
 
-    def leaving_gradients(self, scale: float) -> tuple[list[Step], dict[str, jax.ShapeDtypeStruct]]:
+    def leaving_gradients(
+        self, scale: float, *, known: bool = False
+    ) -> tuple[list[Step], dict[str, jax.ShapeDtypeStruct]]:
         """Steps and shapes as of `entering_states`, of the gradients alone, where the states are known."""
         states = self.state_shape(True)
         # No overlap: both kernels wait only at their end, relying on `summaries` and another `compose` before them.
+        if known:
+            rename = _OF_GRADIENTS | {"spans": "left"}
+            return [self.step(compose_kernel, rename=rename, overlap=False, reverse=True)], {"leaving": states}
         steps = [
             self.step(adjoint_summaries_kernel, overlap=False, scale=scale),
             self.step(compose_kernel, rename=_OF_GRADIENTS, overlap=False, reverse=True),

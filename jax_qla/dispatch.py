@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_qla import policy
-from jax_qla.implementations import Between, Choice, Pieces, Residuals, load
+from jax_qla.implementations import Between, Choice, ChunkStates, Pieces, Residuals, load
 from jax_qla.kernels.common import CHUNK
 from jax_qla.l2norm import normalize, normalize_gradient
 from jax_qla.refusal import refuse
@@ -30,8 +30,9 @@ SECOND_ORDER = (
 )
 """What a program that needs more derivatives is told."""
 
-_ROWS, _STATES, _SEGMENTS = "rows", "states", "segments"
-"""What the leading axes of an operand count: [B, T, ...], [N, ...] (or so many for each) or segments [N, 2]."""
+_ROWS, _STATES, _SEGMENTS, _SPARED = "rows", "states", "segments", "spared"
+"""What the leading axes of an operand count: [B, T, ...], [N, ...] (or so many for each) or segments [N, 2]. The last
+is what spares work and has no such axes: `jax.vmap` drops it, and the work is done."""
 
 _KINDS_OF_RESIDUALS = Residuals(_ROWS, _ROWS, _STATES)  # type: ignore[arg-type]
 
@@ -115,6 +116,7 @@ def backward(
     d_final_state: jax.Array | None,
     pieces: Pieces | None = None,
     adjoint_response: jax.Array | None = None,
+    chunk_states: ChunkStates | None = None,
     *,
     choice: Choice,
     scale: float,
@@ -129,6 +131,7 @@ def backward(
         do: [B, T, Hv, V] in v's dtype, or None for zero.
         d_final_state: [N, Hv, K, V] float32, or None for zero. At most one of the two is None.
         pieces, adjoint_response: what `summary` and `state_gradient` have computed of these rows, or both None.
+        chunk_states: with these, what `chunk_states` has computed, or None.
 
     Returns:
         dq, dk in q's dtype, dv in v's, dg, dbeta in float32, and d_initial_state in float32, or None without an initial
@@ -144,10 +147,11 @@ def backward(
     cut = None if pieces is None else _cut(k, v, segments, choice)
     options = {"scale": scale, "cut": cut, "piece_rows": piece_rows, "precision": precision}
     options["asked_rows"] = choice.piece_rows
-    kinds = (*(_ROWS,) * 5, _STATES, _SEGMENTS, _KINDS_OF_RESIDUALS, _ROWS, *(_STATES,) * 3)
+    kinds = (*(_ROWS,) * 5, _STATES, _SEGMENTS, _KINDS_OF_RESIDUALS, _ROWS, *(_STATES,) * 3, _SPARED)
     one_by_one = piece_rows is not None and segments is not None
     batchable = _batchable(local, kinds, (*(_ROWS,) * 5, _STATES), one_by_one=one_by_one)
-    operands = (q, k, v, g, beta, initial_state, segments, residuals, do, d_final_state, pieces, adjoint_response)
+    rows, of_shard = (q, k, v, g, beta), (pieces, adjoint_response, chunk_states)
+    operands = (*rows, initial_state, segments, residuals, do, d_final_state, *of_shard)
     dq, dk, dv, dg, dbeta, d_initial_state = batchable(*match_varying(operands, operands))
     return dq, dk, dv, dg, dbeta, d_initial_state
 
@@ -237,6 +241,40 @@ def state_gradient(
     batchable = _batchable(local, kinds, (_STATES, _STATES))
     d_initial_state, adjoint_response = batchable(*match_varying(operands, operands))
     return d_initial_state, adjoint_response
+
+
+@functools.partial(jax.jit, static_argnames=("choice", "l2norm", "precision"))
+def chunk_states(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    g: jax.Array,
+    beta: jax.Array,
+    initial_state: jax.Array,
+    residuals: Residuals,
+    pieces: Pieces,
+    *,
+    choice: Choice,
+    l2norm: bool = False,
+    precision: Any = None,
+) -> ChunkStates:
+    """What `backward` needs of the forward pass of a dense batch, computed before the gradient of the state after the
+    rows is known.
+
+    Args:
+        residuals, pieces: from `summary`. All others: as in `backward`.
+    """
+    options = {"cut": _cut(k, v, None, choice), "precision": precision}
+
+    def local(*operands: Any) -> Any:
+        if _nothing_to_do(operands[2], None):
+            return _chunk_states_of_nothing(*operands)
+        return _on_platform(choice, "chunk_states", operands, options, l2norm)
+
+    # Slots of chunks are no multiple of the batch: for `jax.vmap`, which drops them again, one by one.
+    batchable = _batchable(local, (), (), one_by_one=True)
+    operands = (q, k, v, g, beta, initial_state, None, residuals, pieces)
+    return ChunkStates(*batchable(*match_varying(operands, operands)))
 
 
 def _cut(k: jax.Array, v: jax.Array, segments: jax.Array | None, choice: Choice) -> policy.Cut:
@@ -386,6 +424,8 @@ def _fold(kind: Any, operand: Any, tokens: int, *, packed: bool) -> Any:
     [n, 1, T, ...] -> [1, n T, ...], with the n N segments of all, those of member i moved by i T.
     """
 
+    if kind == _SPARED:
+        return None
     if isinstance(kind, Residuals) and operand is not None:
         return Residuals(*(_fold(*pair, tokens, packed=packed) for pair in zip(kind, operand, strict=True)))
 
@@ -458,7 +498,9 @@ def _backward_of_nothing(
     d_final_state: jax.Array | None,
     pieces: Pieces | None,
     adjoint_response: jax.Array | None,
+    chunk_states: ChunkStates | None,
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array, jax.Array | None]:
+    del chunk_states
     dq, dk, dv, dg, dbeta = map(jnp.zeros_like, (q, k, v, g, beta))
     d_initial_state = None
     if initial_state is not None:
@@ -492,3 +534,9 @@ def _state_gradient_of_nothing(*operands: Any) -> tuple[jax.Array, jax.Array | N
     gradient = _zero_states(q, v, segments) if d_final_state is None else d_final_state
     gradient, of_pieces = match_varying((gradient, None if pieces is None else pieces.response), operands)
     return gradient, of_pieces
+
+
+def _chunk_states_of_nothing(*operands: Any) -> ChunkStates:
+    k, v, pieces = operands[1], operands[2], operands[-1]
+    shapes = ChunkStates.shapes(pieces.forgotten.shape[0], v, k.shape[3])
+    return match_varying(ChunkStates(**{name: jnp.zeros(x.shape, x.dtype) for name, x in shapes.items()}), operands)

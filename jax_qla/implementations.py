@@ -19,6 +19,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_qla import driver, store
+from jax_qla.segments import slot_count
 
 NAMES = ("cuda", "xla", "reference")
 """All implementations."""
@@ -78,6 +79,26 @@ class Pieces(NamedTuple):
         """By field, where a sequence has `count` pieces."""
         shapes = Between.shapes(sequences * (count + 2), heads, key_dim, value_dim)
         return {"response": shapes.pop("entering"), **shapes}
+
+
+class ChunkStates(NamedTuple):
+    """What the backward pass of "cuda" recomputes of the forward one, of a dense batch whose pieces have been
+    summarised; the first part of it, which does not wait for the gradient of the state after the rows."""
+
+    h: jax.Array
+    """The state before each chunk, transposed, in v's dtype; one [Hv, V, K] a chunk slot."""
+    vd: jax.Array
+    """[B T, Hv, V] in v's dtype, what each token writes to the state."""
+
+    @staticmethod
+    def shapes(pieces: int, v: jax.Array, key_dim: int) -> dict[str, jax.ShapeDtypeStruct]:
+        """By field, of rows v [B, T, Hv, V] in `pieces` pieces altogether."""
+        batch, length, heads, value_dim = v.shape
+        slots = slot_count(batch * length, pieces)
+        return {
+            "h": jax.ShapeDtypeStruct((slots, heads, value_dim, key_dim), v.dtype),
+            "vd": jax.ShapeDtypeStruct((batch * length, heads, value_dim), v.dtype),
+        }
 
 
 _ONLY_CUDA = "the kernels of 'cuda' run on NVIDIA Hopper GPUs only"

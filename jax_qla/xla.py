@@ -29,7 +29,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jax_qla.implementations import Between, Pieces, Residuals
+from jax_qla.implementations import Between, ChunkStates, Pieces, Residuals
 from jax_qla.kernels.common import CHUNK, MIN_LOG_DECAY
 from jax_qla.policy import Cut
 from jax_qla.segments import chunk_table, first_slot, piece_count
@@ -459,6 +459,7 @@ def backward(
     d_final_state: jax.Array | None,
     pieces: Pieces | None = None,
     adjoint_response: jax.Array | None = None,
+    chunk_states: ChunkStates | None = None,
     *,
     scale: float,
     cut: Cut | None = None,
@@ -472,14 +473,14 @@ def backward(
     its own states, carrying the state's gradient back, and finishing all gradients of its rows.
 
     Args:
-        residuals, pieces, adjoint_response, cut, piece_rows, asked_rows: not read, see `forward`.
+        residuals, pieces, adjoint_response, chunk_states, cut, piece_rows, asked_rows: not read, see `forward`.
         do: [B, T, Hv, V]. d_final_state: [N, Hv, K, V] float32. All others as in `forward`.
 
     Returns:
         dq, dk in q's dtype, dv in v's, dg, dbeta float32, and d_initial_state float32 (None without initial_state).
         Rows outside every segment have zero gradients.
     """
-    del residuals, pieces, adjoint_response, cut, piece_rows, asked_rows
+    del residuals, pieces, adjoint_response, chunk_states, cut, piece_rows, asked_rows
     precision = _precision(precision, v)
     batch, tokens, key_heads, k_dim = q.shape
     value_heads, v_dim = v.shape[2:]
@@ -677,3 +678,24 @@ def state_gradient(
     d_initial = dstate if d_initial is None else d_initial
     of_pieces = None if pieces is None else jnp.broadcast_to(zero, pieces.response.shape)
     return d_initial.reshape(sequences, value_heads, k_dim, v_dim), of_pieces
+
+
+def chunk_states(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    g: jax.Array,
+    beta: jax.Array,
+    initial_state: jax.Array,
+    segments: None,
+    residuals: Residuals,
+    pieces: Pieces,
+    *,
+    cut: Cut,
+    precision: Precision = None,
+) -> ChunkStates:
+    """For the structure that all implementations share, zeros: `backward` does not read it."""
+    del segments, residuals, cut, precision
+    zero = _zero(q, k, v, g, beta, initial_state)
+    shapes = ChunkStates.shapes(pieces.forgotten.shape[0], v, k.shape[3])
+    return ChunkStates(**{name: jnp.broadcast_to(zero.astype(x.dtype), x.shape) for name, x in shapes.items()})

@@ -55,6 +55,7 @@ def forget_traces() -> None:
         dispatch.summary,
         dispatch.backward,
         dispatch.state_gradient,
+        dispatch.chunk_states,
         decode.kernel_where_it_runs,
     ):
         jitted: Any = function
@@ -71,6 +72,7 @@ def kernels(objection: str | None = None) -> Iterator[None]:
         "summary": _summary,
         "backward": _backward,
         "state_gradient": xla.state_gradient,
+        "chunk_states": xla.chunk_states,
         "recurrent": _recurrent,
     }
     functions |= dict.fromkeys(("why_not", "why_not_recurrent"), lambda q, k, v, **_: objection)

@@ -25,11 +25,11 @@ Plan, one block per (sequence, value head, tile of `value_tile` value columns), 
     measured[stage] last          state                    lengths of queries are there, if they are wanted
     free[stage]     state         last                     the products of the chunk are done: the stage may be overwritten
 
-What stands in the way of the recurrence is latency, so nothing waits that need not: the state goes on to the next chunk before its P is there (which
-short sequences, where no stage is ahead yet, waited for), the loads have a warp to themselves (when the
-warpgroup of P issued them, the state waited for P a third of its time), O leaves through a tile of its own and not through V's, and
-while it does the next chunk's K S runs, whose state is the one just computed. Lengths of keys come with the gates, from `prepare`; those of
-queries are a factor of O where it leaves, so that P need not wait for them. One warp would take longer to measure them than a step takes.
+What stands in the way of the recurrence is latency, so nothing waits that need not: the state goes on to the next chunk before its P is
+there, the loads have a warp to themselves (when the warpgroup of P issued them, the state waited for P a third of its time), O leaves
+through a tile of its own and not through V's, and while it does the next chunk's K S runs, whose state is the one just computed. Lengths of
+keys come with the gates, from `prepare`; those of queries are a factor of O where it leaves, so that P need not wait for them. One warp
+would take longer to measure them than a step takes.
 
 Operations a chunk and head at K = V = 128: 10.5 MFLOP, 1.75 us of an SM's share of 790 TFLOP/s.
 """
@@ -59,7 +59,7 @@ P_PRELUDE = (
 // P = scale product o G of one chunk, for i >= j, else 0. `product`: this thread's part of Q K^T, a wgmma accumulator [64, 64];
 // gamma in units of log2; `tile` [64][64] in shared memory, 128-byte swizzled, in the layout that wgmma reads.
 template <typename T>
-__device__ __forceinline__ void jax_qla_decayed(const void* product, const float* gamma, float scale, T* tile) {
+__device__ __forceinline__ void jax_qla_store_decayed(const void* product, const float* gamma, float scale, T* tile) {
   const float* p = static_cast<const float*>(product);
   const int lane = threadIdx.x & 31, warp = (threadIdx.x >> 5) & 3, top = warp * 16 + lane / 4;
   const float near = gamma[top], far = gamma[top + 8];
@@ -248,7 +248,7 @@ def program(config: Config):
                     T.gemm(q_s[at, :, :], k_s[at, :, :], p, transpose_B=True, clear_accum=True)
                     T.call_extern(
                         "handle",
-                        "jax_qla_decayed",
+                        "jax_qla_store_decayed",
                         T.address_of(p[0, 0]),
                         T.address_of(gamma_s[at, 0]),
                         scale,
