@@ -6,8 +6,8 @@ over the devices. Then the ordinary local function runs, from the true first sta
 dS_start = M^T dS_end + N', with N' from the device's own cotangents. Of a dense batch, the local function goes on from
 what the summary has computed (`dispatch.summary` says what that is).
 
-Composition takes ceil(log2(D - 1)) + 1 rounds of `ppermute` over D devices, each of at most one transition [K, K] and
-one response [K, V] in float32 per value head and row of the batch. In the backward pass of a dense batch the kernels of
+Composition takes ceil(log2(D)) rounds of `ppermute` over D devices, each of at most one transition [K, K] and one
+response [K, V] in float32 per value head and row of the batch. In the backward pass of a dense batch the kernels of
 "cuda" recompute chunk states during the first of them.
 
 In a packed batch at most one sequence of a row crosses a given border. Only it takes part: the one that leaves a shard
@@ -23,7 +23,6 @@ elsewhere: their sum over `axes` is the result.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar
 
@@ -99,22 +98,28 @@ def response_before(
         The state, and `meanwhile`.
     """
     devices, columns = jax.lax.axis_size(axes), response.shape[-1]
-
-    def exchanged(send: Callable[[jax.Array], jax.Array], *parts: jax.Array) -> jax.Array:
-        nonlocal meanwhile
-        received, meanwhile = jax.lax.optimization_barrier((send(jnp.concatenate(parts, axis=-1)), meanwhile))
-        return received
-
-    reach = 1  # this many shards, ending with this one, are composed in (transition, response)
-    while reach < devices - 1:
-        # The last round needs no transition; in the others both are sent as one, and multiplied.
-        parts = (response, transition) if 2 * reach < devices - 1 else (response,)
-        received = exchanged(functools.partial(shift, distance=reach, axes=axes, reverse=reverse), *parts)
+    before, transition_before = jnp.zeros_like(response), None
+    reach = 1
+    # (response, transition) are of `reach` shards that end with this one, those `before` of the same without this one.
+    while reach < devices:
+        more = 2 * reach < devices
+        # The last round needs no transition; in the others both are sent as one.
+        sent = jnp.concatenate([response, transition], axis=-1) if more else response
+        received = shift(sent, reach, axes, reverse=reverse)
+        if reach == 1:
+            received, meanwhile = jax.lax.optimization_barrier((received, meanwhile))
         # Where nothing is received the state before is zero, and so is the map: the response says it all.
-        product = _product(transition, received)
-        response, transition = response + product[..., :columns], product[..., columns:]
+        if transition_before is not None:
+            received_before = _product(transition_before, received)
+            before, transition_before = before + received_before[..., :columns], received_before[..., columns:]
+        else:
+            before, transition_before = received[..., :columns], received[..., columns:]
+        if more:
+            needed = received if 4 * reach < devices else received[..., :columns]
+            product = _product(transition, needed)
+            response, transition = response + product[..., :columns], product[..., columns:]
         reach *= 2
-    return exchanged(functools.partial(shift, distance=1, axes=axes, reverse=reverse), response), meanwhile
+    return before, meanwhile
 
 
 class _Shard:
