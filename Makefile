@@ -37,10 +37,7 @@ EXTENSION := pyproject.toml $(wildcard ffi/*)
 demo: $(VENV)/demo.stamp $(if $(HOPPER),kernels)
 	$(BIN)/python examples/train_lm.py $(if $(HOPPER),--size large) --output runs/demo-$$(date +%Y%m%d-%H%M%S) $(ARGS)
 
-# Type checks and documentation keep one core busy each.
-test: versions
-	$(MAKE) --jobs 2 --output-sync lint docs
-	$(MAKE) pytest
+test: versions lint docs pytest
 
 pytest: $(VENV)/test.stamp
 	$(BIN)/python -m pytest --numprocesses $(TEST_JOBS) --dist worksteal $(ARGS)

@@ -131,10 +131,11 @@ def test_an_axis_of_one_device_cuts_nothing(mode: str) -> None:
     assert not [c for c in collectives(compiled.as_text()) if c[0] != "all-reduce"]
 
 
+@pytest.mark.parametrize("name", ["layers", "packed layers"])
 @pytest.mark.parametrize("mode", ["auto", "named", "manual"])
-def test_with_what_the_kernels_keep(mode: str) -> None:
+def test_with_what_the_kernels_keep(mode: str, name: str) -> None:
     """Where a program may be lowered for the kernels too, their pieces go from pass to pass, through vmap and scan."""
-    program, cut = PROGRAMS["layers"], CUTS["dp x cp"]
+    program, cut = PROGRAMS[name], CUTS["dp x cp"]
     arrays = [*program.arrays, *weights(program)]
 
     def results(function: Any, arrays: Any) -> Any:
