@@ -2,8 +2,8 @@
 
 Forward is two kernels in one FFI call (prepare, forward), backward three (states, state_gradients, gradients), decoding
 one (recurrent, on a dense batch as it is). The others work on flat token arrays, dense batches included: a dense batch
-is a packed one whose tables are constants. Before all of them stands layout in a packed batch. Where sequences are cut
-into pieces (policy.py), the states that enter these come first: summaries and compose, for the backward pass also
+is a packed one whose tables are constants. Where sequences are cut into pieces (policy.py), layout stands before all of
+them in a packed batch, and the states that enter these come first: summaries and compose, for the backward pass also
 adjoint_summaries and compose in reverse; what follows takes pieces for sequences. A forward pass that keeps what
 it finds of the pieces (`implementations.Between`) spares the backward one summaries and the first compose.
 Where a sequence goes on beyond a device, this falls into two calls: `summary` (prepare, summaries, and compose for N
@@ -153,7 +153,7 @@ def forward(
             *call.table_steps,
             *steps,
             *more_steps,
-            call.step(forward_kernel, rename={"initial_state": "entering"} if call.cut else {}, scale=scale),
+            *call.forward_steps(scale),
         ],
         inputs,
         outputs | between | call.table_shapes,
@@ -444,38 +444,28 @@ class _Call:
         recurrences = self.parts
         if shard is not None:  # two more pieces a sequence, which are empty
             self.parts, recurrences = self.sequences * (shard.pieces + 2), self.sequences * shard.pieces
-        self.slots = tables.slot_count(self.tokens, self.parts)
         self.value_tile = policy.value_tile(recurrences * self.value_heads, self.value_dim)
-        shapes = {
-            "segments": (self.parts, 2),
-            "pieces": (self.parts, 4),
-            "spans": (self.sequences, 2),
-            "chunks": (self.slots, 4),
-        }
-        self.tables: dict[str, jax.Array] = {}
-        """Operands from which the kernels know where pieces and chunks lie, ..."""
+        bounds = tables.dense_segments(self.batch, self.length) if segments is None else segments
+        self.tables = {"bounds": jnp.asarray(bounds, jnp.int32)}
+        """Operands from which the kernels know where sequences and pieces lie, ..."""
         self.table_steps: list[Step] = []
         """... the kernel, if any, that computes them, ..."""
         self.table_shapes: dict[str, jax.ShapeDtypeStruct] = {}
         """... and what it writes."""
-        if segments is not None:
-            scalars = {
-                "tokens": self.tokens,
-                "piece_rows": layout_kernel.WHOLE if rows is None else rows,
-                "cut_beyond": layout_kernel.WHOLE if rows is None else policy.cut_beyond(rows),
-            }
-            self.tables = {"bounds": segments}
+        if shard is not None:
+            self.tables |= self.shard_tables(None, shard)
+            self.tables["segments"] = self.tables["shard_pieces"][:, :2]
+        elif rows is None:
+            self.tables["segments"] = self.tables["bounds"]
+        elif packed:
+            scalars = {"piece_rows": rows, "cut_beyond": policy.cut_beyond(rows)}
+            shapes = {"segments": (self.parts, 2), "pieces": (self.parts, 4), "spans": (self.sequences, 2)}
             self.table_steps = [Step("layout", layout_kernel.Config(), scalars)]
             self.table_shapes = {name: jax.ShapeDtypeStruct(shape, jnp.int32) for name, shape in shapes.items()}
-        elif shard is not None:
-            self.tables = self.shard_tables(None, shard)
-            bounds = tables.shard_pieces(tables.dense_segments(self.batch, self.length), *shard)[0][:, :2]
-            self.tables["segments"] = jnp.asarray(bounds, jnp.int32)
-            self.tables["chunks"] = jnp.asarray(tables.chunk_table(bounds, self.tokens), jnp.int32)
         else:
-            pieces, spans = tables.dense_pieces(self.batch, self.length, self.length if rows is None else rows)
-            constants = (pieces[:, :2], pieces, spans, tables.chunk_table(pieces[:, :2], self.tokens))
-            self.tables = {name: jnp.asarray(x, jnp.int32) for name, x in zip(shapes, constants, strict=True)}
+            pieces, spans = tables.dense_pieces(self.batch, self.length, rows)
+            constants = {"segments": pieces[:, :2], "pieces": pieces, "spans": spans}
+            self.tables |= {name: jnp.asarray(x, jnp.int32) for name, x in constants.items()}
 
     def shard_tables(self, segments: jax.Array | None, cut: policy.Cut) -> dict[str, jax.Array]:
         """Pieces of all sequences and how to go through them, for what is computed before first states are known."""
@@ -497,6 +487,20 @@ class _Call:
     def lengths(self, k: jax.Array) -> dict[str, jax.Array]:
         """What `prepare` finds of the keys, where it does not run but a kernel wants it."""
         return self.flat(lengths=inverse_length(k)) if self.l2norm else {}
+
+    def forward_steps(self, scale: float) -> list[Step]:
+        """The kernel `forward`, of heads whose blocks have all value columns and of others in halves."""
+        if self.cut:
+            awaits, whole, rename = forward_kernel.STATE, self.value_heads, {"initial_state": "entering"}
+        else:
+            awaits, whole, rename = forward_kernel.PREPARED, self.value_heads, {}
+            whole = policy.whole_heads(self.sequences, self.value_heads, self.value_dim)
+        options: dict[str, Any] = {"rename": rename, "scale": scale}
+        steps = [self.step(forward_kernel, first_head=0, heads=whole, awaits=awaits, **options)]
+        if (rest := self.value_heads - whole) > 0:
+            options |= {"value_tile": 64, "awaits": forward_kernel.NOTHING}
+            steps.append(self.step(forward_kernel, first_head=whole, heads=rest, **options))
+        return steps
 
     def entering_states(
         self, *, adjoint: bool = False, known: bool = False, scale: float = 1.0

@@ -64,6 +64,24 @@ def value_tile(recurrences: int, value_dim: int) -> int:
     return 64 if 2 * recurrences <= MULTIPROCESSORS else value_dim
 
 
+def whole_heads(sequences: int, heads: int, value_dim: int) -> int:
+    """Heads whose blocks of the forward kernel have all value columns; those of the others have 64 each.
+
+    Blocks of all columns fill the card a whole number of times. Where halves of the rest all run at once, the last
+    round takes the shorter time of a half.
+
+    Args:
+        sequences: number of sequences.
+        heads: value heads.
+        value_dim: V.
+    """
+    if value_dim <= 64 or value_tile(sequences * heads, value_dim) == 64:
+        return heads
+    full = sequences * heads // MULTIPROCESSORS * MULTIPROCESSORS // sequences
+    halves = sequences * (heads - full) * (value_dim // 64)
+    return full if full > 0 and halves <= MULTIPROCESSORS else heads
+
+
 def piece_rows(
     tokens: int,
     sequences: int,

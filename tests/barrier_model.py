@@ -81,6 +81,7 @@ class Block:
         self.barriers: list[Any] = []
         self.named: dict[int, Barrier] = {}
         self.loads: list[Barrier] = []
+        self.shared: list[Value] = []
         self.warps: list[Warp] = []
 
     def run(self, body: Callable[[], None], threads: int) -> None:
@@ -115,7 +116,7 @@ class Warp:
     def __init__(self, block: Block, number: int, body: Callable[[], None]) -> None:
         self.block, self.number, self.done = block, number, False
         self.error: BaseException | None = None
-        self.allocated = 0
+        self.allocated = self.allocated_shared = 0
         self.able: Callable[[], bool] = lambda: True
         self.waits_for = "its turn"
         self._ended = False
@@ -192,8 +193,9 @@ class Language(types.ModuleType):
     ceildiv = staticmethod(lambda a, b: -(-a // b))
     if_then_else = Select = staticmethod(lambda condition, a, b: a if condition else b)
     cast = staticmethod(lambda x, *_: x)
+    address_of = staticmethod(lambda x: x)  # of an array that nothing is known of: the array
 
-    def __init__(self, sizes: Mapping[str, int]) -> None:
+    def __init__(self, sizes: Mapping[str, Any]) -> None:
         super().__init__("tilelang.language")
         self._sizes = sizes
 
@@ -218,13 +220,19 @@ class Language(types.ModuleType):
     def alloc_var(self, dtype: str) -> Any:
         return 0
 
-    def call_extern(self, dtype: str, *_: Any) -> Any:
+    def call_extern(self, dtype: str, name: str, *operands: Any) -> Any:
+        if name == "jax_qla_find_chunk":
+            operands[0].numbers = self._sizes["chunk"]
         return -1 if dtype == "int32" else Value()  # of jax_qla_reach: all chunks matter
 
     def alloc_shared(self, shape: Sequence[int], dtype: str) -> Value:
-        return Value(shape, dtype)
+        warp = _here.warp
+        if warp.allocated_shared == len(warp.block.shared):
+            warp.block.shared.append(Value(shape, dtype))
+        warp.allocated_shared += 1
+        return warp.block.shared[warp.allocated_shared - 1]
 
-    alloc_fragment = alloc_local = alloc_shared
+    alloc_fragment = alloc_local = staticmethod(Value)
 
     def alloc_barrier(self, counts: int | Sequence[int]) -> Any:
         warp = _here.warp
@@ -266,8 +274,9 @@ def _one(barrier: Any) -> Barrier:
     return found
 
 
-def replace_tilelang(patch: pytest.MonkeyPatch, sizes: Mapping[str, int]) -> None:
-    """Lets `import tilelang.language` give the stand-in, with these values of the dynamic sizes."""
+def replace_tilelang(patch: pytest.MonkeyPatch, sizes: Mapping[str, Any]) -> None:
+    """Lets `import tilelang.language` give the stand-in, with these values of the dynamic sizes; "chunk" is what a
+    block's slot is found to have: first row, rows, rows of no sequence."""
     language, layout, tilelang = Language(sizes), types.ModuleType("tilelang.layout"), types.ModuleType("tilelang")
     layout.Fragment = layout.make_full_bank_swizzled_layout = lambda *_, **__: Value()  # type: ignore[attr-defined]
     tilelang.language, tilelang.layout = language, layout  # type: ignore[attr-defined]

@@ -18,10 +18,9 @@ def block_of(name: str, chunks: int, rows: int, ratio: int) -> tuple[tuple[int, 
     end = max((chunks - 1) * CHUNK + rows, 0)
     segments = np.array([[0, end]])
     pieces = np.array([[0, end, 0, 0], [end, end, 0, 2]])
-    table = np.array([[0, 0, rows, 0]])
     spans = np.array([[0, chunks]])
     operands: dict[str, Any] = {"ratio": ratio, "scale": 1.0, "tokens": end}
-    numbers = {"segments": segments, "pieces": pieces, "chunks": table, "spans": spans}
+    numbers = {"segments": segments, "pieces": pieces, "bounds": segments, "spans": spans}
     operands |= {key: barrier_model.Value(x.shape, "int32", x) for key, x in numbers.items()}
     return ((0,) if name == "prepare" else (0, 0)), operands
 
@@ -72,6 +71,7 @@ def test_no_order_of_events_stops_a_kernel(
             "value_dim": 128,
             "parts": 2,
             "slots": 8 * 132 * 3 if key_heads > 1 else 1,
+            "chunk": (0, rows, 0),
         }
         barrier_model.replace_tilelang(monkeypatch, sizes)
         block, operands = block_of(name, chunks, rows, ratio)

@@ -61,9 +61,15 @@ MANY_HEADS = battery.Case(
     "many heads", "bfloat16", tokens=500, key_heads=18, value_heads=72, key_dim=128, value_dim=128
 )
 
+# Enough heads times sequences that the last round of blocks computes halves of heads (policy.whole_heads).
+LAST_IN_HALVES = dataclasses.replace(
+    MANY_HEADS, name="last heads in halves", batch=4, tokens=130, key_heads=16, value_heads=48
+)
+
 CASES = (
     *_cases(),
     MANY_HEADS,
+    LAST_IN_HALVES,
     dataclasses.replace(MANY_HEADS, name="many heads, packed, gaps", segments=((3, 130), (130, 130), (150, 499))),
 )
 
@@ -113,7 +119,7 @@ def _run(case: battery.Case) -> dict[str, np.ndarray]:
     return battery.run(case, cuda)
 
 
-@pytest.mark.parametrize("case", [MANY_HEADS, CASES[-1], NORMALISED], ids=str)
+@pytest.mark.parametrize("case", [MANY_HEADS, LAST_IN_HALVES, CASES[-1], NORMALISED], ids=str)
 def test_bitwise_repeatable(case: battery.Case) -> None:
     first = _run(case)
     for _ in range(50):

@@ -22,10 +22,11 @@ import jax_qla
 from jax_qla import MeshAxes, api, cuda, dispatch, implementations, policy, sharding, vjp, xla
 from jax_qla import segments as tables
 from jax_qla.implementations import Choice
+from jax_qla.kernels import forward as forward_kernel
 from jax_qla.launch import Step
 
 RESULTS = {
-    "layout": ("segments", "pieces", "spans", "chunks"),
+    "layout": ("segments", "pieces", "spans"),
     "prepare": ("a", "gamma", "lengths"),
     "summaries": ("response", "transition", "forgotten"),
     "adjoint_summaries": ("adjoint_response",),
@@ -59,11 +60,14 @@ def launch_specifications(
         operands, options = [], {}
         for name, parameter in inspect.signature(specification).parameters.items():
             if parameter.kind == inspect.Parameter.KEYWORD_ONLY:
-                options[name] = step.scalars[name] if name in step.scalars else getattr(step.config, name)
+                if name == "parts":  # the kernel has it from its results
+                    options[name] = outputs["pieces"].shape[0]
+                else:
+                    options[name] = step.scalars[name] if name in step.scalars else getattr(step.config, name)
                 continue
-            if name == "chunks" and step.kernel in OF_PIECES:
-                pieces = have[step.rename.get("pieces", "pieces")]
-                operands.append(tables.chunk_table(pieces[:, :2], have["k"].shape[0]))
+            if name == "chunks":
+                table = have[step.rename.get("pieces", "pieces")] if step.kernel in OF_PIECES else have["segments"]
+                operands.append(tables.chunk_table(table[:, :2], have["k"].shape[0]))
                 continue
             if name == "lengths" and not step.config.l2norm:  # as the plan leaves it out
                 operands.append(None)
@@ -79,13 +83,15 @@ def launch_specifications(
             target = step.rename.get(name, name)
             if target in outputs and outputs[target].shape[:1] != (0,):  # an empty one is not wanted
                 assert x.shape == outputs[target].shape, f"{step.kernel}: {target}"
+                if step.kernel == "forward":  # which may be of some heads only
+                    x = jnp.where(jnp.isnan(x), have[target], x)
                 have[target] = x.astype(outputs[target].dtype)
     assert takes_lengths or "lengths" not in inputs, "computed for nobody"
     return {name: have[name] for name in outputs}
 
 
 OF_PIECES = ("summaries", "adjoint_summaries")
-"""Kernels that need no table of chunks, unlike their specifications."""
+"""Kernels that go by `pieces`. (Specifications go by chunks; no kernel has a table of these.)"""
 
 ALWAYS_A_STATE = ("forward", "states", "state_gradients")
 """Specifications that want zeros where the kernel takes an empty array."""
@@ -426,7 +432,7 @@ def test_pieces_are_summarised_once(packed: bool, monkeypatch: pytest.MonkeyPatc
         assert waiting == ["adjoint_summaries", "compose"]
         calls.clear()
         again = sharding.backward(*operands, segments, residuals._replace(between=None), None, do, None, **options)
-        assert calls == [[*before, *(END if rows == "0" else ANEW)]]
+        assert calls == [END if rows == "0" else [*before, *ANEW]]
         for a, b in zip(kept, again, strict=True):
             _close(a, b, f"gradient with {rows} rows")
     with pytest.raises(ValueError, match=r"which \d+ sequences of \d+ tokens are not cut into"):
@@ -438,6 +444,39 @@ def test_pieces_are_summarised_once(packed: bool, monkeypatch: pytest.MonkeyPatc
             **options,
         )
     stand_in.forget_traces()
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
+def test_heads_in_halves(packed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the policy says so, a second launch of `forward` computes the last heads, and waits for nothing."""
+    _launch_nothing(monkeypatch)
+    monkeypatch.setenv(policy.OVERRIDE, "0")
+    given: list[Step] = []
+
+    def recording(steps: Sequence[Step], *operands: Any) -> dict[str, jax.Array]:
+        given.extend(steps)
+        return launch_specifications(steps, *operands)
+
+    monkeypatch.setattr(cuda, "launch", recording)
+    operands, segments, _ = jax.tree.map(lambda x: x[0], _batched(packed, 1))
+    if packed:  # the batch has one row
+        operands, segments = (*operands[:-1], operands[-1][0]), segments[0]
+    kernels: Any = cuda
+    forward = functools.partial(kernels.forward, scale=0.25, output_final_state=True, with_residuals=False)
+    expected = forward(*operands, segments)
+    assert [step.kernel for step in given] == ["prepare", "forward"]
+    given.clear()
+    monkeypatch.setattr(policy, "whole_heads", lambda sequences, heads, value_dim: 3)
+    found = forward(*operands, segments)
+    assert [(step.kernel, step.scalars.get("first_head"), step.scalars.get("heads")) for step in given] == [
+        ("prepare", None, None),
+        ("forward", 0, 3),
+        ("forward", 3, 1),
+    ]
+    assert given[2].config.value_tile == 64
+    assert [step.scalars["awaits"] for step in given[1:]] == [forward_kernel.PREPARED, forward_kernel.NOTHING]
+    for a, b in zip(found[:2], expected[:2], strict=True):
+        np.testing.assert_array_equal(a, b)
 
 
 def _counted(monkeypatch: pytest.MonkeyPatch) -> list[int]:

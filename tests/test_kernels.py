@@ -109,16 +109,16 @@ def chain(
     """
     ratio = given["v"].shape[2] // given["k"].shape[2]
     have = {name: x if name in STATES else x.reshape(tokens, *x.shape[2:]) for name, x in given.items()}
-    have |= {"segments": segments, "chunks": jnp.asarray(tables.chunk_table(segments, tokens))}
+    have |= {"bounds": segments, "segments": segments, "chunks": jnp.asarray(tables.chunk_table(segments, tokens))}
     kernels: Sequence[Any] = (
-        (prepare, "k g beta chunks -> a gamma lengths"),
+        (prepare, "k g beta bounds -> a gamma lengths"),
         (forward, "q k v a gamma beta lengths initial_state segments chunks -> o final_state"),
         (states, "k v a gamma beta initial_state segments chunks -> h vd"),
         (
             state_gradients,
             "q k do a gamma beta d_final_state segments chunks -> dh dx d_initial_state",
         ),
-        (gradients, "q k v g gamma beta do vd dx h dh chunks -> dq dk dv dg dbeta"),
+        (gradients, "q k v g gamma beta do vd dx h dh segments -> dq dk dv dg dbeta"),
     )
     if piece_rows is not None:
         parts = tables.piece_count(tokens, segments.shape[0], piece_rows)

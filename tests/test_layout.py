@@ -1,10 +1,9 @@
-"""The device code of kernels/layout.py, compiled for the CPU, against the tables that define it."""
+"""The device code that finds pieces and chunks of packed batches, compiled for the CPU, against what defines them."""
 
 from __future__ import annotations
 
 import ctypes
 import subprocess
-from collections.abc import Callable
 from pathlib import Path
 
 import jax
@@ -13,11 +12,15 @@ import numpy as np
 import pytest
 
 from jax_qla import segments as tables
-from jax_qla.kernels import layout
+from jax_qla.kernels import common, layout
 
-# What the device code takes from CUDA, for one thread of a block of one.
+# What the device code takes from CUDA, for one thread of a block of one; and for a warp, 32 threads that vote together.
 SHIM = r"""
 #include <algorithm>
+#include <condition_variable>
+#include <mutex>
+#include <thread>
+#include <vector>
 #define __device__
 #define __forceinline__ inline
 using std::max;
@@ -27,44 +30,81 @@ struct int4 { int x, y, z, w; };
 inline int2 make_int2(int x, int y) { return {x, y}; }
 inline int4 make_int4(int x, int y, int z, int w) { return {x, y, z, w}; }
 inline bool __syncthreads_or(bool x) { return x; }
-static const struct { int x = 0; } threadIdx;
+static thread_local struct { int x = 0; } threadIdx;
 static const struct { int x = 1; } blockDim;
+static std::mutex mutex;
+static std::condition_variable all_voted;
+static unsigned votes, result, voters, round;
+inline unsigned __ballot_sync(unsigned, bool vote) {
+  std::unique_lock<std::mutex> lock(mutex);
+  votes |= static_cast<unsigned>(vote) << threadIdx.x;
+  const unsigned mine = round;
+  if (++voters == 32) {
+    result = votes;
+    votes = voters = 0;
+    ++round;
+    all_voted.notify_all();
+  } else {
+    all_voted.wait(lock, [&] { return round != mine; });
+  }
+  return result;
+}
+static int values[32];
+inline int __shfl_sync(unsigned, int value, int lane) {
+  values[threadIdx.x] = value;
+  __ballot_sync(0, true);
+  const int found = values[lane];
+  __ballot_sync(0, true);
+  return found;
+}
+inline int __popc(unsigned x) { return __builtin_popcount(x); }
 """
 ENTRY = r"""
-extern "C" void layout(const int* bounds, int* segments, int* pieces, int* spans, int* chunks, int count, int parts,
-                       int slots, int tokens, int piece_rows, int cut_beyond) {
-  for (int index = 0; index < slots; ++index)
-    jax_qla_layout(bounds, segments, pieces, spans, chunks, count, parts, slots, tokens, piece_rows, cut_beyond, index);
+extern "C" void layout(const int* bounds, int* segments, int* pieces, int* spans, int count, int parts, int piece_rows,
+                       int cut_beyond) {
+  for (int index = 0; index < parts; ++index)
+    jax_qla_layout(bounds, segments, pieces, spans, count, parts, piece_rows, cut_beyond, index);
+}
+// chunks [slots][3], of every `step`th slot; whether all lanes of the warp found the same.
+extern "C" bool find_chunks(const int* segments, int* chunks, int count, int slots, int tokens, int step) {
+  bool same = true;
+  std::vector<std::thread> warp;
+  for (int lane = 0; lane < 32; ++lane) {
+    warp.emplace_back([=, &same] {
+      threadIdx.x = lane;
+      for (int slot = 0; slot < slots; slot += step) {
+        int found[3];
+        jax_qla_find_chunk(found, segments, count, tokens, slot);
+        if (lane == 0) std::copy(found, found + 3, chunks + 3 * slot);
+        __ballot_sync(0, true);
+        const std::lock_guard<std::mutex> lock(mutex);
+        same = same && std::equal(found, found + 3, chunks + 3 * slot);
+      }
+    });
+  }
+  for (std::thread& lane : warp) lane.join();
+  return same;
 }
 """
 
-Tables = tuple[np.ndarray, ...]
-
 
 @pytest.fixture(scope="module")
-def device_code(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Tables]:
+def device_code(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     folder: Path = tmp_path_factory.mktemp("layout")
-    (folder / "layout.cc").write_text(SHIM + layout.PRELUDE + ENTRY)
-    command = ["c++", "-std=c++17", "-O1", "-shared", "-fPIC", "-o", "layout.so", "layout.cc"]
+    (folder / "layout.cc").write_text(SHIM + layout.PRELUDE + common.CHUNK_PRELUDE + ENTRY)
+    command = ["c++", "-std=c++17", "-O1", "-pthread", "-shared", "-fPIC", "-o", "layout.so", "layout.cc"]
     subprocess.run(command, cwd=folder, check=True)
-    function = ctypes.CDLL(str(folder / "layout.so")).layout
+    return ctypes.CDLL(str(folder / "layout.so"))
 
-    def run(bounds: np.ndarray, tokens: int, piece_rows: int, cut_beyond: int) -> Tables:
-        count = len(bounds)
-        parts = tables.piece_count(tokens, count, piece_rows)
-        slots = tables.slot_count(tokens, parts)
-        results = tuple(np.full(x, -1, np.int32) for x in ((parts, 2), (parts, 4), (count, 2), (slots, 4)))
-        arrays = [x.ctypes.data_as(ctypes.c_void_p) for x in (np.ascontiguousarray(bounds), *results)]
-        function(*arrays, count, parts, slots, tokens, piece_rows, cut_beyond)
-        return results
 
-    return run
+def _pointers(*arrays: np.ndarray) -> list[ctypes.c_void_p]:
+    return [x.ctypes.data_as(ctypes.c_void_p) for x in arrays]
 
 
 @pytest.mark.parametrize("piece_rows", [64, 192, layout.WHOLE])
-def test_device_code_is_the_definition(piece_rows: int, device_code: Callable[..., Tables]) -> None:
+def test_pieces_are_the_definition(piece_rows: int, device_code: ctypes.CDLL) -> None:
     random = np.random.default_rng(piece_rows)
-    specification = jax.jit(layout.specification, static_argnames=("tokens", "piece_rows", "cut_beyond"))
+    specification = jax.jit(layout.specification, static_argnames=("parts", "piece_rows", "cut_beyond"))
     cut = 0
     for index in range(60):
         if index % 5 == 0:  # not for every case: the definition is compiled for each of these
@@ -73,10 +113,30 @@ def test_device_code_is_the_definition(piece_rows: int, device_code: Callable[..
         if random.random() < 0.4:  # without gaps, from the first token to the last
             bounds[1:, 0] = bounds[:-1, 1]
             bounds[0, 0], bounds[-1, 1] = 0, tokens
-        options = {"tokens": tokens, "piece_rows": piece_rows, "cut_beyond": min(2 * piece_rows, layout.WHOLE)}
+        parts = tables.piece_count(tokens, count, piece_rows)
+        options = {"parts": parts, "piece_rows": piece_rows, "cut_beyond": min(2 * piece_rows, layout.WHOLE)}
         cut += int((bounds[:, 1] - bounds[:, 0]).max() > options["cut_beyond"])
-        found = device_code(bounds, *options.values())
+        found = tuple(np.full(x, -1, np.int32) for x in ((parts, 2), (parts, 4), (count, 2)))
+        device_code.layout(*_pointers(np.ascontiguousarray(bounds), *found), count, *options.values())
         right = specification(jnp.asarray(bounds), **options)
-        for name, x, y in zip(("segments", "pieces", "spans", "chunks"), found, right, strict=True):
+        for name, x, y in zip(("segments", "pieces", "spans"), found, right, strict=True):
             np.testing.assert_array_equal(x, y, err_msg=f"{name} of {bounds.tolist()} in {tokens}")
     assert (cut > 10) == (piece_rows < layout.WHOLE)
+
+
+@pytest.mark.parametrize("counts", [(1, 9), (29, 34), (90, 1500)], ids=str)
+def test_chunks_are_the_definition(counts: tuple[int, int], device_code: ctypes.CDLL) -> None:
+    """With one step of the search, one or two, and two or three; with gaps, empty sequences and unused slots."""
+    random = np.random.default_rng(counts[0])
+    step = 1 if counts[0] < 90 else 7  # a vote of 32 threads takes its time
+    for _ in range(8):
+        tokens, count = int(random.integers(1, 3000)), int(random.integers(*counts))
+        bounds = np.sort(random.integers(0, tokens + 1, 2 * count)).reshape(-1, 2).astype(np.int32)
+        if random.random() < 0.4:  # without gaps, from the first token to the last
+            bounds[1:, 0] = bounds[:-1, 1]
+            bounds[0, 0], bounds[-1, 1] = 0, tokens
+        slots = tables.slot_count(tokens, count)
+        found = np.full((slots, 3), -1, np.int32)
+        assert device_code.find_chunks(*_pointers(np.ascontiguousarray(bounds), found), count, slots, tokens, step)
+        right = tables.chunk_table(bounds, tokens)[:, 1:]
+        np.testing.assert_array_equal(found[::step], right[::step], err_msg=f"{bounds.tolist()}")

@@ -49,6 +49,24 @@ def test_choice_is_within_five_per_cent_of_the_best_that_was_measured(
     assert times[rows or 0] <= 1.05 * min(times.values())
 
 
+@pytest.mark.parametrize(
+    ("sequences", "heads", "whole"),
+    [
+        (4, 48, 33),  # 132 blocks, and 120 halves instead of a second round of 60
+        (8, 48, 48),  # the third round is nearly full
+        (4, 32, 32),  # one round
+        (8, 24, 16),  # 128 blocks, and 128 halves
+        (1, 150, 132),
+        (1, 66, 66),  # halves of all are one round
+        (4, 33, 33),
+        (200, 1, 1),
+    ],
+)
+def test_the_last_round_in_halves(sequences: int, heads: int, whole: int) -> None:
+    assert policy.whole_heads(sequences, heads, 128) == whole
+    assert policy.whole_heads(sequences, heads, 64) == heads
+
+
 def test_length_grows_with_the_sequence() -> None:
     """So that the number of pieces, and with it the serial composition, stays bounded."""
     for tokens in (1 << 15, 1 << 17, 1 << 20):

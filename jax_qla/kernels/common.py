@@ -1,7 +1,7 @@
 """What the kernels share: constants, pass configuration, and TileLang macros for gates, tails and tiles.
 
-Every kernel works on flat token arrays [tokens, heads, dim] and two tables (jax_qla/segments.py): `segments` [N, 2] = (start, end) of each
-sequence, and `chunks` [slots, 4] = (sequence, first row, rows, fill rows) of each chunk slot. A chunk tile is always loaded whole (64 rows)
+Every kernel works on flat token arrays [tokens, heads, dim] and a table, `segments` [N, 2] = (start, end) of each sequence (jax_qla/segments.py);
+those that go by chunks and not along sequences find the rows of a chunk slot in it (CHUNK_PRELUDE). A chunk tile is always loaded whole (64 rows)
 with TMA; the rows beyond its sequence hold another sequence's data or nothing at all and must never reach a result, not even as 0 * NaN:
 they are replaced by zeros in shared memory wherever a matrix product sums over rows.
 
@@ -199,6 +199,40 @@ __device__ __forceinline__ void jax_qla_store_transposed(const void* registers, 
       jax_qla_address(tile) + ((matrix >> 1) * 8 + (lane & 7)) * 128 + (((warp * 2 + (matrix & 1)) ^ (lane & 7)) << 4);
 #pragma unroll
   for (int n = 0; n < 4; ++n) jax_qla_store_columns<T, true>(static_cast<const float*>(registers), n, corner + n * 2048);
+}
+"""
+)
+
+
+CHUNK_PRELUDE = (
+    f"constexpr int kChunk = {CHUNK};"
+    r"""
+// A chunk slot's {first row, rows, rows of no sequence that follow} (jax_qla/segments.py: chunk_table), from the `count` sequences' [start, end).
+// To be called by whole warps, whose lanes look for the slot's sequence together; up to 30 sequences take one load.
+__device__ __forceinline__ void jax_qla_find_chunk(void* found, const int* segments, int count, int tokens, int slot) {
+  const int2* bounds = reinterpret_cast<const int2*>(segments);
+  const int lane = threadIdx.x & 31;
+  int n = -1, beyond = count;  // a sequence that begins at the slot or before, -1 being the rows before them all; one that does not
+  while (beyond - n > 31) {
+    const int step = (beyond - n + 30) / 32, candidate = n + 1 + lane * step;
+    const bool begun = candidate < beyond && bounds[candidate].x / kChunk + candidate + 1 <= slot;
+    const int steps = __popc(__ballot_sync(0xffffffffu, begun));
+    beyond = min(beyond, n + 1 + steps * step);
+    if (steps > 0) n += 1 + (steps - 1) * step;
+  }
+  const int candidate = n + lane;
+  const int2 mine = candidate < 0 ? make_int2(0, 0) : candidate < count ? bounds[candidate] : make_int2(tokens, tokens);
+  const bool begun = lane == 0 || (candidate < beyond && mine.x / kChunk + candidate + 1 <= slot);
+  const int last_begun = __popc(__ballot_sync(0xffffffffu, begun)) - 1;
+  n += last_begun;
+  const int start = __shfl_sync(0xffffffffu, mine.x, last_begun), end = __shfl_sync(0xffffffffu, mine.y, last_begun);
+  const int gap_end = __shfl_sync(0xffffffffu, mine.x, last_begun + 1);
+  const int chunk = slot - (n < 0 ? 0 : start / kChunk + n + 1), last = max((end - start + kChunk - 1) / kChunk, 1) - 1;
+  const int fill = min(end + max(chunk - last, 0) * kChunk, gap_end);
+  int* x = static_cast<int*>(found);
+  x[0] = chunk <= last ? start + chunk * kChunk : fill;
+  x[1] = min(max(end - start - chunk * kChunk, 0), kChunk);
+  x[2] = chunk >= last ? min(max(gap_end - fill, 0), kChunk) : 0;
 }
 """
 )

@@ -24,12 +24,20 @@ Plan, one block per (sequence, value head, tile of `value_tile` value columns), 
     ready[stage]    last but one  state                    P is there, which only the last of the five products needs
     measured[stage] last          state                    lengths of queries are there, if they are wanted
     free[stage]     state         last                     the products of the chunk are done: the stage may be overwritten
+    taken           state         last                     the initial state has left the second and third stage of K and Q, by way of which a
+                                                           block of 128 columns takes it
 
 What stands in the way of the recurrence is latency, so nothing waits that need not: the state goes on to the next chunk before its P is
 there, the loads have a warp to themselves (when the warpgroup of P issued them, the state waited for P a third of its time), O leaves
 through a tile of its own and not through V's, and while it does the next chunk's K S runs, whose state is the one just computed. Lengths of
 keys come with the gates, from `prepare`; those of queries are a factor of O where it leaves, so that P need not wait for them. One warp
 would take longer to measure them than a step takes.
+
+The initial state of 128 columns comes by two bulk copies. Its elements, a load each, are requests of 32 bytes, which kept blocks waiting where
+all begin at once; blocks of 64 columns are few (policy.value_tile), and for them loads are as fast.
+
+A block begins while the kernel before it still runs elsewhere (STATE, PREPARED, NOTHING). Where the last round of blocks would leave most of the card idle,
+a second launch computes its heads, in halves of their value columns (policy.whole_heads).
 
 Operations a chunk and head at K = V = 128: 10.5 MFLOP, 1.75 us of an SM's share of 790 TFLOP/s.
 """
@@ -50,12 +58,47 @@ from jax_qla.kernels.specification import (
     scatter_chunks,
 )
 
-__all__ = ["PASS_CONFIGS", "Config", "program", "specification"]
+__all__ = ["NOTHING", "PASS_CONFIGS", "PREPARED", "STATE", "Config", "program", "specification"]
 
 
 P_PRELUDE = (
     TILE_PRELUDE
     + r"""
+// A state [key_dim, 128] in float32 by way of shared memory, the first half of its rows by way of `near`, the others of `far`. One thread begins ...
+__shared__ unsigned long long jax_qla_state_barrier;
+template <int key_dim>
+__device__ __forceinline__ void jax_qla_begin_state(const float* state, const void* near, const void* far) {
+  const unsigned barrier = jax_qla_address(&jax_qla_state_barrier);
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(barrier) : "memory");
+  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "n"(key_dim * 512) : "memory");
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
+                 ::"r"(jax_qla_address(half == 0 ? near : far)), "l"(state + half * key_dim * 64), "n"(key_dim * 256), "r"(barrier) : "memory");
+  }
+}
+// ... and, when all may see its barrier, a warpgroup takes the 64 columns from `first` on, transposed, as a wgmma accumulator [64, key_dim].
+template <int key_dim>
+__device__ __forceinline__ void jax_qla_take_state(void* registers, const void* near, const void* far, int first) {
+  float* state = static_cast<float*>(registers);
+  const int lane = threadIdx.x & 31, column = first + ((threadIdx.x >> 5) & 3) * 16 + lane / 4;
+  unsigned there = 0;
+  while (!there) {
+    asm volatile("{\n.reg .pred p;\nmbarrier.try_wait.parity.shared::cta.b64 p, [%1], 0;\nselp.u32 %0, 1, 0, p;\n}"
+                 : "=r"(there) : "r"(jax_qla_address(&jax_qla_state_barrier)) : "memory");
+  }
+#pragma unroll
+  for (int n = 0; n < key_dim / 8; ++n) {
+    const float* rows = static_cast<const float*>(n < key_dim / 16 ? near : far) + n % (key_dim / 16) * 1024 + lane % 4 * 256 + column;
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      state[4 * n + 2 * h] = rows[8 * h];
+      state[4 * n + 2 * h + 1] = rows[8 * h + 128];
+    }
+  }
+}
 // P = scale product o G of one chunk, for i >= j, else 0. `product`: this thread's part of Q K^T, a wgmma accumulator [64, 64];
 // gamma in units of log2; `tile` [64][64] in shared memory, 128-byte swizzled, in the layout that wgmma reads.
 template <typename T>
@@ -87,6 +130,12 @@ __device__ __forceinline__ void jax_qla_store_decayed(const void* product, const
 }
 """
 )
+
+
+STATE, PREPARED, NOTHING = range(3)
+"""What a block awaits of the kernel launched before. It is `compose`, and has what the state's warpgroups begin with: all else was there before
+that kernel let this one begin. Or `prepare`, and has `a` and gamma, for which only the warps wait that read them. Or this kernel, of other
+heads, which has awaited what both need."""
 
 
 @dataclass(frozen=True)
@@ -132,10 +181,13 @@ def program(config: Config):
         final_state: T.Tensor((final_states, value_heads, K, V), "float32"),
         ratio: T.int32,
         scale: T.float32,
+        first_head: T.int32,
+        heads: T.int32,  # of this launch, from first_head on
+        awaits: T.int32,
     ):
-        with T.Kernel(sequences * tiles, value_heads, threads=S + 256, prelude=P_PRELUDE) as (block, head):
+        with T.Kernel(sequences * tiles, heads, threads=S + 256, prelude=P_PRELUDE) as (block, number):
             T.annotate_min_blocks_per_sm(1)
-            T.pdl_sync()  # `prepare` has ended
+            head = first_head + number
             n = T.alloc_var("int32")
             start = T.alloc_var("int32")
             end = T.alloc_var("int32")
@@ -169,6 +221,7 @@ def program(config: Config):
             gated = T.alloc_barrier([128] * stages)
             ready = T.alloc_barrier([128] * stages)
             free = T.alloc_barrier([S] * stages)
+            taken = T.alloc_barrier([S])
             measured = T.alloc_barrier([64] * stages) if l2norm else loaded
 
             if tx >= S + 128:
@@ -176,11 +229,14 @@ def program(config: Config):
                 if tx < S + 160:
                     for c in T.serial(count):
                         at = c % stages
+                        if W == 128:
+                            if initial_states > 0:
+                                if c == 1:
+                                    T.barrier_wait(taken[0], 0)
                         if c >= stages:
                             T.barrier_wait(free[at], (c // stages + 1) % 2)
                         m.load_rows(k, start + c * C, key_head, 0, K, k_s, at, loaded)
                         m.load_rows(q, start + c * C, key_head, 0, K, q_s, at, loaded)
-                        m.load_rows(a, start + c * C, head, 0, C, a_s, at, loaded)
                         for part in T.unroll(parts):
                             T.tma_copy(
                                 v[start + c * C : start + c * C + C, head, first + part * 64 : first + part * 64 + 64],
@@ -188,6 +244,10 @@ def program(config: Config):
                                 barrier=loaded[at],
                                 leader_scope_threads=32,
                             )
+                        if c == 0:
+                            if awaits == PREPARED:
+                                T.pdl_sync()
+                        m.load_rows(a, start + c * C, head, 0, C, a_s, at, loaded)
                         T.barrier_arrive(loaded[at])
                 elif l2norm:
                     if tx < S + 224:
@@ -208,6 +268,9 @@ def program(config: Config):
                 of_key = T.alloc_local((1,), "float32")  # and 1 / |k|
                 p = T.alloc_fragment((C, C), "float32")
                 T.annotate_layout({p: accumulator_layout(C, S)})
+                if awaits == PREPARED:
+                    T.pdl_sync()
+                T.pdl_trigger()  # another launch, of other heads, may begin where blocks of this end
                 m.fetch_gates(gamma, beta, start, T.min(end - start, C), head, tx - S, fetched)
                 if l2norm:
                     if tx - S < T.min(end - start, C):
@@ -271,9 +334,31 @@ def program(config: Config):
                         v_t = T.alloc_fragment((64, C), dtype)
                         T.annotate_layout({v_t: accumulator_layout(C), acc: accumulator_layout(C, wg * 128)})
                         whole = T.alloc_var("float32")
+                        if awaits == STATE:
+                            T.pdl_sync()
                         if initial_states > 0:
-                            for i, j in T.Parallel(64, K):
-                                state[i, j] = initial_state[n, head, j, first + part + i]
+                            if W == 128:
+                                if tx == 0:
+                                    T.call_extern(
+                                        "handle",
+                                        f"jax_qla_begin_state<{K}>",
+                                        T.address_of(initial_state[n, head, 0, 0]),
+                                        T.access_ptr(k_s[1, 0, 0], "r"),
+                                        T.access_ptr(q_s[1, 0, 0], "r"),
+                                    )
+                                T.sync_threads(6, S)
+                                T.call_extern(
+                                    "handle",
+                                    f"jax_qla_take_state<{K}>",
+                                    state.data,
+                                    T.access_ptr(k_s[1, 0, 0], "r"),
+                                    T.access_ptr(q_s[1, 0, 0], "r"),
+                                    part,
+                                )
+                                T.barrier_arrive(taken[0])
+                            else:
+                                for i, j in T.Parallel(64, K):
+                                    state[i, j] = initial_state[n, head, j, first + part + i]
                         else:
                             T.clear(state)
                         T.copy(state, state_b)
@@ -357,6 +442,7 @@ def program(config: Config):
                         if final_states > 0:
                             for i, j in T.Parallel(64, K):
                                 final_state[n, head, j, first + part + i] = state[i, j]
+            T.pdl_sync()  # ends after what came before, for what follows waits for this kernel alone
 
     return forward
 
@@ -376,8 +462,10 @@ def specification(
     ratio: int,
     scale: float,
     l2norm: int = 0,
+    first_head: int = 0,
+    heads: int | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """(o [tokens, Hv, V] in v's dtype, final_state [N, Hv, K, V])."""
+    """(o [tokens, Hv, V] in v's dtype, final_state [N, Hv, K, V]); not a number in other heads than `heads` from `first_head` on."""
     keys, queries = (jnp.repeat(gather_chunks(x, chunks), ratio, axis=2) for x in (k, q))
     values, inverse, gates, strength = (gather_chunks(x, chunks) for x in (v, a, gamma, beta))
     scales = scale * inverse_length(queries, l2norm)
@@ -398,4 +486,7 @@ def specification(
 
     xs = (queries, keys, values, inverse, p, gates, strength, scales, end)
     final_state, o = scan_slots(step, initial_state, segments, chunks, xs)
-    return scatter_chunks(o, chunks, v.shape[0], v.dtype), final_state
+    o = scatter_chunks(o, chunks, v.shape[0], v.dtype)
+    of_head = jnp.arange(v.shape[1])[:, None] - first_head
+    computed = (of_head >= 0) & (of_head < (v.shape[1] if heads is None else heads))
+    return jnp.where(computed, o, jnp.nan), jnp.where(computed[..., None], final_state, jnp.nan)

@@ -52,7 +52,15 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 
-from jax_qla.kernels.common import CHUNK, MIN_LOG_DECAY, PASS_CONFIGS, TILE_PRELUDE, accumulator_layout, macros
+from jax_qla.kernels.common import (
+    CHUNK,
+    CHUNK_PRELUDE,
+    MIN_LOG_DECAY,
+    PASS_CONFIGS,
+    TILE_PRELUDE,
+    accumulator_layout,
+    macros,
+)
 from jax_qla.kernels.specification import decay, gather_chunks, inverse_length, last_row, scatter_chunks
 
 __all__ = ["PASS_CONFIGS", "Config", "program", "specification"]
@@ -60,6 +68,7 @@ __all__ = ["PASS_CONFIGS", "Config", "program", "specification"]
 
 PRELUDE = (
     TILE_PRELUDE
+    + CHUNK_PRELUDE
     + r"""
 __device__ __forceinline__ int jax_qla_any(int x) { return __any_sync(0xffffffffu, x); }
 
@@ -368,14 +377,14 @@ class Config:
 
 
 def program(config: Config):
-    """The TileLang program. Numbers of tokens, heads and chunk slots are run-time values."""
+    """The TileLang program. Numbers of tokens, heads, sequences and chunk slots are run-time values."""
     import tilelang.language as T
 
     C, K, V, dtype = CHUNK, config.key_dim, config.value_dim, config.dtype
     ctype = {"bfloat16": "bfloat16_t", "float16": "half_t"}[dtype]
     m = macros()
     l2norm, normed = config.l2norm, "true" if config.l2norm else "false"
-    tokens, key_heads, value_heads, slots = T.dynamic("tokens, key_heads, value_heads, slots")
+    tokens, key_heads, value_heads, sequences, slots = T.dynamic("tokens, key_heads, value_heads, sequences, slots")
 
     # Key heads of a block: so many that eight rounds of blocks fill an H200's 132 multiprocessors, for a block begins with a wait.
     group = T.max(1, T.min(key_heads, slots * key_heads // (8 * 132)))
@@ -427,7 +436,7 @@ def program(config: Config):
         dx: T.Tensor((tokens, value_heads, V), dtype),
         h: T.Tensor((slots, value_heads, V, K), dtype),
         dh: T.Tensor((slots, value_heads, V, K), dtype),
-        chunks: T.Tensor((slots, 4), "int32"),
+        segments: T.Tensor((sequences, 2), "int32"),
         dq: T.Tensor((tokens, key_heads, K), dtype),
         dk: T.Tensor((tokens, key_heads, K), dtype),
         dv: T.Tensor((tokens, value_heads, V), dtype),
@@ -438,13 +447,23 @@ def program(config: Config):
     ):
         with T.Kernel(slots, T.ceildiv(key_heads, group), threads=384, prelude=PRELUDE) as (slot, part_of_heads):
             T.annotate_min_blocks_per_sm(1)
+            # One warp for all, and by way of shared memory: registers are few.
+            chunk_s = T.alloc_shared((4,), "int32")
+            if T.get_thread_binding() < 32:
+                T.call_extern(
+                    "handle",
+                    "jax_qla_find_chunk",
+                    T.address_of(chunk_s[0]),
+                    T.address_of(segments[0, 0]),
+                    sequences,
+                    tokens,
+                    slot,
+                )
             T.pdl_sync()  # `state_gradients` has ended, and with it `states`
-            row = T.alloc_var("int32")
-            rows = T.alloc_var("int32")
-            fill = T.alloc_var("int32")
-            row = chunks[slot, 1]
-            rows = chunks[slot, 2]
-            fill = chunks[slot, 3]
+            T.sync_threads()
+            row = chunk_s[0]
+            rows = chunk_s[1]
+            fill = chunk_s[2]
             first = T.alloc_var("int32")  # first key head of this block
             keys = T.alloc_var("int32")  # their number
             heads = T.alloc_var("int32")  # and that of their value heads
@@ -884,14 +903,17 @@ def specification(
     dx: jax.Array,
     h: jax.Array,
     dh: jax.Array,
-    chunks: jax.Array,
+    segments: jax.Array,
     *,
     ratio: int,
     scale: float,
     l2norm: int = 0,
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array]:
     """(dq, dk [tokens, Hk, K], dv [tokens, Hv, V], dg, dbeta [tokens, Hv]); rows of no sequence are zero."""
+    from jax_qla.segments import chunk_table  # which takes the constants of kernels/common.py
+
     tokens, key_heads = q.shape[:2]
+    chunks = jnp.asarray(chunk_table(segments, tokens))
     keys, queries = (jnp.repeat(gather_chunks(x, chunks), ratio, axis=2) for x in (k, q))
     values, gates, strength, output, corrected, dx = (gather_chunks(x, chunks) for x in (v, gamma, beta, do, vd, dx))
     used = chunks[:, 2, None, None, None] > 0

@@ -42,6 +42,7 @@ import jax.numpy as jnp
 
 from jax_qla.kernels.common import (
     CHUNK,
+    CHUNK_PRELUDE,
     L2NORM_PRELUDE,
     LOG2_E,
     MATRIX_PRELUDE,
@@ -67,6 +68,7 @@ class Config:
 PRELUDE = (
     MATRIX_PRELUDE
     + L2NORM_PRELUDE
+    + CHUNK_PRELUDE
     + f"constexpr int kStretches = {STRETCHES};\nconstexpr float kMinLogDecay = {MIN_LOG_DECAY}f, kLog2e = {LOG2_E}f;"
     r"""
 constexpr int kTile = 8192;    // bytes of 64 rows of 64 elements, 128-byte swizzled
@@ -393,21 +395,24 @@ __device__ __forceinline__ void jax_qla_store_rows(T* out, const void* tile, int
 
 
 def program(config: Config):
-    """The TileLang program. Numbers of tokens, heads, value columns and chunk slots are run-time values."""
+    """The TileLang program. Numbers of tokens, heads, value columns and sequences are run-time values."""
     import tilelang.language as T
     from tilelang.layout import make_full_bank_swizzled_layout
 
     C, K, dtype = CHUNK, config.key_dim, config.dtype
     bf16 = "true" if dtype == "bfloat16" else "false"
     l2norm = config.l2norm
-    tokens, key_heads, value_heads, value_dim, slots = T.dynamic("tokens, key_heads, value_heads, value_dim, slots")
+    tokens, key_heads, value_heads, value_dim, sequences = T.dynamic(
+        "tokens, key_heads, value_heads, value_dim, sequences"
+    )
+    slots = tokens // C + sequences + 1  # jax_qla/segments.py: slot_count
 
     @T.prim_func
     def prepare(
         k: T.Tensor((tokens, key_heads, K), dtype),
         g: T.Tensor((tokens, value_heads), "float32"),
         beta: T.Tensor((tokens, value_heads), "float32"),
-        chunks: T.Tensor((slots, 4), "int32"),
+        bounds: T.Tensor((sequences, 2), "int32"),
         a: T.Tensor((tokens, value_heads, C), dtype),
         gamma: T.Tensor((tokens, value_heads), "float32"),
         lengths: T.Tensor((tokens, key_heads), "float32"),  # 1 / |k|, with `l2norm` only
@@ -425,11 +430,17 @@ def program(config: Config):
             pair = T.truncmod(block, key_heads * pairs)
             key_head = T.truncdiv(pair, pairs)
             pair = T.truncmod(pair, pairs)
-            T.pdl_sync()  # the tables are there
             T.pdl_trigger()  # what follows waits by itself
-            row = chunks[slot, 1]
-            rows = chunks[slot, 2]
-            fill = chunks[slot, 3]
+            chunk = T.alloc_local((3,), "int32")
+            T.call_extern(
+                "handle", "jax_qla_find_chunk", chunk.data, T.address_of(bounds[0, 0]), sequences, tokens, slot
+            )
+            row = T.alloc_var("int32")
+            rows = T.alloc_var("int32")
+            fill = T.alloc_var("int32")
+            row = chunk[0]
+            rows = chunk[1]
+            fill = chunk[2]
             tx = T.get_thread_binding()
             half = tx // 32
             lane = tx % 32
@@ -537,15 +548,19 @@ def program(config: Config):
                             rows,
                         )
                     T.tma_store_wait(0)
+            T.pdl_sync()  # So what follows, which waits for this kernel alone, has waited for `layout` too. Nothing here has.
 
     return prepare
 
 
 def specification(
-    k: jax.Array, g: jax.Array, beta: jax.Array, chunks: jax.Array, *, ratio: int, l2norm: int = 0
+    k: jax.Array, g: jax.Array, beta: jax.Array, bounds: jax.Array, *, ratio: int, l2norm: int = 0
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """(a [tokens, Hv, 64] in k's dtype, gamma [tokens, Hv], lengths [tokens, Hk]); `o` is not a result, only its unused
-    rows are zeroed."""
+    """(a [tokens, Hv, 64] in k's dtype, gamma [tokens, Hv], lengths [tokens, Hk]) of sequences `bounds` [N, 2]; `o` is not a result, only
+    its unused rows are zeroed."""
+    from jax_qla.segments import chunk_table  # which takes the constants of kernels/common.py
+
+    chunks = jnp.asarray(chunk_table(bounds, k.shape[0]))
     keys = gather_chunks(k, chunks)
     lengths = inverse_length(keys, l2norm)
     keys, of_key = (jnp.repeat(x, ratio, axis=2) for x in (keys, lengths))
