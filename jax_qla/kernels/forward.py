@@ -64,13 +64,14 @@ __all__ = ["NOTHING", "PASS_CONFIGS", "PREPARED", "STATE", "Config", "program", 
 P_PRELUDE = (
     TILE_PRELUDE
     + r"""
+#include <tl_templates/cuda/barrier.h>  // fence_barrier_init
 // A state [key_dim, 128] in float32 by way of shared memory, the first half of its rows by way of `near`, the others of `far`. One thread begins ...
 __shared__ unsigned long long jax_qla_state_barrier;
 template <int key_dim>
 __device__ __forceinline__ void jax_qla_begin_state(const float* state, const void* near, const void* far) {
   const unsigned barrier = jax_qla_address(&jax_qla_state_barrier);
   asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(barrier) : "memory");
-  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+  tl::fence_barrier_init();
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "n"(key_dim * 512) : "memory");
 #pragma unroll
