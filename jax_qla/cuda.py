@@ -311,10 +311,9 @@ def summary(
     outputs = {**shapes, "entering": shapes["response"], "products": products}
     steps = []
     if residuals is None:
-        steps = [*call.table_steps, call.step(prepare_kernel)]
+        steps = [call.step(prepare_kernel)]
         # `prepare` writes zeros to the rows of o that no sequence has: of no columns, here.
         outputs |= call.prepared_shapes() | {"o": jax.ShapeDtypeStruct((call.tokens, call.value_heads, 0), v.dtype)}
-        outputs |= call.table_shapes
     else:
         inputs |= call.flat(a=residuals[0], gamma=residuals[1]) | call.lengths(k)
     of_maps = {"response": "nothing", "initial_state": "identity", "spans": "left", "entering": "products"}
@@ -493,7 +492,7 @@ class _Call:
         if self.cut:
             awaits, whole, rename = forward_kernel.STATE, self.value_heads, {"initial_state": "entering"}
         else:
-            awaits, whole, rename = forward_kernel.PREPARED, self.value_heads, {}
+            awaits, rename = forward_kernel.PREPARED, {}
             whole = policy.whole_heads(self.sequences, self.value_heads, self.value_dim)
         options: dict[str, Any] = {"rename": rename, "scale": scale}
         steps = [self.step(forward_kernel, first_head=0, heads=whole, awaits=awaits, **options)]

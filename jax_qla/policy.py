@@ -3,8 +3,8 @@
 Everything here follows from static shapes. A block of the recurrent kernels owns a multiprocessor for as many steps as
 its sequence has chunks, so few heads times sequences leave a card idle. Two ways out, one after the other: blocks of 64
 value columns, for all heads or (`whole_heads`) in a last round, and cutting sequences into pieces
-(jax_qla/kernels/summaries.py), which costs a summary of every piece but the last. `piece_rows` weighs them by a model of a few measured numbers. A shard of a sequence must be summarised
-anyway, and is always cut: `shard_cut`.
+(jax_qla/kernels/summaries.py), which costs a summary of every piece but the last. `piece_rows` weighs them by a model
+of a few measured numbers. A shard of a sequence must be summarised anyway, and is always cut: `shard_cut`.
 """
 
 from __future__ import annotations
