@@ -505,7 +505,7 @@ def test_every_kernel_that_a_call_can_ask_for_is_packaged(piece_rows: str, monke
                 return cuda.backward(k, k, v, g, g, None, segments, residuals, o, final_state, **common)
 
             jax.eval_shape(both, k, v, g, segments)
-    of_pieces = {"summaries", "adjoint_summaries", "compose"} if piece_rows == "0" else set()
+    of_pieces = {"layout", "summaries", "adjoint_summaries", "compose"} if piece_rows == "0" else set()
     assert asked == {(name, config) for name, config in PACKAGED if name not in {"recurrent"} | of_pieces}
 
 

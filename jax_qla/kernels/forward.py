@@ -34,7 +34,7 @@ keys come with the gates, from `prepare`; those of queries are a factor of O whe
 would take longer to measure them than a step takes.
 
 The initial state of 128 columns comes by two bulk copies. Its elements, a load each, are requests of 32 bytes, which kept blocks waiting where
-all begin at once; blocks of 64 columns are few (policy.value_tile), and for them loads are as fast.
+all begin at once. Blocks of 64 columns load elements: where V is 128 they are few (policy.value_tile), and loads as fast.
 
 A block begins while the kernel before it still runs elsewhere (STATE, PREPARED, NOTHING). Where the last round of blocks would leave most of the card idle,
 a second launch computes its heads, in halves of their value columns (policy.whole_heads).
