@@ -83,6 +83,10 @@ class Block:
         self.loads: list[Barrier] = []
         self.shared: list[Value] = []
         self.warps: list[Warp] = []
+        self.waited: set[int] = set()
+        """Warps that have waited for the kernel before this one."""
+        self.hasty: set[int] = set()
+        """Warps that let the next kernel begin before that."""
 
     def run(self, body: Callable[[], None], threads: int) -> None:
         """Raises Stuck with what everybody waits for."""
@@ -265,6 +269,13 @@ class Language(types.ModuleType):
             _here.warp.block.loads.append(found)
             self._turn()
 
+    def pdl_sync(self) -> None:
+        _here.warp.block.waited.add(_here.warp.number)
+
+    def pdl_trigger(self) -> None:
+        if _here.warp.number not in _here.warp.block.waited:
+            _here.warp.block.hasty.add(_here.warp.number)
+
     def _turn(self) -> None:
         _here.warp.wait(lambda: True, "its turn")
 
@@ -292,8 +303,8 @@ def run(
     *,
     seed: int = 0,
     late: int | None = None,
-) -> None:
-    """Runs one block.
+) -> Block:
+    """Runs one block, and returns it.
 
     Args:
         program: the prim_func, made while TileLang is replaced.
@@ -307,4 +318,6 @@ def run(
         Stuck: nothing can go on any more.
     """
     given = {name: operands.get(name, Value()) for name in inspect.signature(program).parameters}
-    Block(block, random.Random(seed), late).run(lambda: program(**given), threads)
+    ran = Block(block, random.Random(seed), late)
+    ran.run(lambda: program(**given), threads)
+    return ran

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 CHUNK = 64
-SEEDS = 2
+SEEDS = 6
 
 
 def block_of(name: str, chunks: int, rows: int, ratio: int) -> tuple[tuple[int, ...], dict[str, Any]]:
@@ -29,10 +29,10 @@ KERNELS = {
     "prepare": 64,
     "forward": 512,
     "states": 384,
-    "state_gradients": 384,
-    "gradients": 384,
+    "state_gradients": 512,
+    "gradients": 512,
     "summaries": 256,
-    "adjoint_summaries": 256,
+    "adjoint_summaries": 384,
     "compose": 160,
 }
 """Kernels with barriers, and threads of a block with two warpgroups of state where a kernel has as many."""
@@ -50,6 +50,8 @@ def configurations() -> list[Any]:
             options = [{"reverse": False}, {"reverse": True}]
         if name in ("forward", "states", "state_gradients"):
             options += [{"value_tile": 64}, {"key_dim": 64, "value_dim": 64, "value_tile": 64, "l2norm": True}]
+        elif name != "prepare":
+            options += [{"key_dim": 64, "value_dim": 64}]
         for option in options:
             size = threads - 128 * (option.get("value_tile") == 64)
             found.append(pytest.param(name, size, option, id=f"{name} {option}"))
@@ -80,6 +82,39 @@ def test_no_order_of_events_stops_a_kernel(
             barrier_model.run(program, block, threads, operands, late=late)
         for seed in range(SEEDS):
             barrier_model.run(program, block, threads, operands, seed=seed)
+
+
+PATIENT = {
+    "prepare": False,
+    "summaries": True,
+    "adjoint_summaries": False,
+    "compose": True,
+    "compose in reverse": False,
+    "states": True,
+    "state_gradients": False,
+}
+"""Whether a kernel that lets the next one begin before its own end has by then waited for the one before. Others rely
+on that: `forward` and `state_gradients` begin with what was written before `compose` and `states`. Where the kernels
+that wait are not there, those that do not must not overlap (jax_qla/cuda.py)."""
+
+
+@pytest.mark.parametrize(("name", "patient"), PATIENT.items())
+def test_who_has_waited_when_the_next_kernel_may_begin(
+    name: str, patient: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kernel = name.split()[0]
+    module = importlib.import_module(f"jax_qla.kernels.{kernel}")
+    sizes: dict[str, Any] = dict.fromkeys(
+        ("sequences", "initial_states", "final_states", "key_heads", "value_heads"), 1
+    )
+    sizes |= {"tokens": 2 * CHUNK, "value_dim": 128, "parts": 2, "slots": 1, "chunk": (0, CHUNK, 0)}
+    barrier_model.replace_tilelang(monkeypatch, sizes)
+    block, operands = block_of(kernel, 2, CHUNK, 1)
+    options = {"reverse": name != kernel} if kernel == "compose" else {}
+    ran = barrier_model.run(module.program(module.Config(**options)), block, KERNELS[kernel], operands)
+    everybody = set(range(len(ran.warps)))
+    assert ran.waited == everybody
+    assert ran.hasty == (set() if patient else everybody)
 
 
 def test_a_warp_that_is_late_by_two_phases_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
