@@ -255,13 +255,12 @@ __device__ __forceinline__ void jax_qla_write_rows(const float* sums, float* out
 }
 // From x = A B^T and y = C D^T, wgmma accumulators [64, 64], y being 0 in rows from `rows` on, in place:
 //   x_ij = factor (norm_i, if normed and not strict) x_ij exp(gamma_i - gamma_j) for j <= i < rows (j < i if strict), else 0    gamma in units of log2
-// and, over j < i, row sums of x_ij y_ij in row_sums [64], column sums of (weight_i norm_i, if strict and normed) x_ij y_ij over the 16 rows of each
-// warp in row `warp` of column_sums [4, 64]. Each exchange halves the columns that a lane still sums: in the end lane l has 2 l and 2 l + 1.
+// and, over j < i, this lane's parts of the row sums of x_ij y_ij in sums [2], of the column sums of (weight_i norm_i, if strict and normed) x_ij y_ij
+// in the next [16], for jax_qla_write_sums.
 // With end_j the last of the 16 rows around j and near_j = exp(gamma_end - gamma_j), the decay below these rows is near_j exp(gamma_i - gamma_end).
 template <bool strict, bool normed>
 __device__ __forceinline__ void jax_qla_decayed(void* x_registers, const void* y_registers, const float* gamma, const float* near,
-                                                const float* weight, const float* norm, float factor, int rows, float* row_sums,
-                                                float* column_sums) {
+                                                const float* weight, const float* norm, float factor, int rows, float* sums) {
   float* x = static_cast<float*>(x_registers);
   const float* y = static_cast<const float*>(y_registers);
   const int lane = threadIdx.x & 31, warp = (threadIdx.x >> 5) & 3, top = warp * 16 + lane / 4;
@@ -270,7 +269,8 @@ __device__ __forceinline__ void jax_qla_decayed(void* x_registers, const void* y
   const float of_sum[2] = {strict ? weight[top] * norms[0] : 1.f, strict ? weight[top + 8] * norms[1] : 1.f};
   const float factors[2] = {strict ? factor : factor * norms[0], strict ? factor : factor * norms[1]};
   const bool wanted[2] = {top < rows, top + 8 < rows};
-  float of_row[2] = {0.f, 0.f}, of_column[16];
+  float *of_row = sums, *of_column = sums + 2;
+  of_row[0] = of_row[1] = 0.f;
 #pragma unroll
   for (int block = 0; block < 4; ++block) {  // of 16 columns
     float* value = x + 8 * block;
@@ -314,7 +314,13 @@ __device__ __forceinline__ void jax_qla_decayed(void* x_registers, const void* y
       }
     }
   }
-  jax_qla_write_rows(of_row, row_sums);
+}
+// What jax_qla_decayed has summed: by rows to row_sums [64], by columns, over the 16 rows of each warp, to row `warp` of column_sums [4, 64]. Each
+// exchange halves the columns that a lane still sums: in the end lane l has 2 l and 2 l + 1.
+__device__ __forceinline__ void jax_qla_write_sums(float* sums, float* row_sums, float* column_sums) {
+  const int lane = threadIdx.x & 31, warp = (threadIdx.x >> 5) & 3;
+  float* of_column = sums + 2;
+  jax_qla_write_rows(sums, row_sums);
   jax_qla_exchange<8>(of_column);
   jax_qla_exchange<4>(of_column);
   jax_qla_exchange<2>(of_column);
@@ -813,6 +819,7 @@ def program(config: Config):
                     z_k = T.alloc_fragment((C, 64), "float32")
                     y_k = T.alloc_fragment((C, 64), "float32")
                     dots = T.alloc_local((4,), "float32")
+                    sums_k = T.alloc_local((18,), "float32")
                     key_pairs = T.alloc_local((16,), "uint32")
                     T.annotate_layout({x: accumulator_layout(x.shape[1], 128) for x in (s_k, kk, z_k, y_k, dk_f)})
                     for key_k in T.serial(keys):
@@ -841,8 +848,7 @@ def program(config: Config):
                                 T.address_of(key2_s[key_k % 2, 0]),
                                 T.float32(-1),
                                 rows,
-                                T.address_of(rows_k_s[at_k, 0]),
-                                T.address_of(columns_k_s[at_k, 0, 0]),
+                                T.address_of(sums_k[0]),
                             )
                             T.call_extern(
                                 "handle",
@@ -863,6 +869,13 @@ def program(config: Config):
                             # wgmma and no TMA reads what is written here.
                             T.wgmma_gemm(dx_s[at_k, :, :], h_s[:, 0:64], z_k, clear_accum=True)
                             T.wgmma_gemm(vd_s[at_k, :, :], dh_s[:, 0:64], y_k, clear_accum=True)
+                            T.call_extern(
+                                "handle",
+                                "jax_qla_write_sums",
+                                T.address_of(sums_k[0]),
+                                T.access_ptr(rows_k_s[at_k, 0], "r"),
+                                T.access_ptr(columns_k_s[at_k, 0, 0], "r"),
+                            )
                             for part in tuple(range(K // 64)):
                                 T.call_extern(
                                     "handle",
@@ -949,6 +962,7 @@ def program(config: Config):
                     dq_f = T.alloc_fragment((C, K), "float32")
                     t_q = T.alloc_fragment((C, K), "float32")
                     dots_q = T.alloc_local((2,), "float32")
+                    sums_q = T.alloc_local((18,), "float32")
                     queries = T.alloc_local((16,), "uint32")
                     T.annotate_layout({x: accumulator_layout(x.shape[1]) for x in (s_q, p, dq_f, t_q)})
                     for key_q in T.serial(keys):
@@ -979,8 +993,7 @@ def program(config: Config):
                                 T.address_of(query_s[key_q % 2, 0]),
                                 scale,
                                 rows,
-                                T.address_of(rows_q_s[at_q, 0]),
-                                T.address_of(columns_q_s[at_q, 0, 0]),
+                                T.address_of(sums_q[0]),
                             )
                             if key_q * ratio + r_q > 0:
                                 T.barrier_wait(e_free[0], (key_q * ratio + r_q + 1) % 2)
@@ -991,6 +1004,13 @@ def program(config: Config):
                             T.sync_threads(1, 128)
                             T.barrier_arrive(e_ready[0])
                             T.wgmma_gemm(e_s, k_s[key_q % 2, :, :], dq_f)
+                            T.call_extern(
+                                "handle",
+                                "jax_qla_write_sums",
+                                T.address_of(sums_q[0]),
+                                T.access_ptr(rows_q_s[at_q, 0], "r"),
+                                T.access_ptr(columns_q_s[at_q, 0, 0], "r"),
+                            )
                             T.barrier_wait(h_loaded[0], at_q)
                             T.wgmma_gemm(do_s[0, :, :], h_s, t_q, clear_accum=True)
                             T.wait_wgmma(0)
