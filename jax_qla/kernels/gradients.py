@@ -51,7 +51,7 @@ by two phases waits for ever (tests/test_barriers.py).
 
 M + M^T goes through shared memory as one symmetric tile, so that one product with K gives both. dQ and dK go from registers to memory.
 
-Operations a chunk and head at K = V = 128: 14.7 MFLOP, 2.4 us of an SM's share of 790 TFLOP/s. Bytes: 112 KiB read and 16 KiB
+Operations a chunk and head at K = V = 128: 13.6 MFLOP, 2.3 us of an SM's share of 790 TFLOP/s. Bytes: 112 KiB read and 16 KiB
 written, 4.0 us of its share of 4.3 TB/s: memory is the limit.
 """
 
