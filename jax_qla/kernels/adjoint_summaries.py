@@ -183,7 +183,7 @@ def program(config: Config):
                             drop_s[at, tx - 128] = drop_s[at, tx - 128] * (key_s[tx - 128] * key_s[tx - 128])
                     T.call_extern(
                         "handle",
-                        f"jax_qla_store_decayed<{normed}>",
+                        f"jax_qla_store_decayed<{normed}, true>",
                         p.data,
                         T.address_of(gamma_s[at, 0]),
                         scale,

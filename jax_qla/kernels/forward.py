@@ -283,7 +283,7 @@ def program(config: Config):
                     T.gemm(q_s[at, :, :], k_s[at, :, :], p, transpose_B=True, clear_accum=True)
                     T.call_extern(
                         "handle",
-                        "jax_qla_store_decayed<false>",
+                        "jax_qla_store_decayed<false, false>",
                         T.address_of(p[0, 0]),
                         T.address_of(gamma_s[at, 0]),
                         scale,

@@ -173,7 +173,7 @@ def program(config: Config):
                             drop_s[at, tx - S] = drop_s[at, tx - S] * (key_s[tx - S] * key_s[tx - S])
                     T.call_extern(
                         "handle",
-                        f"jax_qla_store_decayed<{normed}>",
+                        f"jax_qla_store_decayed<{normed}, true>",
                         p.data,
                         T.address_of(gamma_s[at, 0]),
                         scale,
