@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import ctypes
-import subprocess
-from pathlib import Path
 
+import device_code
 import numpy as np
 import pytest
 
@@ -53,21 +52,17 @@ extern "C" void decayed(const float* product, const float* gamma, float scale, c
 
 
 @pytest.fixture(scope="module")
-def device_code(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
-    folder: Path = tmp_path_factory.mktemp("decayed")
+def decay_code(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     source = state_gradients.PRELUDE.removeprefix(common.TILE_PRELUDE)
     assert source != state_gradients.PRELUDE
-    (folder / "decayed.cc").write_text(SHIM + source + ENTRY)
-    command = ["c++", "-std=c++17", "-O1", "-shared", "-fPIC", "-o", "decayed.so", "decayed.cc"]
-    subprocess.run(command, cwd=folder, check=True)
-    return ctypes.CDLL(str(folder / "decayed.so"))
+    return device_code.compiled(tmp_path_factory.mktemp("decayed"), SHIM + source + ENTRY)
 
 
 @pytest.mark.parametrize("normed", [False, True], ids=["as given", "normalised"])
 @pytest.mark.parametrize("rows", [1, 2, 17, 36, 63, 64])
 @pytest.mark.parametrize("gate", [0.0, -1e-2, -3.0, -20.0, -70.0, -1e4])
 def test_p_transposed_is_zero_beyond_the_sequence(
-    gate: float, rows: int, normed: bool, device_code: ctypes.CDLL
+    gate: float, rows: int, normed: bool, decay_code: ctypes.CDLL
 ) -> None:
     """P^T dO sums over all rows of P. Beyond the sequence those of Q K^T are zero, and so is gamma, which after strong
     gates is far above that of the sequence: zero times an infinite growth would not be a number."""
@@ -78,8 +73,8 @@ def test_p_transposed_is_zero_beyond_the_sequence(
     query = np.where(inside, random.random(64) + 0.5, 1e3).astype(np.float32)
     scale = 0.25
     p = np.full((64, 64), np.nan, np.float32)
-    pointers = [x.ctypes.data_as(ctypes.c_void_p) for x in (product, gamma, query, p)]
-    device_code.decayed(pointers[0], pointers[1], ctypes.c_float(scale), pointers[2] if normed else None, pointers[3])
+    of_product, of_gamma, of_query, of_p = device_code.pointers(product, gamma, query, p)
+    decay_code.decayed(of_product, of_gamma, ctypes.c_float(scale), of_query if normed else None, of_p)
     growth = np.minimum(gamma[:, None] - gamma, np.float32(0)).astype(np.float64)
     scales = scale * query[:, None] if normed else scale
     right = np.tril(product * scales * np.where(growth < -126, 0, np.exp2(growth)))

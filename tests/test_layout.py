@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import ctypes
-import subprocess
-from pathlib import Path
 
+import device_code
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -89,20 +88,12 @@ extern "C" bool find_chunks(const int* segments, int* chunks, int count, int slo
 
 
 @pytest.fixture(scope="module")
-def device_code(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
-    folder: Path = tmp_path_factory.mktemp("layout")
-    (folder / "layout.cc").write_text(SHIM + layout.PRELUDE + common.CHUNK_PRELUDE + ENTRY)
-    command = ["c++", "-std=c++17", "-O1", "-pthread", "-shared", "-fPIC", "-o", "layout.so", "layout.cc"]
-    subprocess.run(command, cwd=folder, check=True)
-    return ctypes.CDLL(str(folder / "layout.so"))
-
-
-def _pointers(*arrays: np.ndarray) -> list[ctypes.c_void_p]:
-    return [x.ctypes.data_as(ctypes.c_void_p) for x in arrays]
+def tables_code(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
+    return device_code.compiled(tmp_path_factory.mktemp("layout"), SHIM + layout.PRELUDE + common.CHUNK_PRELUDE + ENTRY)
 
 
 @pytest.mark.parametrize("piece_rows", [64, 192, layout.WHOLE])
-def test_pieces_are_the_definition(piece_rows: int, device_code: ctypes.CDLL) -> None:
+def test_pieces_are_the_definition(piece_rows: int, tables_code: ctypes.CDLL) -> None:
     random = np.random.default_rng(piece_rows)
     specification = jax.jit(layout.specification, static_argnames=("parts", "piece_rows", "cut_beyond"))
     cut = 0
@@ -117,7 +108,7 @@ def test_pieces_are_the_definition(piece_rows: int, device_code: ctypes.CDLL) ->
         options = {"parts": parts, "piece_rows": piece_rows, "cut_beyond": min(2 * piece_rows, layout.WHOLE)}
         cut += int((bounds[:, 1] - bounds[:, 0]).max() > options["cut_beyond"])
         found = tuple(np.full(x, -1, np.int32) for x in ((parts, 2), (parts, 4), (count, 2)))
-        device_code.layout(*_pointers(np.ascontiguousarray(bounds), *found), count, *options.values())
+        tables_code.layout(*device_code.pointers(bounds, *found), count, *options.values())
         right = specification(jnp.asarray(bounds), **options)
         for name, x, y in zip(("segments", "pieces", "spans"), found, right, strict=True):
             np.testing.assert_array_equal(x, y, err_msg=f"{name} of {bounds.tolist()} in {tokens}")
@@ -125,7 +116,7 @@ def test_pieces_are_the_definition(piece_rows: int, device_code: ctypes.CDLL) ->
 
 
 @pytest.mark.parametrize("counts", [(1, 9), (29, 34), (90, 1500)], ids=str)
-def test_chunks_are_the_definition(counts: tuple[int, int], device_code: ctypes.CDLL) -> None:
+def test_chunks_are_the_definition(counts: tuple[int, int], tables_code: ctypes.CDLL) -> None:
     """With one step of the search, one or two, and two or three; with gaps, empty sequences and unused slots."""
     random = np.random.default_rng(counts[0])
     step = 1 if counts[0] < 90 else 7  # a vote of 32 threads takes its time
@@ -137,6 +128,6 @@ def test_chunks_are_the_definition(counts: tuple[int, int], device_code: ctypes.
             bounds[0, 0], bounds[-1, 1] = 0, tokens
         slots = tables.slot_count(tokens, count)
         found = np.full((slots, 3), -1, np.int32)
-        assert device_code.find_chunks(*_pointers(np.ascontiguousarray(bounds), found), count, slots, tokens, step)
+        assert tables_code.find_chunks(*device_code.pointers(bounds, found), count, slots, tokens, step)
         right = tables.chunk_table(bounds, tokens)[:, 1:]
         np.testing.assert_array_equal(found[::step], right[::step], err_msg=f"{bounds.tolist()}")
