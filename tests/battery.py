@@ -383,6 +383,7 @@ def _cases() -> Iterator[Case]:
         yield Case(f"length {tokens}", tokens=tokens)
     for name, gates in (("0", 0.0), ("-1e-6", -1e-6), ("-20", -20.0), ("-70", -70.0)):
         yield Case(f"gates {name}", gates=gates)
+    yield Case("gates -20, a last chunk of 36", tokens=100, gates=-20.0)
     yield Case("gates 0 and -30 alternating", gates="alternating")
     yield Case("gates with a single -1e4", gates="single")
     yield Case("gates weak and strong", gates="strong")

@@ -29,10 +29,10 @@ KERNELS = {
     "prepare": 64,
     "forward": 512,
     "states": 384,
-    "state_gradients": 384,
-    "gradients": 384,
+    "state_gradients": 512,
+    "gradients": 512,
     "summaries": 256,
-    "adjoint_summaries": 256,
+    "adjoint_summaries": 384,
     "compose": 160,
 }
 """Kernels with barriers, and threads of a block with two warpgroups of state where a kernel has as many."""

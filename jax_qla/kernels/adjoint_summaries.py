@@ -9,12 +9,14 @@ after it, dS -> M^T dS + N', with the M of kernels/summaries.py:
 by the recurrence of kernels/state_gradients.py. Nothing is needed of a sequence's first piece. As in kernels/summaries.py, gates
 decide how many chunks are computed, here at the piece's beginning.
 
-Plan, one block per (piece, value head, tile of 64 value columns), two stages of chunk tiles:
+Plan, one block per (piece, value head, tile of 64 value columns), three stages of chunk tiles (two of P), as in
+kernels/state_gradients.py:
 
     warpgroup  registers  work
-    0          200        dS^T in float32, in registers
-    1          128        warp 4 loads Q, K, dO, a with TMA; all: gates, P into shared memory, Q scaled in place
-    (barriers as in kernels/forward.py)
+    0          240        dS^T in float32, in registers
+    1          152        gates, P into shared memory, a without its diagonal of ones
+    2          24         warp 8 loads Q, K, dO, a with TMA
+    (barriers there too)
 """
 
 from dataclasses import dataclass
@@ -26,9 +28,8 @@ from jax_qla.kernels.common import (
     CHUNK,
     FIRST,
     FORGOTTEN,
-    L2NORM_PRELUDE,
     LAST,
-    MATRIX_PRELUDE,
+    P_PRELUDE,
     PASS_CONFIGS,
     REACH_PRELUDE,
     macros,
@@ -55,8 +56,8 @@ def program(config: Config):
 
     C, K, V, dtype = CHUNK, config.key_dim, config.value_dim, config.dtype
     tiles = V // 64  # blocks a piece and head
-    l2norm = config.l2norm
-    stages = 2
+    l2norm, normed = config.l2norm, "true" if config.l2norm else "false"
+    stages = 3
     m = macros()
     tokens, key_heads, value_heads, parts = T.dynamic("tokens, key_heads, value_heads, parts")
     final_states = T.dynamic("final_states")  # sequences, or 0: not given
@@ -75,9 +76,7 @@ def program(config: Config):
         ratio: T.int32,
         scale: T.float32,
     ):
-        with T.Kernel(
-            parts * tiles, value_heads, threads=256, prelude=MATRIX_PRELUDE + L2NORM_PRELUDE + REACH_PRELUDE
-        ) as (block, head):
+        with T.Kernel(parts * tiles, value_heads, threads=384, prelude=P_PRELUDE + REACH_PRELUDE) as (block, head):
             T.annotate_min_blocks_per_sm(1)
             T.pdl_trigger()  # what follows waits by itself
             piece = T.alloc_var("int32")
@@ -110,96 +109,99 @@ def program(config: Config):
                 if count < 0:
                     count = chunks
 
-            q_s = T.alloc_shared((stages, C, K), dtype)  # Q, then scale exp(gamma) Q
+            q_s = T.alloc_shared((stages, C, K), dtype)
             k_s = T.alloc_shared((stages, C, K), dtype)
             do_s = T.alloc_shared((stages, C, 64), dtype)
-            a_s = T.alloc_shared((stages, C, C), dtype)
-            p_s = T.alloc_shared((stages, C, C), dtype)
+            a_s = T.alloc_shared((stages, C, C), dtype)  # without its diagonal
+            p_s = T.alloc_shared((2, C, C), dtype)
             gamma_s = T.alloc_shared((stages, C), "float32")
             rise_s = T.alloc_shared((stages, C), "float32")
             fall_s = T.alloc_shared((stages, C), "float32")
             beta_s = T.alloc_shared((stages, C), "float32")
+            drop_s = T.alloc_shared((stages, C), "float32")  # -exp(gamma) beta, over |k|^2 if keys are normalised
+            lift_s = T.alloc_shared((stages, C), "float32")  # scale exp(gamma), over |q| if queries are normalised
             key_s = T.alloc_shared((C,), "float32")  # 1 / |k|
             query_s = T.alloc_shared((C,), "float32")  # 1 / |q|
             loaded = T.alloc_barrier([32] * stages)
             ready = T.alloc_barrier([128] * stages)
             free = T.alloc_barrier([128] * stages)
+            taken = T.alloc_barrier([128] * 2)
 
-            if tx >= 128:
-                T.set_max_nreg(128, 0)
-                fetched = T.alloc_local((3,), "float32")  # gates of the chunk after
-                gates = T.alloc_local((3,), "float32")
+            if tx >= 256:
+                T.set_max_nreg(24, 0)
+                if tx < 288:
+                    for c in T.serial(count):
+                        if c >= stages:
+                            T.barrier_wait(free[c % stages], (c // stages + 1) % 2)
+                        m.load_rows(k, start + (count - 1 - c) * C, key_head, 0, K, k_s, c % stages, loaded)
+                        m.load_rows(q, start + (count - 1 - c) * C, key_head, 0, K, q_s, c % stages, loaded)
+                        m.load_rows(a, start + (count - 1 - c) * C, head, 0, C, a_s, c % stages, loaded)
+                        m.load_rows(do, start + (count - 1 - c) * C, head, tile * 64, 64, do_s, c % stages, loaded)
+                        T.barrier_arrive(loaded[c % stages])
+            elif tx >= 128:
+                T.set_max_nreg(152, 0)
+                fetched = T.alloc_local((3,), "float32")  # gates of the chunk to come
                 p = T.alloc_fragment((C, C), "float32")
-                T.clear(gates)
-                for step in T.serial(count + 1):
-                    if step > 0:
-                        # prepare the chunk before, which has arrived
-                        stage = (step + stages - 1) % stages
-                        rows = T.min(end - (start + (count - 1 - (step - 1)) * C), C)
-                        m.store_gates(gates, rows, tx - 128, stage, gamma_s, rise_s, fall_s, beta_s)
-                        T.barrier_wait(loaded[stage], (step - 1) // stages % 2)
-                        if rows < C:
-                            m.zero_tail(q_s, stage, rows, K, tx - 128, 128)
-                            m.zero_tail(k_s, stage, rows, K, tx - 128, 128)
-                            m.zero_tail(a_s, stage, rows, C, tx - 128, 128)
-                            m.zero_tail(do_s, stage, rows, 64, tx - 128, 128)
-                            T.fence_proxy_async()
-                        T.sync_threads(3, 128)
-                        if l2norm:
-                            m.inverse_lengths(k_s, stage, key_s)
-                            m.inverse_lengths(q_s, stage, query_s)
-                        T.gemm(q_s[stage, :, :], k_s[stage, :, :], p, transpose_B=True, clear_accum=True)
-                        if l2norm:
-                            T.sync_threads(3, 128)
-                            if tx < 128 + C:
-                                beta_s[stage, tx - 128] = beta_s[stage, tx - 128] * (key_s[tx - 128] * key_s[tx - 128])
-                        for i, j in T.Parallel(C, C):
-                            p[i, j] = (
-                                p[i, j]
-                                * (scale * query_s[i] if l2norm else scale)
-                                * T.exp2(T.min(gamma_s[stage, i] - gamma_s[stage, j], T.float32(0)))
-                            )
-                        for i, j in T.Parallel(C, C):
-                            p_s[stage, i, j] = T.Select(i >= j, T.cast(p[i, j], dtype), T.cast(0, dtype))
-                        T.sync_threads(3, 128)  # every warp has read Q
-                        for i, j in T.Parallel(C, K):
-                            q_s[stage, i, j] = T.cast(
-                                T.cast(q_s[stage, i, j], "float32")
-                                * (rise_s[stage, i] * (scale * query_s[i] if l2norm else scale)),
-                                dtype,
-                            )
+                if count > 0:
+                    m.fetch_gates(
+                        gamma,
+                        beta,
+                        start + (count - 1) * C,
+                        T.min(end - (start + (count - 1) * C), C),
+                        head,
+                        tx - 128,
+                        fetched,
+                    )
+                for c in T.serial(count):
+                    at = c % stages
+                    rows = T.min(end - (start + (count - 1 - c) * C), C)
+                    if c >= 2:
+                        T.barrier_wait(taken[c % 2], (c // 2 + 1) % 2)
+                    T.barrier_wait(loaded[at], (c // stages) % 2)
+                    m.store_gates(fetched, rows, tx - 128, at, gamma_s, rise_s, fall_s, beta_s)
+                    if tx < 128 + C:
+                        drop_s[at, tx - 128] = -(rise_s[at, tx - 128] * beta_s[at, tx - 128])
+                        lift_s[at, tx - 128] = scale * rise_s[at, tx - 128]
+                        a_s[at, tx - 128, tx - 128] = T.cast(0, dtype)
+                    if c + 1 < count:  # those are whole
+                        m.fetch_gates(gamma, beta, start + (count - 2 - c) * C, C, head, tx - 128, fetched)
+                    if rows < C:
+                        m.zero_tail(q_s, at, rows, K, tx - 128, 128)
+                        m.zero_tail(k_s, at, rows, K, tx - 128, 128)
+                        m.zero_tail(a_s, at, rows, C, tx - 128, 128)
+                        m.zero_tail(do_s, at, rows, 64, tx - 128, 128)
                         T.fence_proxy_async()
-                        T.barrier_arrive(ready[stage])
-                    if step < count:
-                        # load a chunk as soon as the state has left the stage, which it does when it has begun with the other
-                        m.fetch_gates(
-                            gamma,
-                            beta,
-                            start + (count - 1 - step) * C,
-                            T.min(end - (start + (count - 1 - step) * C), C),
-                            head,
-                            tx - 128,
-                            fetched,
-                        )
-                        if step >= stages:
-                            T.barrier_wait(free[step % stages], (step // stages + 1) % 2)
-                        if tx < 160:
-                            m.load_rows(k, start + (count - 1 - step) * C, key_head, 0, K, k_s, step % stages, loaded)
-                            m.load_rows(q, start + (count - 1 - step) * C, key_head, 0, K, q_s, step % stages, loaded)
-                            m.load_rows(a, start + (count - 1 - step) * C, head, 0, C, a_s, step % stages, loaded)
-                            m.load_rows(
-                                do, start + (count - 1 - step) * C, head, tile * 64, 64, do_s, step % stages, loaded
-                            )
-                            T.barrier_arrive(loaded[step % stages])
-                    for x in T.unroll(3):
-                        gates[x] = fetched[x]
+                    T.sync_threads(3, 128)
+                    if l2norm:
+                        m.inverse_lengths(k_s, at, key_s)
+                        m.inverse_lengths(q_s, at, query_s)
+                    T.gemm(q_s[at, :, :], k_s[at, :, :], p, transpose_B=True, clear_accum=True)
+                    if l2norm:
+                        T.sync_threads(3, 128)
+                        if tx < 128 + C:
+                            lift_s[at, tx - 128] = lift_s[at, tx - 128] * query_s[tx - 128]
+                            drop_s[at, tx - 128] = drop_s[at, tx - 128] * (key_s[tx - 128] * key_s[tx - 128])
+                    T.call_extern(
+                        "handle",
+                        f"jax_qla_store_decayed<{normed}, true>",
+                        p.data,
+                        T.address_of(gamma_s[at, 0]),
+                        scale,
+                        T.address_of(query_s[0]),
+                        T.address_of(p_s[c % 2, 0, 0]),
+                    )
+                    T.fence_proxy_async()
+                    T.barrier_arrive(ready[at])
             else:
-                T.set_max_nreg(200, 1)
+                T.set_max_nreg(240, 1)
                 d = T.alloc_fragment((64, K), "float32")
                 d_b = T.alloc_fragment((64, K), dtype)
                 u = T.alloc_fragment((64, C), "float32")
+                from_output = T.alloc_fragment((64, C), "float32")  # P^T dO
                 dvd_b = T.alloc_fragment((64, C), dtype)
                 dw_b = T.alloc_fragment((64, C), dtype)
+                do_t = T.alloc_fragment((64, C), dtype)
+                do_b = T.alloc_fragment((64, C), dtype)  # dO^T diag(scale exp(gamma))
                 whole = T.alloc_var("float32")
                 # a sequence's last piece, of which all chunks matter, begins with the gradient of the final state
                 if final_states > 0 and position >= LAST and count == chunks:
@@ -213,25 +215,26 @@ def program(config: Config):
                     T.barrier_wait(ready[at], (c // stages) % 2)
                     T.barrier_wait(loaded[at], (c // stages) % 2)
                     # dVd = exp(gamma_C - gamma) K dS + P^T dO
+                    T.wgmma_gemm(do_s[at, :, :], p_s[c % 2, :, :], from_output, transpose_A=True, clear_accum=True)
                     T.wgmma_gemm(d_b, k_s[at, :, :], u, transpose_B=True, clear_accum=True)
-                    T.wait_wgmma(0)
+                    T.call_extern("handle", "jax_qla_load_transposed", do_t.data, T.access_ptr(do_s[at, 0, 0], "r"))
                     for i, j in T.Parallel(64, C):
-                        u[i, j] = u[i, j] * fall_s[at, j]
-                    T.wgmma_gemm(do_s[at, :, :], p_s[at, :, :], u, transpose_A=True)
+                        do_b[i, j] = T.cast(do_t[i, j], "float32") * lift_s[at, j]
+                    T.wait_wgmma(0)
+                    T.barrier_arrive(taken[c % 2])
+                    for i, j in T.Parallel(64, C):
+                        u[i, j] = u[i, j] * fall_s[at, j] + from_output[i, j]
+                    T.copy(u, dvd_b)
+                    # dX = A^T dVd, on the diagonal (of ones), which a_s lacks, without the rounding of dVd
+                    T.wgmma_gemm(dvd_b, a_s[at, :, :], u)
                     whole = rise_s[at, T.min(end - (start + (count - 1 - c) * C), C) - 1]
                     for i, j in T.Parallel(64, K):
                         d[i, j] = d[i, j] * whole
-                    T.wait_wgmma(0)
-                    T.copy(u, dvd_b)
-                    # dX = A^T dVd, on the diagonal (of ones) without the rounding of dVd
-                    for i, j in T.Parallel(64, C):
-                        u[i, j] = u[i, j] - T.cast(dvd_b[i, j], "float32")
-                    T.wgmma_gemm(dvd_b, a_s[at, :, :], u)
                     # dS = exp(gamma_C) dS + Q^T scale exp(gamma) dO - K^T exp(gamma) beta dX
-                    T.wgmma_gemm(do_s[at, :, :], q_s[at, :, :], d, transpose_A=True)
+                    T.wgmma_gemm(do_b, q_s[at, :, :], d)
                     T.wait_wgmma(1)
                     for i, j in T.Parallel(64, C):
-                        dw_b[i, j] = T.cast(-u[i, j] * (rise_s[at, j] * beta_s[at, j]), dtype)
+                        dw_b[i, j] = T.cast(u[i, j] * drop_s[at, j], dtype)
                     T.wgmma_gemm(dw_b, k_s[at, :, :], d)
                     T.wait_wgmma(0)
                     T.barrier_arrive(free[at])

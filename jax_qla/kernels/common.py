@@ -204,6 +204,45 @@ __device__ __forceinline__ void jax_qla_store_transposed(const void* registers, 
 )
 
 
+P_PRELUDE = (
+    TILE_PRELUDE
+    + r"""
+// P_ij = scale (query_i, if normed) product_ij exp(gamma_i - gamma_j) of one chunk, for i >= j, else 0. `product`: this thread's part of Q K^T, a
+// wgmma accumulator [64, 64]; gamma in units of log2; `tile` [64][64] in shared memory, 128-byte swizzled, in the layout that wgmma reads. Rows
+// beyond the sequence, where the product and gamma are 0, are not numbers where the decay is strong, unless `padded`: then they are 0. P^T reads them.
+template <bool normed, bool padded, typename T>
+__device__ __forceinline__ void jax_qla_store_decayed(const void* product, const float* gamma, float scale, const float* query, T* tile) {
+  const float* p = static_cast<const float*>(product);
+  const int lane = threadIdx.x & 31, warp = (threadIdx.x >> 5) & 3, top = warp * 16 + lane / 4;
+  const float near = gamma[top], far = gamma[top + 8];
+  const float of_near = normed ? scale * query[top] : scale, of_far = normed ? scale * query[top + 8] : scale;
+  const auto decay = [](float x) { return jax_qla_exp2(padded ? fminf(x, 0.f) : x); };
+  const int to = warp * 16 + (lane >> 3 & 1) * 8 + (lane & 7);  // the row that this lane points stmatrix at
+  const unsigned row = jax_qla_address(tile) + to * 128;
+#pragma unroll
+  for (int n = 0; n < 8; n += 2) {
+    unsigned r[4] = {0, 0, 0, 0};
+    if (n <= warp * 2) {  // tiles above the diagonal are zero
+#pragma unroll
+      for (int m = 0; m < 2; ++m) {
+        const int column = (n + m) * 8 + lane % 4 * 2;
+        const float2 from = *reinterpret_cast<const float2*>(gamma + column);
+        const float* x = p + (n + m) * 4;
+        const float a = top >= column ? x[0] * of_near * decay(near - from.x) : 0.f;
+        const float b = top > column ? x[1] * of_near * decay(near - from.y) : 0.f;
+        const float c = top + 8 >= column ? x[2] * of_far * decay(far - from.x) : 0.f;
+        const float d = top + 8 > column ? x[3] * of_far * decay(far - from.y) : 0.f;
+        r[m * 2] = jax_qla_pack<T>(a, b);
+        r[m * 2 + 1] = jax_qla_pack<T>(c, d);
+      }
+    }
+    jax_qla_store_matrices<false>(row + (((n + (lane >> 4)) ^ (to & 7)) << 4), r[0], r[1], r[2], r[3]);
+  }
+}
+"""
+)
+
+
 CHUNK_PRELUDE = (
     f"constexpr int kChunk = {CHUNK};"
     r"""

@@ -62,6 +62,7 @@ def program(config: Config):
             T.annotate_min_blocks_per_sm(1)
             if not reverse:
                 T.pdl_sync()
+            # After the wait: what follows begins with what the kernels before this one wrote (kernels/forward.py: STATE).
             T.pdl_trigger()
             n = T.alloc_var("int32")
             first = T.alloc_var("int32")  # piece that is entered first

@@ -47,7 +47,7 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 
-from jax_qla.kernels.common import CHUNK, LOG2_E, PASS_CONFIGS, TILE_PRELUDE, accumulator_layout, macros
+from jax_qla.kernels.common import CHUNK, LOG2_E, P_PRELUDE, PASS_CONFIGS, accumulator_layout, macros
 from jax_qla.kernels.specification import (
     decay,
     gather_chunks,
@@ -61,8 +61,8 @@ from jax_qla.kernels.specification import (
 __all__ = ["NOTHING", "PASS_CONFIGS", "PREPARED", "STATE", "Config", "program", "specification"]
 
 
-P_PRELUDE = (
-    TILE_PRELUDE
+PRELUDE = (
+    P_PRELUDE
     + r"""
 #include <tl_templates/cuda/barrier.h>  // fence_barrier_init
 // A state [key_dim, 128] in float32 by way of shared memory, the first half of its rows by way of `near`, the others of `far`. One thread begins ...
@@ -98,35 +98,6 @@ __device__ __forceinline__ void jax_qla_take_state(void* registers, const void* 
       state[4 * n + 2 * h] = rows[8 * h];
       state[4 * n + 2 * h + 1] = rows[8 * h + 128];
     }
-  }
-}
-// P = scale product o G of one chunk, for i >= j, else 0. `product`: this thread's part of Q K^T, a wgmma accumulator [64, 64];
-// gamma in units of log2; `tile` [64][64] in shared memory, 128-byte swizzled, in the layout that wgmma reads.
-template <typename T>
-__device__ __forceinline__ void jax_qla_store_decayed(const void* product, const float* gamma, float scale, T* tile) {
-  const float* p = static_cast<const float*>(product);
-  const int lane = threadIdx.x & 31, warp = (threadIdx.x >> 5) & 3, top = warp * 16 + lane / 4;
-  const float near = gamma[top], far = gamma[top + 8];
-  const int to = warp * 16 + (lane >> 3 & 1) * 8 + (lane & 7);  // the row that this lane points stmatrix at
-  const unsigned row = jax_qla_address(tile) + to * 128;
-#pragma unroll
-  for (int n = 0; n < 8; n += 2) {
-    unsigned r[4] = {0, 0, 0, 0};
-    if (n <= warp * 2) {  // tiles above the diagonal are zero
-#pragma unroll
-      for (int m = 0; m < 2; ++m) {
-        const int column = (n + m) * 8 + lane % 4 * 2;
-        const float2 from = *reinterpret_cast<const float2*>(gamma + column);
-        const float* x = p + (n + m) * 4;
-        const float a = top >= column ? x[0] * scale * jax_qla_exp2(near - from.x) : 0.f;
-        const float b = top > column ? x[1] * scale * jax_qla_exp2(near - from.y) : 0.f;
-        const float c = top + 8 >= column ? x[2] * scale * jax_qla_exp2(far - from.x) : 0.f;
-        const float d = top + 8 > column ? x[3] * scale * jax_qla_exp2(far - from.y) : 0.f;
-        r[m * 2] = jax_qla_pack<T>(a, b);
-        r[m * 2 + 1] = jax_qla_pack<T>(c, d);
-      }
-    }
-    jax_qla_store_matrices<false>(row + (((n + (lane >> 4)) ^ (to & 7)) << 4), r[0], r[1], r[2], r[3]);
   }
 }
 """
@@ -186,7 +157,7 @@ def program(config: Config):
         heads: T.int32,  # of this launch, from first_head on
         awaits: T.int32,
     ):
-        with T.Kernel(sequences * tiles, heads, threads=S + 256, prelude=P_PRELUDE) as (block, number):
+        with T.Kernel(sequences * tiles, heads, threads=S + 256, prelude=PRELUDE) as (block, number):
             T.annotate_min_blocks_per_sm(1)
             head = first_head + number
             n = T.alloc_var("int32")
@@ -312,10 +283,11 @@ def program(config: Config):
                     T.gemm(q_s[at, :, :], k_s[at, :, :], p, transpose_B=True, clear_accum=True)
                     T.call_extern(
                         "handle",
-                        "jax_qla_store_decayed",
+                        "jax_qla_store_decayed<false, false>",
                         T.address_of(p[0, 0]),
                         T.address_of(gamma_s[at, 0]),
                         scale,
+                        T.address_of(gamma_s[at, 0]),  # lengths of queries are a factor of O
                         T.address_of(p_s[at, 0, 0]),
                     )
                     T.fence_proxy_async()

@@ -18,32 +18,40 @@ what it is; the tiles of dq and dk are projected before they leave.
 What dg would add and subtract again (the diagonal of R, <Y_j, K_j> of the rows from i on) is left out: where the decay is
 strong, dg is smaller than the rounding of these. R is summed in float32 and never rounded.
 
-Plan, one block per (chunk slot, `group` key heads), 384 threads, a loop over the key heads and their value heads. A value head's rows
-(dO, Vd, dX) have two stages of tiles; h and dh have one each, loaded for the next head as soon as their last reader is done, also
-where that belongs to the next key head. Q and K are loaded when dQ and dK have left their tiles:
+Plan, one block per (chunk slot, `group` key heads), 512 threads, a loop over the key heads and their value heads. K, Vd and dX have two
+stages of tiles, Q, dO, h and dh one each, loaded for the next head as soon as their last reader is done. Warpgroup 1 has most to do: what
+it needs first of a head, K, Vd and dX, is there before, and what must wait for a free tile it needs last or not at all.
 
-    warpgroup   registers   work
-    0           184         E, P; dq in registers over all value heads
-    1           208         F, K K^T, Z and Y (64 key columns at a time); dk in registers over all value heads
-    2           112         warp 0 loads with TMA; gates, dv, <dX, Vd>, <dh, h>; puts dbeta and dg together; zero rows of gaps
+    warpgroup     registers   work
+    0             184         E, P; dq in registers over all value heads
+    1             208         F, K K^T, Z and Y (64 key columns at a time); dk in registers over all value heads
+    2             72          <dh, h>, dv, <dX, Vd>; lengths of q and k; zero rows of gaps
+    3, warps 0, 1 48          "gates": a thread a row, gates of the head after the next; puts dbeta and dg together
+    3, warp 2     48          "loads": TMA
 
-    barrier              arrives   waits   says
-    keys_loaded          TMA       2       Q and K are there
-    keys_ready           2         0, 1    their rows beyond the sequence are zero
-    keys_free            0, 1      2       dQ and dK have left: Q and K may be overwritten
-    rows_loaded[stage]   TMA       all     this value head's dO, Vd and dX are there
-    gates_ready[stage]   2         0, 1    and its gates
-    h_loaded, dh_loaded  TMA       all     and its states
-    h_free, dh_free      0, 1      2       these may be overwritten
-    e_ready              0         1       E is in shared memory
-    e_free               1         0       and may be overwritten
-    parts_ready[stage]   0, 1      2       the parts of dbeta and dgamma are there; rows and gates may be overwritten
+    barrier              arrives   waits              says
+    k_loaded[stage]      TMA       0, 1, 2            K of this key head is there
+    q_loaded             TMA       0, 1, 2            and Q
+    k_ready[], q_ready   2         0, 1               their rows beyond the sequence are zero, their lengths known: waited for in such cases only
+    k_free[], q_free     0, 1      loads              their tiles may be overwritten
+    rows_loaded[stage]   TMA       0, 1, 2            this value head's Vd and dX are there
+    rows_free[stage]     0, 1, 2   loads              and may be overwritten
+    do_loaded            TMA       0                  dO is there
+    do_free              0         loads              and may be overwritten
+    h_loaded, dh_loaded  TMA       0, 1, 2 (dh: 1, 2) the states are there
+    h_free, dh_free      the same  loads              and may be overwritten
+    gates_ready[stage]   gates     0, 1, 2            gates are there; what is gathered of a head may be overwritten
+    e_ready              0         1                  E is in shared memory
+    e_free               1         0                  and may be overwritten
+    parts_ready[stage]   0, 1      gates              their parts of dbeta and dgamma are there, gates may be overwritten
+    dots_ready[stage]    2         gates              the inner products are there, gates may be overwritten
 
-The next states are loaded before all of warpgroup 2 have waited for this head's parts, which the other two can then finish for the next
-head, too: with one barrier for both, a warp that is late by a head's time would have waited for ever (tests/test_barriers.py). For the
-same reason warp 0 alone waits for h_free and dh_free.
+A barrier is waited for by everybody who must not be two phases behind it, or only by those who let its next phase begin: a warp that is late
+by two phases waits for ever (tests/test_barriers.py).
 
-Operations a chunk and head at K = V = 128: 14.7 MFLOP, 2.4 us of an SM's share of 790 TFLOP/s. Bytes: 112 KiB read and 16 KiB
+M + M^T goes through shared memory as one symmetric tile, so that one product with K gives both. dQ and dK go from registers to memory.
+
+Operations a chunk and head at K = V = 128: 13.6 MFLOP, 2.3 us of an SM's share of 790 TFLOP/s. Bytes: 112 KiB read and 16 KiB
 written, 4.0 us of its share of 4.3 TB/s: memory is the limit.
 """
 
@@ -82,31 +90,48 @@ __device__ __forceinline__ void jax_qla_exchange(float* sum) {
     sum[n] = (upper ? high : low) + __shfl_xor_sync(0xffffffffu, upper ? low : high, 2 * left);
   }
 }
-// The inner product of two tiles of `vectors` 16-byte vectors in shared memory with the same layout, each warp's part in out [4].
-template <typename T, int vectors>
+// Adds to `sums` [4] of the lanes for which jax_qla_own says so the inner products of a warp's rows l / 4 and l / 4 + 8, of 16 columns: the
+// diagonal of x y^T by mma.sync, a fifth of the instructions that products by element take. `x`, `y`: addresses for ldmatrix.
+template <typename T>
+__device__ __forceinline__ void jax_qla_add_dots(unsigned x, unsigned y, float (*sums)[4]) {
+  unsigned a[4], b[4];
+  jax_qla_load_matrices<false>(a, x);
+  jax_qla_load_matrices<false>(b, y);
+  jax_qla_mma<!std::is_same_v<T, half_t>>(sums[0], a, b[0], b[2]);
+  jax_qla_mma<!std::is_same_v<T, half_t>>(sums[1], a, b[1], b[3]);
+}
+// Of these, this lane's for row l / 4 + 8 h; only lanes with (l / 4) / 2 = l % 4 have one.
+__device__ __forceinline__ float jax_qla_dot(const float (*sums)[4], int h) {
+  const bool odd = threadIdx.x & 4;
+  return odd ? sums[h][2 * h + 1] : sums[h][2 * h];
+}
+__device__ __forceinline__ bool jax_qla_has_dot() { return (threadIdx.x >> 3 & 3) == (threadIdx.x & 3); }
+// Where this lane points ldmatrix at, in rows first .. first + 15 of a tile of 128-byte swizzled rows.
+__device__ __forceinline__ unsigned jax_qla_dot_rows(const void* tile, int first) {
+  const int lane = threadIdx.x & 31;
+  return jax_qla_address(tile) + (first + (lane & 15)) * 128 + (((lane >> 4) ^ (lane & 7)) << 4);
+}
+// The inner product of two tiles [rows, columns] in shared memory (halves of 64 columns, 128-byte swizzled), each warp's part in out [4].
+template <typename T, int rows, int columns>
 __device__ __forceinline__ void jax_qla_inner(const void* x, const void* y, float* out) {
-  float sum[2] = {0.f, 0.f};
+  const int warp = threadIdx.x >> 5 & 3;
+  const unsigned of_x = jax_qla_dot_rows(x, warp * 16), of_y = jax_qla_dot_rows(y, warp * 16);
+  float sums[2][4] = {};
 #pragma unroll 1
-  for (int i = threadIdx.x & 127; i < vectors; i += 512) {  // eight loads in flight
-    uint4 a[4], b[4];
+  for (int part = 0; part < rows / 64 * (columns / 64); ++part) {  // 64 rows of a half
 #pragma unroll
-    for (int n = 0; n < 4; ++n) {
-      a[n] = static_cast<const uint4*>(x)[i + n * 128];
-      b[n] = static_cast<const uint4*>(y)[i + n * 128];
-    }
-#pragma unroll
-    for (int n = 0; n < 4; ++n) {
-      T p[8], q[8];
-      memcpy(p, &a[n], 16);
-      memcpy(q, &b[n], 16);
-#pragma unroll
-      for (int e = 0; e < 8; ++e) sum[e % 2] += static_cast<float>(p[e]) * static_cast<float>(q[e]);
-    }
+    for (int n = 0; n < 4; ++n) jax_qla_add_dots<T>((of_x ^ (n << 5)) + part * 8192, (of_y ^ (n << 5)) + part * 8192, sums);
   }
-  float total = sum[0] + sum[1];
+  float total = jax_qla_has_dot() ? jax_qla_dot(sums, 0) + jax_qla_dot(sums, 1) : 0.f;
 #pragma unroll
   for (int step = 16; step > 0; step /= 2) total += __shfl_xor_sync(0xffffffffu, total, step);
-  if (threadIdx.x % 32 == 0) out[(threadIdx.x >> 5) & 3] = total;
+  if (threadIdx.x % 32 == 0) out[warp] = total;
+}
+// A matrix [8, 8] of 16-bit elements, of which lane l has two of row l / 4, transposed.
+__device__ __forceinline__ unsigned jax_qla_transposed(unsigned x) {
+  unsigned y;
+  asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(y) : "r"(x));
+  return y;
 }
 // Sum n of `count` over 2 count lanes, to the two lanes l with l / 2 = n mod count.
 template <int count>
@@ -148,44 +173,37 @@ struct jax_qla_share {
 template <typename T, int columns, bool normed>
 __device__ __forceinline__ void jax_qla_scale_and_dot(const void* x, const void* y, const float* factor, const float* norm, int rows,
                                                       int heads, T* out, float* dots) {
+  const int lane = threadIdx.x & 31, top = (threadIdx.x >> 5 & 3) * 16;
+  const unsigned of_x = jax_qla_dot_rows(x, top), of_y = jax_qla_dot_rows(y, top);
+  float sums[2][4] = {};
+#pragma unroll 1
+  for (int half = 0; half < columns / 64; ++half) {
+#pragma unroll
+    for (int n = 0; n < 4; ++n) jax_qla_add_dots<T>((of_x ^ (n << 5)) + half * 8192, (of_y ^ (n << 5)) + half * 8192, sums);
+  }
+  if (jax_qla_has_dot()) {
+#pragma unroll
+    for (int h = 0; h < 2; ++h) dots[top + lane / 4 + h * 8] = jax_qla_dot(sums, h);
+  }
   using Share = jax_qla_share<columns>;
   const Share share;
   const long long step = static_cast<long long>(Share::step * columns) * heads;
   out += static_cast<long long>(share.first) * (heads * columns) + share.vector * 8;
   factor += share.first;
   norm += share.first;
-  float sum[Share::passes];
+#pragma unroll 4
+  for (int n = 0; n < Share::passes; ++n) {
+    float f = factor[Share::step * n];
+    if constexpr (normed) f *= norm[Share::step * n];
+    const uint4 a = share.of(x, n);
+    T p[8];
+    memcpy(p, &a, 16);
+    unsigned scaled[4];
 #pragma unroll
-  for (int base = 0; base < Share::passes; base += 4) {
-    uint4 a[4], b[4];
-#pragma unroll
-    for (int n = 0; n < 4; ++n) {
-      a[n] = share.of(x, base + n);
-      b[n] = share.of(y, base + n);
-    }
-#pragma unroll
-    for (int n = 0; n < 4; ++n) {
-      float f = factor[Share::step * (base + n)];
-      if constexpr (normed) f *= norm[Share::step * (base + n)];
-      T p[8], q[8];
-      memcpy(p, &a[n], 16);
-      memcpy(q, &b[n], 16);
-      unsigned scaled[4];
-      sum[base + n] = 0.f;
-#pragma unroll
-      for (int e = 0; e < 4; ++e) {
-        const float low = static_cast<float>(p[2 * e]), high = static_cast<float>(p[2 * e + 1]);
-        scaled[e] = jax_qla_pack<T>(f * low, f * high);
-        sum[base + n] += low * static_cast<float>(q[2 * e]);
-        sum[base + n] += high * static_cast<float>(q[2 * e + 1]);
-      }
-      if (share.first + Share::step * (base + n) < rows) {
-        *reinterpret_cast<uint4*>(out) = make_uint4(scaled[0], scaled[1], scaled[2], scaled[3]);
-      }
-      out += step;
-    }
+    for (int e = 0; e < 4; ++e) scaled[e] = jax_qla_pack<T>(f * static_cast<float>(p[2 * e]), f * static_cast<float>(p[2 * e + 1]));
+    if (share.first + Share::step * n < rows) *reinterpret_cast<uint4*>(out) = make_uint4(scaled[0], scaled[1], scaled[2], scaled[3]);
+    out += step;
   }
-  share.write(sum, dots);
 }
 // dots_i = <x_i, y_i> for i < rows of a tile x in shared memory and y [.., heads, columns] in global memory.
 template <typename T, int columns>
@@ -235,13 +253,14 @@ __device__ __forceinline__ void jax_qla_write_rows(const float* sums, float* out
     if (lane % 4 == 0) out[warp * 16 + lane / 4 + h * 8] = sum;
   }
 }
-// From x = A B^T and y = C D^T, wgmma accumulators [64, 64], in place:
+// From x = A B^T and y = C D^T, wgmma accumulators [64, 64], y being 0 in rows from `rows` on, in place:
 //   x_ij = factor (norm_i, if normed and not strict) x_ij exp(gamma_i - gamma_j) for j <= i < rows (j < i if strict), else 0    gamma in units of log2
-// and, over j < i, row sums of x_ij y_ij in row_sums [64], column sums of (weight_i norm_i, if strict and normed) x_ij y_ij over the 16 rows of each
-// warp in row `warp` of column_sums [4, 64]. Each exchange halves the columns that a lane still sums: in the end lane l has 2 l and 2 l + 1.
+// and, over j < i, this lane's parts of the row sums of x_ij y_ij in sums [2], of the column sums of (weight_i norm_i, if strict and normed) x_ij y_ij
+// in the next [16], for jax_qla_write_sums.
+// With end_j the last of the 16 rows around j and near_j = exp(gamma_end - gamma_j), the decay below these rows is near_j exp(gamma_i - gamma_end).
 template <bool strict, bool normed>
-__device__ __forceinline__ void jax_qla_decayed(void* x_registers, const void* y_registers, const float* gamma, const float* weight,
-                                                const float* norm, float factor, int rows, float* row_sums, float* column_sums) {
+__device__ __forceinline__ void jax_qla_decayed(void* x_registers, const void* y_registers, const float* gamma, const float* near,
+                                                const float* weight, const float* norm, float factor, int rows, float* sums) {
   float* x = static_cast<float*>(x_registers);
   const float* y = static_cast<const float*>(y_registers);
   const int lane = threadIdx.x & 31, warp = (threadIdx.x >> 5) & 3, top = warp * 16 + lane / 4;
@@ -249,40 +268,59 @@ __device__ __forceinline__ void jax_qla_decayed(void* x_registers, const void* y
   const float norms[2] = {normed ? norm[top] : 1.f, normed ? norm[top + 8] : 1.f};
   const float of_sum[2] = {strict ? weight[top] * norms[0] : 1.f, strict ? weight[top + 8] * norms[1] : 1.f};
   const float factors[2] = {strict ? factor : factor * norms[0], strict ? factor : factor * norms[1]};
-  float at_column[16];
-#pragma unroll
-  for (int n = 0; n < 8; ++n) {
-    const float2 pair = *reinterpret_cast<const float2*>(gamma + n * 8 + lane % 4 * 2);
-    at_column[2 * n] = pair.x;
-    at_column[2 * n + 1] = pair.y;
-  }
-  float of_row[2] = {0.f, 0.f}, of_column[16];
+  const bool wanted[2] = {top < rows, top + 8 < rows};
+  float *of_row = sums, *of_column = sums + 2;
+  of_row[0] = of_row[1] = 0.f;
 #pragma unroll
   for (int block = 0; block < 4; ++block) {  // of 16 columns
-    if (block > warp) {                      // above the diagonal
+    float* value = x + 8 * block;
+    const float* other = y + 8 * block;
+    const int first = block * 16 + lane % 4 * 2;  // of this lane's columns
+    if (block > warp) {  // above the diagonal
 #pragma unroll
-      for (int r = 0; r < 8; ++r) x[8 * block + r] = 0.f;
+      for (int r = 0; r < 8; ++r) value[r] = 0.f;
 #pragma unroll
       for (int r = 0; r < 4; ++r) of_column[4 * block + r] = 0.f;
-      continue;
-    }
+    } else if (block < warp) {
+      const float2 left = *reinterpret_cast<const float2*>(near + first), right = *reinterpret_cast<const float2*>(near + first + 8);
+      const float columns[4] = {left.x, left.y, right.x, right.y}, end = gamma[block * 16 + 15];
 #pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      // columns of the block below this one are wanted: all below the diagonal, none beyond the sequence
-      const int limit = top + h * 8 >= rows ? -1 : block < warp ? 16 : lane / 4 + h * 8;
+      for (int h = 0; h < 2; ++h) {
+        const float of_rows = factors[h] * jax_qla_exp2(fminf(at_row[h] - end, 0.f));
 #pragma unroll
-      for (int n = 0; n < 4; ++n) {
-        const int column = n / 2 * 8 + lane % 4 * 2 + n % 2;
-        float& value = x[8 * block + n / 2 * 4 + 2 * h + n % 2];
-        const float decayed = value * (factors[h] * jax_qla_exp2(fminf(at_row[h] - at_column[4 * block + n], 0.f)));
-        value = column < limit || (!strict && column == limit) ? decayed : 0.f;
-        const float product = column < limit ? value * y[8 * block + n / 2 * 4 + 2 * h + n % 2] : 0.f;
-        of_row[h] += product;
-        of_column[4 * block + n] = h ? of_column[4 * block + n] + of_sum[h] * product : of_sum[h] * product;
+        for (int n = 0; n < 4; ++n) {
+          const int r = n / 2 * 4 + 2 * h + n % 2;
+          value[r] = wanted[h] ? value[r] * (of_rows * columns[n]) : 0.f;
+          const float product = value[r] * other[r];
+          of_row[h] += product;
+          of_column[4 * block + n] = h ? of_column[4 * block + n] + of_sum[h] * product : of_sum[h] * product;
+        }
+      }
+    } else {
+      const float2 left = *reinterpret_cast<const float2*>(gamma + first), right = *reinterpret_cast<const float2*>(gamma + first + 8);
+      const float columns[4] = {left.x, left.y, right.x, right.y};
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        const int limit = wanted[h] ? lane / 4 + h * 8 : -1;  // columns of the block below this one are below the diagonal
+#pragma unroll
+        for (int n = 0; n < 4; ++n) {
+          const int r = n / 2 * 4 + 2 * h + n % 2, column = n / 2 * 8 + lane % 4 * 2 + n % 2;
+          const float decayed = value[r] * (factors[h] * jax_qla_exp2(fminf(at_row[h] - columns[n], 0.f)));
+          value[r] = column < limit || (!strict && column == limit) ? decayed : 0.f;
+          const float product = column < limit ? value[r] * other[r] : 0.f;
+          of_row[h] += product;
+          of_column[4 * block + n] = h ? of_column[4 * block + n] + of_sum[h] * product : of_sum[h] * product;
+        }
       }
     }
   }
-  jax_qla_write_rows(of_row, row_sums);
+}
+// What jax_qla_decayed has summed: by rows to row_sums [64], by columns, over the 16 rows of each warp, to row `warp` of column_sums [4, 64]. Each
+// exchange halves the columns that a lane still sums: in the end lane l has 2 l and 2 l + 1.
+__device__ __forceinline__ void jax_qla_write_sums(float* sums, float* row_sums, float* column_sums) {
+  const int lane = threadIdx.x & 31, warp = (threadIdx.x >> 5) & 3;
+  float* of_column = sums + 2;
+  jax_qla_write_rows(sums, row_sums);
   jax_qla_exchange<8>(of_column);
   jax_qla_exchange<4>(of_column);
   jax_qla_exchange<2>(of_column);
@@ -323,6 +361,65 @@ __device__ __forceinline__ void jax_qla_add_rows(void* sum_registers, const void
       }
     }
     dots[h] += dot[0] + dot[1];
+  }
+}
+// Rows i < `rows` of x, a wgmma accumulator [64, columns], rounded to T, to rows of `out` that are `stride` elements apart. Four lanes exchange
+// their parts of a row, so that each writes 16 bytes of it.
+template <typename T, int columns>
+__device__ __forceinline__ void jax_qla_write_tile(const void* registers, T* out, int rows, int stride) {
+  const float* x = static_cast<const float*>(registers);
+  const int lane = threadIdx.x & 31, row = (threadIdx.x >> 5 & 3) * 16 + lane / 4;
+#pragma unroll
+  for (int h = 0; h < 2; ++h) {
+    T* line = out + static_cast<long long>(row + h * 8) * stride + lane % 4 * 8;
+#pragma unroll
+    for (int n = 0; n < columns / 8; n += 4) {
+      unsigned r[4];
+#pragma unroll
+      for (int m = 0; m < 4; ++m) r[m] = jax_qla_pack<T>(x[4 * (n + m) + 2 * h], x[4 * (n + m) + 2 * h + 1]);
+#pragma unroll
+      for (int step = 1; step < 4; step *= 2) {
+        const bool upper = lane & step;
+#pragma unroll
+        for (int m = 0; m < 4; ++m) {
+          if (m & step) continue;
+          const unsigned got = __shfl_xor_sync(0xffffffffu, upper ? r[m] : r[m + step], step);
+          r[m] = upper ? got : r[m];
+          r[m + step] = upper ? r[m + step] : got;
+        }
+      }
+      if (row + h * 8 < rows) *reinterpret_cast<uint4*>(line + n * 8) = make_uint4(r[0], r[1], r[2], r[3]);
+    }
+  }
+}
+// tile_ij = tile_ji = factor_i (norm_i, if normed) x_ij for i > j, 0 for i = j, of x, a wgmma accumulator [64, 64], which is 0 for i <= j.
+template <typename T, bool normed>
+__device__ __forceinline__ void jax_qla_store_symmetric(const void* registers, const float* factor, const float* norm, T* tile) {
+  const float* x = static_cast<const float*>(registers);
+  const int lane = threadIdx.x & 31, warp = (threadIdx.x >> 5) & 3, matrix = lane >> 3, row = warp * 16 + lane / 4;
+  const unsigned base = jax_qla_address(tile) + (lane & 7) * 128;
+  const unsigned lines = base + (warp * 16 + (matrix & 1) * 8) * 128;  // of this warp's rows
+  const unsigned columns = base + (matrix >> 1) * 1024 + (((warp * 2 + (matrix & 1)) ^ (lane & 7)) << 4);  // of this warp's columns
+  float f[2];
+#pragma unroll
+  for (int h = 0; h < 2; ++h) f[h] = factor[row + h * 8] * (normed ? norm[row + h * 8] : 1.f);
+#pragma unroll
+  for (int n = 0; n < 4; ++n) {
+    if (n > warp) continue;  // these are the mirror of another warp's
+    unsigned r[4];
+#pragma unroll
+    for (int m = 0; m < 4; ++m) {
+      const float* pair = x + 8 * n + 2 * m;
+      r[m] = jax_qla_pack<T>(fmaf(pair[0], f[m % 2], 0.f), fmaf(pair[1], f[m % 2], 0.f));  // + 0: no zero has a sign
+    }
+    if (n == warp) {
+      r[0] |= jax_qla_transposed(r[0]);
+      r[2] = jax_qla_transposed(r[1]);
+      r[3] |= jax_qla_transposed(r[3]);
+    } else {
+      jax_qla_store_matrices<true>(columns + n * 2048, r[0], r[1], r[2], r[3]);
+    }
+    jax_qla_store_matrices<false>(lines + (((2 * n + (matrix >> 1)) ^ (lane & 7)) << 4), r[0], r[1], r[2], r[3]);
   }
 }
 // Rows i of x, wgmma accumulators [64, 64] side by side, lose norm_i^2 <x_i, t_i> t_i, of t in shared memory, `parts` tiles as above: the
@@ -390,33 +487,25 @@ def program(config: Config):
     group = T.max(1, T.min(key_heads, slots * key_heads // (8 * 132)))
 
     @T.macro
-    def load_keys(q, k, q_s, k_s, row, key_head, loaded):
-        T.tma_copy(q[row : row + C, key_head, 0:K], q_s[0, :, :], barrier=loaded[0], leader_scope_threads=32)
-        T.tma_copy(k[row : row + C, key_head, 0:K], k_s[0, :, :], barrier=loaded[0], leader_scope_threads=32)
-        T.barrier_arrive(loaded[0])
+    def load_rows(source, tiles, row, head, width, stage, loaded):
+        T.tma_copy(
+            source[row : row + C, head, 0:width], tiles[stage, :, :], barrier=loaded[stage], leader_scope_threads=32
+        )
 
     @T.macro
-    def finish_keys(q_s, k_s, query_s, key_s, key2_s, rows, thread, parity, loaded, ready):
-        T.barrier_wait(loaded[0], parity)
+    def finish_rows(tiles, stage, lengths, line, rows, thread):
+        """Rows beyond the sequence become zero; the lengths of the others."""
         if rows < C:
-            m.zero_tail(q_s, 0, rows, K, thread, 128)
-            m.zero_tail(k_s, 0, rows, K, thread, 128)
+            m.zero_tail(tiles, stage, rows, K, thread, 128)
             T.fence_proxy_async()
         if l2norm:
             T.sync_threads(3, 128)
-            m.inverse_lengths(k_s, 0, key_s)
-            m.inverse_lengths(q_s, 0, query_s)
-            T.sync_threads(3, 128)
-            if thread < C:
-                key2_s[thread] = key_s[thread] * key_s[thread]
-        T.barrier_arrive(ready[0])
-
-    @T.macro
-    def load_rows(do, vd, dx, do_s, vd_s, dx_s, row, head, stage, loaded):
-        T.tma_copy(do[row : row + C, head, 0:V], do_s[stage, :, :], barrier=loaded[stage], leader_scope_threads=32)
-        T.tma_copy(vd[row : row + C, head, 0:V], vd_s[stage, :, :], barrier=loaded[stage], leader_scope_threads=32)
-        T.tma_copy(dx[row : row + C, head, 0:V], dx_s[stage, :, :], barrier=loaded[stage], leader_scope_threads=32)
-        T.barrier_arrive(loaded[stage])
+            T.call_extern(
+                "handle",
+                f"jax_qla_inverse_lengths<{K}>",
+                T.access_ptr(tiles[stage, 0, 0], "r"),
+                T.address_of(lengths[line, 0]),
+            )
 
     @T.macro
     def load_states(states, tile, slot, head, loaded):
@@ -445,7 +534,7 @@ def program(config: Config):
         ratio: T.int32,
         scale: T.float32,
     ):
-        with T.Kernel(slots, T.ceildiv(key_heads, group), threads=384, prelude=PRELUDE) as (slot, part_of_heads):
+        with T.Kernel(slots, T.ceildiv(key_heads, group), threads=512, prelude=PRELUDE) as (slot, part_of_heads):
             T.annotate_min_blocks_per_sm(1)
             # One warp for all, and by way of shared memory: registers are few.
             chunk_s = T.alloc_shared((4,), "int32")
@@ -472,24 +561,25 @@ def program(config: Config):
             heads = keys * ratio
             tx = T.get_thread_binding()
 
-            q_s = T.alloc_shared((1, C, K), dtype)  # Q, then dQ on its way out
-            k_s = T.alloc_shared((1, C, K), dtype)  # K, then dK on its way out
-            do_s = T.alloc_shared((2, C, V), dtype)
+            q_s = T.alloc_shared((1, C, K), dtype)
+            k_s = T.alloc_shared((2, C, K), dtype)
+            do_s = T.alloc_shared((1, C, V), dtype)
             vd_s = T.alloc_shared((2, C, V), dtype)
             dx_s = T.alloc_shared((2, C, V), dtype)
             h_s = T.alloc_shared((V, K), dtype)
             dh_s = T.alloc_shared((V, K), dtype)
             e_s = T.alloc_shared((C, C), dtype)  # scale (dO Vd^T o G)
-            f_s = T.alloc_shared((C, C), dtype)  # M = -beta (dX Vd^T o G), strictly lower
+            f_s = T.alloc_shared((C, C), dtype)  # M + M^T, M = -beta (dX Vd^T o G) strictly lower
             gamma_s = T.alloc_shared((2, C), "float32")
             rise_s = T.alloc_shared((2, C), "float32")
             fall_s = T.alloc_shared((2, C), "float32")
+            near_s = T.alloc_shared((2, C), "float32")  # what a row decays until the last of the 16 rows around it
             beta_s = T.alloc_shared((2, C), "float32")
             drop_s = T.alloc_shared((2, C), "float32")  # -exp(gamma) beta
-            query_s = T.alloc_shared((C,), "float32")  # of this key head 1 / |q|
-            key_s = T.alloc_shared((C,), "float32")  # 1 / |k|
-            key2_s = T.alloc_shared((C,), "float32")  # and its square
-            zero_s = T.alloc_shared((2, 4), "int32")  # whether a beta of a warp's rows is 0
+            query_s = T.alloc_shared((2, C), "float32")  # of a key head 1 / |q|
+            key_s = T.alloc_shared((2, C), "float32")  # 1 / |k|
+            key2_s = T.alloc_shared((2, C), "float32")  # and its square
+            zero_s = T.alloc_shared((2, 2), "int32")  # whether a beta of a warp's rows is 0
             # parts of dgamma and dbeta, by stage: inner products of rows, row sums and column sums
             q_dots_s = T.alloc_shared((2, C), "float32")
             z_dots_s = T.alloc_shared((2, C), "float32")
@@ -499,132 +589,86 @@ def program(config: Config):
             columns_q_s = T.alloc_shared((2, 4, C), "float32")  # column sums over the 16 rows of each warp
             columns_k_s = T.alloc_shared((2, 4, C), "float32")
             halves_s = T.alloc_shared((2,), "float32")  # sums over rows: of <Y, K> of 0..31, of dgamma of 32..63
-            states_dot_s = T.alloc_shared((4,), "float32")  # <dh, h> by warp
-            dot_s = T.alloc_shared((C,), "float32")
-            dot_v_s = T.alloc_shared((C,), "float32")
-            keys_loaded = T.alloc_barrier([32])
-            keys_ready = T.alloc_barrier([128])
-            keys_free = T.alloc_barrier([256])
+            states_dot_s = T.alloc_shared((2, 4), "float32")  # <dh, h> by warp
+            dot_s = T.alloc_shared((2, C), "float32")
+            dot_v_s = T.alloc_shared((2, C), "float32")
+            k_loaded = T.alloc_barrier([32] * 2)
+            k_ready = T.alloc_barrier([128] * 2)
+            k_free = T.alloc_barrier([256] * 2)
+            q_loaded = T.alloc_barrier([32])
+            q_ready = T.alloc_barrier([128])
+            q_free = T.alloc_barrier([256])
+            do_loaded = T.alloc_barrier([32])
+            do_free = T.alloc_barrier([128])
             rows_loaded = T.alloc_barrier([32] * 2)
-            gates_ready = T.alloc_barrier([128] * 2)
+            rows_free = T.alloc_barrier([384] * 2)
+            gates_ready = T.alloc_barrier([64] * 2)
             h_loaded = T.alloc_barrier([32])
             dh_loaded = T.alloc_barrier([32])
-            h_free = T.alloc_barrier([256])
-            dh_free = T.alloc_barrier([128])
+            h_free = T.alloc_barrier([384])
+            dh_free = T.alloc_barrier([256])
             e_ready = T.alloc_barrier([128])
             e_free = T.alloc_barrier([128])
             parts_ready = T.alloc_barrier([256] * 2)
+            dots_ready = T.alloc_barrier([128] * 2)
 
-            if tx >= 256:
-                T.set_max_nreg(112, 0)
-                i = tx - 256
-                total = T.alloc_var("float32")
-                inner = T.alloc_var("float32")
-                gates = T.alloc_local((3,), "float32")
-                second = T.alloc_local((3,), "float32")
-                decay = T.alloc_var("float32")
-                later = T.alloc_var("float32")
-                earlier = T.alloc_var("float32")
-                if rows > 0:
-                    m.fetch_gates(gamma, beta, row, rows, first * ratio, i, gates)
-                    if heads > 1:
-                        m.fetch_gates(gamma, beta, row, rows, first * ratio + 1, i, second)
-                    if i < 32:
-                        load_keys(q, k, q_s, k_s, row, first, keys_loaded)
-                        load_rows(do, vd, dx, do_s, vd_s, dx_s, row, first * ratio, 0, rows_loaded)
-                        load_states(h, h_s, slot, first * ratio, h_loaded)
-                        load_states(dh, dh_s, slot, first * ratio, dh_loaded)
+            if tx >= 384:
+                T.set_max_nreg(48, 0)
+                if tx < 448:
+                    i = tx - 384
+                    total = T.alloc_var("float32")
+                    inner = T.alloc_var("float32")
+                    gates = T.alloc_local((3,), "float32")
+                    second = T.alloc_local((3,), "float32")
+                    decay = T.alloc_var("float32")
+                    later = T.alloc_var("float32")
+                    earlier = T.alloc_var("float32")
+                    if rows > 0:
+                        m.fetch_gates(gamma, beta, row, rows, first * ratio, i, gates)
                         if heads > 1:
-                            load_rows(do, vd, dx, do_s, vd_s, dx_s, row, first * ratio + 1, 1, rows_loaded)
-                    for r in T.serial(T.min(heads, 2)):
-                        if r == 1:
-                            for x in T.unroll(3):
-                                gates[x] = second[x]
-                        m.store_gates(gates, rows, i, r, gamma_s, rise_s, fall_s, beta_s)
-                        if i < C:
+                            m.fetch_gates(gamma, beta, row, rows, first * ratio + 1, i, second)
+                        for r in T.serial(T.min(heads, 2)):
+                            if r == 1:
+                                for x in T.unroll(3):
+                                    gates[x] = second[x]
+                            m.store_gates(gates, rows, i, r, gamma_s, rise_s, fall_s, beta_s)
                             drop_s[r, i] = -(rise_s[r, i] * beta_s[r, i])
-                        zero_s[r, i // 32] = T.call_extern(
-                            "int32", "jax_qla_any", T.cast(i < rows and gates[2] == 0, "int32")
-                        )
-                        T.barrier_arrive(gates_ready[r])
-                    finish_keys(q_s, k_s, query_s, key_s, key2_s, rows, i, 0, keys_loaded, keys_ready)
-                    for key in T.serial(keys):
-                        for r in T.serial(ratio):
-                            at = (key * ratio + r) % 2
-                            head = (first + key) * ratio + r
-                            if i < rows:  # what is used at the end
-                                decay = g[row + i, head]
-                            if key * ratio + r + 2 < heads:
-                                m.fetch_gates(gamma, beta, row, rows, head + 2, i, gates)
-                            T.sync_threads(3, 128)
-                            if r == 0 and key > 0:
-                                T.barrier_wait(keys_free[0], (key + 1) % 2)
-                                if i < 32:
-                                    load_keys(q, k, q_s, k_s, row, first + key, keys_loaded)
-                            T.barrier_wait(rows_loaded[at], (key * ratio + r) // 2 % 2)
-                            if l2norm and r == 0 and key > 0:
-                                finish_keys(q_s, k_s, query_s, key_s, key2_s, rows, i, key % 2, keys_loaded, keys_ready)
-                                T.sync_threads(3, 128)
-                            # dV = beta dX; <dX_i, Vd_i>, and where a beta is 0 <dX_i, V_i>, for dbeta
-                            T.call_extern(
-                                "handle",
-                                f"jax_qla_scale_and_dot<{ctype}, {V}, {normed}>",
-                                T.address_of(dx_s[at, 0, 0]),
-                                T.address_of(vd_s[at, 0, 0]),
-                                T.address_of(beta_s[at, 0]),
-                                T.address_of(key_s[0]),
-                                rows,
-                                value_heads,
-                                T.address_of(dv[row, head, 0]),
-                                T.address_of(dot_s[0]),
+                            T.sync_threads(5, 64)
+                            near_s[r, i] = T.exp2(T.min(gamma_s[r, i // 16 * 16 + 15] - gamma_s[r, i], 0.0))
+                            zero_s[r, i // 32] = T.call_extern(
+                                "int32", "jax_qla_any", T.cast(i < rows and gates[2] == 0, "int32")
                             )
-                            if zero_s[at, 0] + zero_s[at, 1] > 0:
-                                T.call_extern(
-                                    "handle",
-                                    f"jax_qla_dots<{ctype}, {V}>",
-                                    T.address_of(dx_s[at, 0, 0]),
-                                    T.address_of(v[row, head, 0]),
-                                    rows,
-                                    value_heads,
-                                    T.address_of(dot_v_s[0]),
-                                )
-                            if not l2norm and r == 0 and key > 0:
-                                finish_keys(q_s, k_s, query_s, key_s, key2_s, rows, i, key % 2, keys_loaded, keys_ready)
-                            T.barrier_wait(h_loaded[0], at)
-                            T.barrier_wait(dh_loaded[0], at)
-                            T.call_extern(
-                                "handle",
-                                f"jax_qla_inner<{ctype}, {V * K // 8}>",
-                                T.address_of(h_s[0, 0]),
-                                T.address_of(dh_s[0, 0]),
-                                T.address_of(states_dot_s[0]),
-                            )
-                            T.sync_threads(3, 128)
-                            if key * ratio + r + 1 < heads:
-                                if i < 32:
-                                    T.barrier_wait(h_free[0], at)
-                                    load_states(h, h_s, slot, head + 1, h_loaded)
-                                    T.barrier_wait(dh_free[0], at)
-                                    load_states(dh, dh_s, slot, head + 1, dh_loaded)
-                            T.barrier_wait(parts_ready[at], (key * ratio + r) // 2 % 2)
-                            T.sync_threads(3, 128)
-                            if i < C:
+                            T.barrier_arrive(gates_ready[r])
+                        for key in T.serial(keys):
+                            for r in T.serial(ratio):
+                                at = (key * ratio + r) % 2
+                                head = (first + key) * ratio + r
+                                if i < rows:
+                                    decay = g[row + i, head]
+                                if key * ratio + r + 2 < heads:
+                                    m.fetch_gates(gamma, beta, row, rows, head + 2, i, gates)
+                                T.barrier_wait(dots_ready[at], (key * ratio + r) // 2 % 2)
+                                T.barrier_wait(parts_ready[at], (key * ratio + r) // 2 % 2)
                                 total = 0.0
                                 earlier = 0.0
                                 if i < rows:
                                     inner = rows_k_s[at, i] - rise_s[at, i] * z_dots_s[at, i]
                                     total = (
                                         rows_q_s[at, i]
-                                        + (scale * query_s[i] if l2norm else scale) * rise_s[at, i] * q_dots_s[at, i]
-                                        + (beta_s[at, i] * key2_s[i] if l2norm else beta_s[at, i]) * inner
+                                        + (scale * query_s[key % 2, i] if l2norm else scale)
+                                        * rise_s[at, i]
+                                        * q_dots_s[at, i]
+                                        + (beta_s[at, i] * key2_s[key % 2, i] if l2norm else beta_s[at, i]) * inner
                                     )
                                     for x in T.unroll(4):
                                         total = total - (columns_q_s[at, x, i] + columns_k_s[at, x, i])
                                     if beta_s[at, i] != 0:
-                                        dbeta[row + i, head] = dot_s[i] / beta_s[at, i]
+                                        dbeta[row + i, head] = dot_s[at, i] / beta_s[at, i]
                                     else:
                                         dbeta[row + i, head] = (
-                                            key2_s[i] * inner + key_s[i] * dot_v_s[i] if l2norm else inner + dot_v_s[i]
+                                            key2_s[key % 2, i] * inner + key_s[key % 2, i] * dot_v_s[at, i]
+                                            if l2norm
+                                            else inner + dot_v_s[at, i]
                                         )
                                     earlier = fall_s[at, i] * y_dots_s[at, i]
                                 later = T.call_extern("float32", "jax_qla_from", total)
@@ -634,23 +678,123 @@ def program(config: Config):
                                     halves_s[0] = earlier + total
                                 if i == 32:
                                     halves_s[1] = later
-                            T.sync_threads(3, 128)
-                            if i < rows:
-                                total = later + earlier + halves_s[1 - i // 32]
-                                for x in T.unroll(4):
-                                    total = total + rise_s[at, rows - 1] * states_dot_s[x]
-                                dg[row + i, head] = T.Select(decay >= T.float32(MIN_LOG_DECAY), total, T.float32(0))
-                            T.sync_threads(3, 128)
-                            if key * ratio + r + 2 < heads:
-                                if i < 32:
-                                    load_rows(do, vd, dx, do_s, vd_s, dx_s, row, head + 2, at, rows_loaded)
-                                m.store_gates(gates, rows, i, at, gamma_s, rise_s, fall_s, beta_s)
-                                if i < C:
+                                T.sync_threads(5, 64)
+                                if i < rows:
+                                    total = later + earlier + halves_s[1 - i // 32]
+                                    for x in T.unroll(4):
+                                        total = total + rise_s[at, rows - 1] * states_dot_s[at, x]
+                                    dg[row + i, head] = T.Select(decay >= T.float32(MIN_LOG_DECAY), total, T.float32(0))
+                                T.sync_threads(5, 64)
+                                if key * ratio + r + 2 < heads:
+                                    m.store_gates(gates, rows, i, at, gamma_s, rise_s, fall_s, beta_s)
                                     drop_s[at, i] = -(rise_s[at, i] * beta_s[at, i])
-                                zero_s[at, i // 32] = T.call_extern(
-                                    "int32", "jax_qla_any", T.cast(i < rows and gates[2] == 0, "int32")
+                                    T.sync_threads(5, 64)
+                                    near_s[at, i] = T.exp2(T.min(gamma_s[at, i // 16 * 16 + 15] - gamma_s[at, i], 0.0))
+                                    zero_s[at, i // 32] = T.call_extern(
+                                        "int32", "jax_qla_any", T.cast(i < rows and gates[2] == 0, "int32")
+                                    )
+                                    T.barrier_arrive(gates_ready[at])
+                elif tx < 480:
+                    if rows > 0:
+                        load_rows(k, k_s, row, first, K, 0, k_loaded)
+                        T.barrier_arrive(k_loaded[0])
+                        load_rows(vd, vd_s, row, first * ratio, V, 0, rows_loaded)
+                        load_rows(dx, dx_s, row, first * ratio, V, 0, rows_loaded)
+                        T.barrier_arrive(rows_loaded[0])
+                        load_rows(do, do_s, row, first * ratio, V, 0, do_loaded)
+                        T.barrier_arrive(do_loaded[0])
+                        load_rows(q, q_s, row, first, K, 0, q_loaded)
+                        T.barrier_arrive(q_loaded[0])
+                        load_states(h, h_s, slot, first * ratio, h_loaded)
+                        load_states(dh, dh_s, slot, first * ratio, dh_loaded)
+                        if heads > 1:
+                            load_rows(vd, vd_s, row, first * ratio + 1, V, 1, rows_loaded)
+                            load_rows(dx, dx_s, row, first * ratio + 1, V, 1, rows_loaded)
+                            T.barrier_arrive(rows_loaded[1])
+                        if keys > 1:
+                            load_rows(k, k_s, row, first + 1, K, 1, k_loaded)
+                            T.barrier_arrive(k_loaded[1])
+                        for key_l in T.serial(keys):
+                            for r_l in T.serial(ratio):
+                                n = key_l * ratio + r_l
+                                if n + 1 < heads:
+                                    T.barrier_wait(do_free[0], n % 2)
+                                    load_rows(do, do_s, row, first * ratio + n + 1, V, 0, do_loaded)
+                                    T.barrier_arrive(do_loaded[0])
+                                    T.barrier_wait(h_free[0], n % 2)
+                                    load_states(h, h_s, slot, first * ratio + n + 1, h_loaded)
+                                    T.barrier_wait(dh_free[0], n % 2)
+                                    load_states(dh, dh_s, slot, first * ratio + n + 1, dh_loaded)
+                                if r_l + 1 == ratio and key_l + 1 < keys:
+                                    T.barrier_wait(q_free[0], key_l % 2)
+                                    load_rows(q, q_s, row, first + key_l + 1, K, 0, q_loaded)
+                                    T.barrier_arrive(q_loaded[0])
+                                if n + 2 < heads:
+                                    T.barrier_wait(rows_free[n % 2], n // 2 % 2)
+                                    load_rows(vd, vd_s, row, first * ratio + n + 2, V, n % 2, rows_loaded)
+                                    load_rows(dx, dx_s, row, first * ratio + n + 2, V, n % 2, rows_loaded)
+                                    T.barrier_arrive(rows_loaded[n % 2])
+                            if key_l + 2 < keys:
+                                T.barrier_wait(k_free[key_l % 2], key_l // 2 % 2)
+                                load_rows(k, k_s, row, first + key_l + 2, K, key_l % 2, k_loaded)
+                                T.barrier_arrive(k_loaded[key_l % 2])
+            elif tx >= 256:
+                T.set_max_nreg(72, 0)
+                i = tx - 256
+                if rows > 0:
+                    for key in T.serial(keys):
+                        for r in T.serial(ratio):
+                            at = (key * ratio + r) % 2
+                            head = (first + key) * ratio + r
+                            T.barrier_wait(gates_ready[at], (key * ratio + r) // 2 % 2)
+                            if r == 0 and (l2norm or rows < C):
+                                T.barrier_wait(k_loaded[key % 2], key // 2 % 2)
+                                finish_rows(k_s, key % 2, key_s, key % 2, rows, i)
+                                if l2norm:
+                                    T.sync_threads(3, 128)
+                                    if i < C:
+                                        key2_s[key % 2, i] = key_s[key % 2, i] * key_s[key % 2, i]
+                                T.barrier_arrive(k_ready[key % 2])
+                                T.barrier_wait(q_loaded[0], key % 2)
+                                finish_rows(q_s, 0, query_s, key % 2, rows, i)
+                                T.barrier_arrive(q_ready[0])
+                            T.barrier_wait(h_loaded[0], (key * ratio + r) % 2)
+                            T.barrier_wait(dh_loaded[0], (key * ratio + r) % 2)
+                            T.call_extern(
+                                "handle",
+                                f"jax_qla_inner<{ctype}, {V}, {K}>",
+                                T.address_of(h_s[0, 0]),
+                                T.address_of(dh_s[0, 0]),
+                                T.address_of(states_dot_s[at, 0]),
+                            )
+                            T.barrier_arrive(h_free[0])
+                            T.barrier_arrive(dh_free[0])
+                            T.barrier_wait(rows_loaded[at], (key * ratio + r) // 2 % 2)
+                            # dV = beta dX; <dX_i, Vd_i>, and where a beta is 0 <dX_i, V_i>, for dbeta
+                            T.call_extern(
+                                "handle",
+                                f"jax_qla_scale_and_dot<{ctype}, {V}, {normed}>",
+                                T.address_of(dx_s[at, 0, 0]),
+                                T.address_of(vd_s[at, 0, 0]),
+                                T.address_of(beta_s[at, 0]),
+                                T.address_of(key_s[key % 2, 0]),
+                                rows,
+                                value_heads,
+                                T.address_of(dv[row, head, 0]),
+                                T.address_of(dot_s[at, 0]),
+                            )
+                            if zero_s[at, 0] + zero_s[at, 1] > 0:
+                                T.call_extern(
+                                    "handle",
+                                    f"jax_qla_dots<{ctype}, {V}>",
+                                    T.address_of(dx_s[at, 0, 0]),
+                                    T.address_of(v[row, head, 0]),
+                                    rows,
+                                    value_heads,
+                                    T.address_of(dot_v_s[at, 0]),
                                 )
-                                T.barrier_arrive(gates_ready[at])
+                            T.barrier_arrive(rows_free[at])
+                            T.barrier_arrive(dots_ready[at])
                 for x in T.serial(fill):
                     for key in T.serial(keys):
                         for y in T.serial(K // 32):
@@ -675,18 +819,25 @@ def program(config: Config):
                     z_k = T.alloc_fragment((C, 64), "float32")
                     y_k = T.alloc_fragment((C, 64), "float32")
                     dots = T.alloc_local((4,), "float32")
+                    sums_k = T.alloc_local((18,), "float32")
                     key_pairs = T.alloc_local((16,), "uint32")
                     T.annotate_layout({x: accumulator_layout(x.shape[1], 128) for x in (s_k, kk, z_k, y_k, dk_f)})
                     for key_k in T.serial(keys):
                         T.clear(dk_f)
-                        T.barrier_wait(keys_ready[0], key_k % 2)
+                        T.barrier_wait(k_loaded[key_k % 2], key_k // 2 % 2)
+                        if l2norm or rows < C:
+                            T.barrier_wait(k_ready[key_k % 2], key_k // 2 % 2)
                         for r_k in T.serial(ratio):
                             at_k = (key_k * ratio + r_k) % 2
                             T.barrier_wait(gates_ready[at_k], (key_k * ratio + r_k) // 2 % 2)
                             T.barrier_wait(rows_loaded[at_k], (key_k * ratio + r_k) // 2 % 2)
                             T.wgmma_gemm(dx_s[at_k, :, :], vd_s[at_k, :, :], s_k, transpose_B=True, clear_accum=True)
-                            T.wgmma_gemm(k_s[0, :, :], k_s[0, :, :], kk, transpose_B=True, clear_accum=True)
+                            T.wgmma_gemm(
+                                k_s[key_k % 2, :, :], k_s[key_k % 2, :, :], kk, transpose_B=True, clear_accum=True
+                            )
                             T.wait_wgmma(0)
+                            # A warp writes rows of M + M^T that another reads: none may be at work on the last head's any more.
+                            T.sync_threads(2, 128)
                             # F = -(dX Vd^T o G), strictly lower
                             T.call_extern(
                                 "handle",
@@ -694,17 +845,21 @@ def program(config: Config):
                                 T.address_of(s_k[0, 0]),
                                 T.address_of(kk[0, 0]),
                                 T.address_of(gamma_s[at_k, 0]),
+                                T.address_of(near_s[at_k, 0]),
                                 T.address_of(beta_s[at_k, 0]),
-                                T.address_of(key2_s[0]),
+                                T.address_of(key2_s[key_k % 2, 0]),
                                 T.float32(-1),
                                 rows,
-                                T.address_of(rows_k_s[at_k, 0]),
-                                T.address_of(columns_k_s[at_k, 0, 0]),
+                                T.address_of(sums_k[0]),
                             )
-                            for i, j in T.Parallel(C, C):
-                                f_s[i, j] = T.cast(
-                                    s_k[i, j] * (beta_s[at_k, i] * key2_s[i] if l2norm else beta_s[at_k, i]), dtype
-                                )
+                            T.call_extern(
+                                "handle",
+                                f"jax_qla_store_symmetric<{ctype}, {normed}>",
+                                T.address_of(s_k[0, 0]),
+                                T.address_of(beta_s[at_k, 0]),
+                                T.address_of(key2_s[key_k % 2, 0]),
+                                T.address_of(f_s[0, 0]),
+                            )
                             T.fence_proxy_async()
                             T.sync_threads(2, 128)
                             for x in T.unroll(4):
@@ -716,12 +871,19 @@ def program(config: Config):
                             # wgmma and no TMA reads what is written here.
                             T.wgmma_gemm(dx_s[at_k, :, :], h_s[:, 0:64], z_k, clear_accum=True)
                             T.wgmma_gemm(vd_s[at_k, :, :], dh_s[:, 0:64], y_k, clear_accum=True)
+                            T.call_extern(
+                                "handle",
+                                "jax_qla_write_sums",
+                                T.address_of(sums_k[0]),
+                                T.access_ptr(rows_k_s[at_k, 0], "r"),
+                                T.access_ptr(columns_k_s[at_k, 0, 0], "r"),
+                            )
                             for part in tuple(range(K // 64)):
                                 T.call_extern(
                                     "handle",
                                     "jax_qla_load_tile",
                                     T.address_of(key_pairs[0]),
-                                    T.access_ptr(k_s[0, 0, part * 64], "r"),
+                                    T.access_ptr(k_s[key_k % 2, 0, part * 64], "r"),
                                 )
                                 T.wait_wgmma(1)
                                 T.call_extern(
@@ -730,7 +892,7 @@ def program(config: Config):
                                     T.address_of(dk_f[0, part * 64]),
                                     T.address_of(z_k[0, 0]),
                                     T.access_ptr(drop_s[at_k, 0], "r"),
-                                    T.access_ptr(key2_s[0], "r"),
+                                    T.access_ptr(key2_s[key_k % 2, 0], "r"),
                                     T.float32(1),
                                     T.address_of(key_pairs[0]),
                                     T.address_of(dots[0]),
@@ -746,7 +908,7 @@ def program(config: Config):
                                     T.address_of(dk_f[0, part * 64]),
                                     T.address_of(y_k[0, 0]),
                                     T.access_ptr(fall_s[at_k, 0], "r"),
-                                    T.access_ptr(key2_s[0], "r"),
+                                    T.access_ptr(key2_s[key_k % 2, 0], "r"),
                                     T.float32(1),
                                     T.address_of(key_pairs[0]),
                                     T.address_of(dots[2]),
@@ -767,10 +929,12 @@ def program(config: Config):
                                 T.address_of(dots[2]),
                                 T.access_ptr(y_dots_s[at_k, 0], "r"),
                             )
-                            T.barrier_arrive(parts_ready[at_k])  # what follows reads neither rows nor gates
+                            T.barrier_arrive(parts_ready[at_k])
+                            T.barrier_arrive(rows_free[at_k])  # what follows reads neither rows nor gates
                             T.barrier_wait(e_ready[0], at_k)
-                            T.wgmma_gemm(f_s, k_s[0, :, :], dk_f)
-                            T.wgmma_gemm(f_s, k_s[0, :, :], dk_f, transpose_A=True)
+                            T.wgmma_gemm(f_s, k_s[key_k % 2, :, :], dk_f)
+                            if r_k == 0:
+                                T.barrier_wait(q_loaded[0], key_k % 2)
                             T.wgmma_gemm(e_s, q_s[0, :, :], dk_f, transpose_A=True)
                             T.wait_wgmma(0)
                             T.barrier_arrive(e_free[0])
@@ -779,21 +943,19 @@ def program(config: Config):
                                 "handle",
                                 f"jax_qla_project<{ctype}, {K // 64}>",
                                 T.address_of(dk_f[0, 0]),
-                                T.access_ptr(k_s[0, 0, 0], "r"),
-                                T.access_ptr(key_s[0], "r"),
+                                T.access_ptr(k_s[key_k % 2, 0, 0], "r"),
+                                T.access_ptr(key_s[key_k % 2, 0], "r"),
                             )
-                        T.sync_threads(4, 256)  # nobody reads Q or K any more
-                        for i, j in T.Parallel(C, K):
-                            k_s[0, i, j] = T.cast(dk_f[i, j], dtype)
-                        T.fence_proxy_async()
-                        T.sync_threads(2, 128)
-                        if rows == C:
-                            T.tma_copy(k_s[0, :, :], dk[row : row + C, first + key_k, 0:K], leader_scope_threads=128)
-                            T.tma_store_wait(0)
-                        else:
-                            for part in T.serial(K // 64):
-                                m.store_rows(k_s, 0, dk, row, rows, first + key_k, 0, part * 64, tx - 128)
-                        T.barrier_arrive(keys_free[0])
+                        T.barrier_arrive(k_free[key_k % 2])
+                        T.barrier_arrive(q_free[0])
+                        T.call_extern(
+                            "handle",
+                            f"jax_qla_write_tile<{ctype}, {K}>",
+                            T.address_of(dk_f[0, 0]),
+                            T.address_of(dk[row, first + key_k, 0]),
+                            rows,
+                            key_heads * K,
+                        )
             else:
                 T.set_max_nreg(184, 1)
                 if rows > 0:
@@ -802,18 +964,25 @@ def program(config: Config):
                     dq_f = T.alloc_fragment((C, K), "float32")
                     t_q = T.alloc_fragment((C, K), "float32")
                     dots_q = T.alloc_local((2,), "float32")
+                    sums_q = T.alloc_local((18,), "float32")
                     queries = T.alloc_local((16,), "uint32")
                     T.annotate_layout({x: accumulator_layout(x.shape[1]) for x in (s_q, p, dq_f, t_q)})
                     for key_q in T.serial(keys):
                         T.clear(dq_f)
-                        T.barrier_wait(keys_ready[0], key_q % 2)
+                        T.barrier_wait(k_loaded[key_q % 2], key_q // 2 % 2)
+                        T.barrier_wait(q_loaded[0], key_q % 2)
+                        if l2norm or rows < C:
+                            T.barrier_wait(k_ready[key_q % 2], key_q // 2 % 2)
+                            T.barrier_wait(q_ready[0], key_q % 2)
                         for r_q in T.serial(ratio):
                             at_q = (key_q * ratio + r_q) % 2
                             T.barrier_wait(gates_ready[at_q], (key_q * ratio + r_q) // 2 % 2)
                             T.barrier_wait(rows_loaded[at_q], (key_q * ratio + r_q) // 2 % 2)
-                            T.wgmma_gemm(do_s[at_q, :, :], vd_s[at_q, :, :], s_q, transpose_B=True, clear_accum=True)
-                            T.wgmma_gemm(q_s[0, :, :], k_s[0, :, :], p, transpose_B=True, clear_accum=True)
+                            T.barrier_wait(do_loaded[0], (key_q * ratio + r_q) % 2)
+                            T.wgmma_gemm(do_s[0, :, :], vd_s[at_q, :, :], s_q, transpose_B=True, clear_accum=True)
+                            T.wgmma_gemm(q_s[0, :, :], k_s[key_q % 2, :, :], p, transpose_B=True, clear_accum=True)
                             T.wait_wgmma(0)
+                            T.barrier_arrive(rows_free[at_q])
                             # E = scale (dO Vd^T o G)
                             T.call_extern(
                                 "handle",
@@ -821,24 +990,33 @@ def program(config: Config):
                                 T.address_of(s_q[0, 0]),
                                 T.address_of(p[0, 0]),
                                 T.address_of(gamma_s[at_q, 0]),
+                                T.address_of(near_s[at_q, 0]),
                                 T.address_of(beta_s[at_q, 0]),
-                                T.address_of(query_s[0]),
+                                T.address_of(query_s[key_q % 2, 0]),
                                 scale,
                                 rows,
-                                T.address_of(rows_q_s[at_q, 0]),
-                                T.address_of(columns_q_s[at_q, 0, 0]),
+                                T.address_of(sums_q[0]),
                             )
                             if key_q * ratio + r_q > 0:
                                 T.barrier_wait(e_free[0], (key_q * ratio + r_q + 1) % 2)
-                            for i, j in T.Parallel(C, C):
-                                e_s[i, j] = T.cast(s_q[i, j], dtype)
+                            T.call_extern(
+                                "handle", "jax_qla_store_tile", T.address_of(s_q[0, 0]), T.address_of(e_s[0, 0])
+                            )
                             T.fence_proxy_async()
                             T.sync_threads(1, 128)
                             T.barrier_arrive(e_ready[0])
-                            T.wgmma_gemm(e_s, k_s[0, :, :], dq_f)
+                            T.wgmma_gemm(e_s, k_s[key_q % 2, :, :], dq_f)
+                            T.call_extern(
+                                "handle",
+                                "jax_qla_write_sums",
+                                T.address_of(sums_q[0]),
+                                T.access_ptr(rows_q_s[at_q, 0], "r"),
+                                T.access_ptr(columns_q_s[at_q, 0, 0], "r"),
+                            )
                             T.barrier_wait(h_loaded[0], at_q)
-                            T.wgmma_gemm(do_s[at_q, :, :], h_s, t_q, clear_accum=True)
+                            T.wgmma_gemm(do_s[0, :, :], h_s, t_q, clear_accum=True)
                             T.wait_wgmma(0)
+                            T.barrier_arrive(do_free[0])
                             T.barrier_arrive(h_free[0])
                             for x in T.unroll(2):
                                 dots_q[x] = 0.0
@@ -855,7 +1033,7 @@ def program(config: Config):
                                     T.address_of(dq_f[0, part_q * 64]),
                                     T.address_of(t_q[0, part_q * 64]),
                                     T.access_ptr(rise_s[at_q, 0], "r"),
-                                    T.access_ptr(query_s[0], "r"),
+                                    T.access_ptr(query_s[key_q % 2, 0], "r"),
                                     scale,
                                     T.address_of(queries[0]),
                                     T.address_of(dots_q[0]),
@@ -873,20 +1051,18 @@ def program(config: Config):
                                 f"jax_qla_project<{ctype}, {K // 64}>",
                                 T.address_of(dq_f[0, 0]),
                                 T.access_ptr(q_s[0, 0, 0], "r"),
-                                T.access_ptr(query_s[0], "r"),
+                                T.access_ptr(query_s[key_q % 2, 0], "r"),
                             )
-                        T.sync_threads(4, 256)  # nobody reads Q or K any more
-                        for i, j in T.Parallel(C, K):
-                            q_s[0, i, j] = T.cast(dq_f[i, j], dtype)
-                        T.fence_proxy_async()
-                        T.sync_threads(1, 128)
-                        if rows == C:
-                            T.tma_copy(q_s[0, :, :], dq[row : row + C, first + key_q, 0:K], leader_scope_threads=128)
-                            T.tma_store_wait(0)
-                        else:
-                            for part in T.serial(K // 64):
-                                m.store_rows(q_s, 0, dq, row, rows, first + key_q, 0, part * 64, tx)
-                        T.barrier_arrive(keys_free[0])
+                        T.barrier_arrive(k_free[key_q % 2])
+                        T.barrier_arrive(q_free[0])
+                        T.call_extern(
+                            "handle",
+                            f"jax_qla_write_tile<{ctype}, {K}>",
+                            T.address_of(dq_f[0, 0]),
+                            T.address_of(dq[row, first + key_q, 0]),
+                            rows,
+                            key_heads * K,
+                        )
 
     return gradients
 

@@ -9,14 +9,23 @@ P = scale Q K^T o G (notation of kernels/forward.py):
     dS' = exp(gamma_C) dS + Q^T diag(scale exp(gamma)) dO - K^T diag(exp(gamma) beta) dX   [K, V]
 
 Plan, one block per (sequence, value head, tile of `value_tile` value columns), three stages of chunk tiles (two of P); dS^T,
-dVd^T and dX^T stay in registers as the A operands of the next wgmma, dO^T is read from shared memory as a transposed A operand:
+dVd^T, dX^T and dO^T diag(scale exp(gamma)) are, in registers, the A operands of the next wgmma; for P^T dO, dO^T is read from shared
+memory as a transposed A operand:
 
     warpgroup       registers  work
-    0 (and 1)       200        64 value columns each: dS^T in float32; dh leaves through a tile of its own while K dS runs, dX
-                               through dO's tile
-    last            104        warp 0 loads Q, K, dO, a with TMA, two chunks ahead of what all prepare: gates, P into shared
-                               memory, Q scaled in place, a without its diagonal of ones
-    (barriers as in kernels/forward.py; rows beyond the sequence are zero in Q, K, a and dO)
+    0 (and 1)       208        64 value columns each: dS^T in float32; dh leaves through a tile of its own while P^T dO and K dS
+                               run, dX through dO's tile. 240 where there is one
+    last but one    72         gates, P into shared memory, a without its diagonal of ones. 152 where the state has one warpgroup
+    last            24         warp 0 loads Q, K, dO, a with TMA
+
+    barrier         arrives       waits                    says
+    loaded[stage]   TMA           last but one, then state the tiles are there
+    ready[stage]    last but one  state                    gates and P are there, rows beyond the sequence are zero in Q, K, a and dO
+    taken[tile]     state         last but one             P^T dO is done: P's tile may be overwritten
+    free[stage]     state         last                     dX has left: the stage may be overwritten
+
+The loads have a warp to themselves, and P's tile is free before its chunk's stage: when the warpgroup of P issued the loads, it
+waited for a stage, then issued, then prepared the next chunk, and the state waited for it.
 
 The diagonal of a^T dVd is dVd itself, which stays in the accumulator in float32.
 """
@@ -26,62 +35,10 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 
-from jax_qla.kernels.common import CHUNK, PASS_CONFIGS, TILE_PRELUDE, macros
+from jax_qla.kernels.common import CHUNK, P_PRELUDE, PASS_CONFIGS, macros
 from jax_qla.kernels.specification import decay, gather_chunks, inverse_length, last_row, scan_slots, scatter_chunks
 
 __all__ = ["PASS_CONFIGS", "Config", "program", "specification"]
-
-
-PRELUDE = (
-    TILE_PRELUDE
-    + r"""
-// tile_ij = scale (query_i, if normed) x_ij exp(gamma_i - gamma_j) for i >= j, else 0, of x, a wgmma accumulator [64, 64]; gamma in units of log2.
-template <typename T, bool normed>
-__device__ __forceinline__ void jax_qla_store_decayed(void* registers, const float* gamma, float scale, const float* query, T* tile) {
-  float* x = static_cast<float*>(registers);
-  const int lane = threadIdx.x & 31, warp = (threadIdx.x >> 5) & 3, top = warp * 16 + lane / 4;
-  const float at_row[2] = {gamma[top], gamma[top + 8]}, of_row[2] = {normed ? scale * query[top] : scale, normed ? scale * query[top + 8] : scale};
-#pragma unroll
-  for (int n = 0; n < 8; ++n) {
-    const float2 at_column = *reinterpret_cast<const float2*>(gamma + n * 8 + lane % 4 * 2);
-#pragma unroll
-    for (int h = 0; h < 2; ++h) {
-#pragma unroll
-      for (int e = 0; e < 2; ++e) {
-        float& value = x[4 * n + 2 * h + e];
-        const float decay = jax_qla_exp2(fminf(at_row[h] - (e ? at_column.y : at_column.x), 0.f));
-        value = top + h * 8 >= n * 8 + lane % 4 * 2 + e ? value * of_row[h] * decay : 0.f;
-      }
-    }
-  }
-  jax_qla_store_tile(x, tile);
-}
-// Row i of a tile [64, columns] in shared memory (halves of 64 columns, 128-byte swizzled) becomes scale factor_i times itself.
-template <typename T, int columns>
-__device__ __forceinline__ void jax_qla_scale_rows(T* tile, const float* factor, float scale) {
-  const int thread = threadIdx.x & 127;
-  uint4* vectors = reinterpret_cast<uint4*>(tile) + thread;
-#pragma unroll
-  for (int base = 0; base < columns / 16; base += 4) {
-    uint4 x[4];
-#pragma unroll
-    for (int n = 0; n < 4; ++n) x[n] = vectors[(base + n) * 128];
-#pragma unroll
-    for (int n = 0; n < 4; ++n) {
-      const float f = factor[((base + n) * 16 + thread / 8) & 63] * scale;
-      T pairs[8];
-      memcpy(pairs, &x[n], 16);
-      unsigned out[4];
-#pragma unroll
-      for (int e = 0; e < 4; ++e) {
-        out[e] = jax_qla_pack<T>(static_cast<float>(pairs[2 * e]) * f, static_cast<float>(pairs[2 * e + 1]) * f);
-      }
-      vectors[(base + n) * 128] = make_uint4(out[0], out[1], out[2], out[3]);
-    }
-  }
-}
-"""
-)
 
 
 @dataclass(frozen=True)
@@ -103,7 +60,6 @@ def program(config: Config):
 
     C, K, V, W, dtype = CHUNK, config.key_dim, config.value_dim, config.value_tile, config.dtype
     tiles = V // W  # blocks a head
-    ctype = {"bfloat16": "bfloat16_t", "float16": "half_t"}[dtype]
     l2norm, normed = config.l2norm, "true" if config.l2norm else "false"
     stages = 3
     S = 2 * W  # threads that hold the gradient: one warpgroup for every 64 value columns
@@ -127,7 +83,7 @@ def program(config: Config):
         ratio: T.int32,
         scale: T.float32,
     ):
-        with T.Kernel(sequences * tiles, value_heads, threads=S + 128, prelude=PRELUDE) as (block, head):
+        with T.Kernel(sequences * tiles, value_heads, threads=S + 256, prelude=P_PRELUDE) as (block, head):
             T.annotate_min_blocks_per_sm(1)
             T.pdl_trigger()  # `gradients` waits by itself
             n = T.alloc_var("int32")
@@ -143,7 +99,7 @@ def program(config: Config):
             first = (block % tiles) * W  # first value column of this block
             tx = T.get_thread_binding()
 
-            q_s = T.alloc_shared((stages, C, K), dtype)  # Q, then scale exp(gamma) Q
+            q_s = T.alloc_shared((stages, C, K), dtype)
             k_s = T.alloc_shared((stages, C, K), dtype)
             do_s = T.alloc_shared((stages, C, W), dtype)  # dO, then dX on its way out
             a_s = T.alloc_shared((stages, C, C), dtype)  # without its diagonal
@@ -156,94 +112,89 @@ def program(config: Config):
             drop_s = T.alloc_shared((stages, C), "float32")  # -exp(gamma) beta, over |k|^2 if keys are normalised
             key_s = T.alloc_shared((C,), "float32")  # 1 / |k|
             query_s = T.alloc_shared((C,), "float32")  # 1 / |q|
-            lift_s = T.alloc_shared((stages, C), "float32") if l2norm else rise_s  # exp(gamma) / |q|
+            lift_s = T.alloc_shared((stages, C), "float32")  # scale exp(gamma), over |q| if queries are normalised
             loaded = T.alloc_barrier([32] * stages)
             ready = T.alloc_barrier([128] * stages)
             free = T.alloc_barrier([S] * stages)
+            taken = T.alloc_barrier([S] * 2)
 
-            if tx >= S:
-                T.set_max_nreg(104, 0)
-                fetched = T.alloc_local((3,), "float32")  # gates of the chunk after
-                gates = T.alloc_local((3,), "float32")
+            if tx >= S + 128:
+                T.set_max_nreg(24, 0)
+                if tx < S + 160:
+                    for c in T.serial(count):
+                        if c >= stages:
+                            T.barrier_wait(free[c % stages], (c // stages + 1) % 2)
+                        m.load_rows(k, start + (count - 1 - c) * C, key_head, 0, K, k_s, c % stages, loaded)
+                        m.load_rows(q, start + (count - 1 - c) * C, key_head, 0, K, q_s, c % stages, loaded)
+                        m.load_rows(a, start + (count - 1 - c) * C, head, 0, C, a_s, c % stages, loaded)
+                        m.load_rows(do, start + (count - 1 - c) * C, head, first, W, do_s, c % stages, loaded)
+                        T.barrier_arrive(loaded[c % stages])
+            elif tx >= S:
+                T.set_max_nreg(72 if W == 128 else 152, 0)
+                fetched = T.alloc_local((3,), "float32")  # gates of the chunk to come
                 p = T.alloc_fragment((C, C), "float32")
-                T.clear(gates)
-                for step in T.serial(count + 1):
-                    # The state leaves a stage when it has begun with the next, and then P's other tile is free too.
-                    if step >= stages:
-                        T.barrier_wait(free[step % stages], (step // stages + 1) % 2)
-                    if step < count:
-                        if tx < S + 32:
-                            m.load_rows(k, start + (count - 1 - step) * C, key_head, 0, K, k_s, step % stages, loaded)
-                            m.load_rows(q, start + (count - 1 - step) * C, key_head, 0, K, q_s, step % stages, loaded)
-                            m.load_rows(a, start + (count - 1 - step) * C, head, 0, C, a_s, step % stages, loaded)
-                            m.load_rows(do, start + (count - 1 - step) * C, head, first, W, do_s, step % stages, loaded)
-                            T.barrier_arrive(loaded[step % stages])
-                        m.fetch_gates(
-                            gamma,
-                            beta,
-                            start + (count - 1 - step) * C,
-                            T.min(end - (start + (count - 1 - step) * C), C),
-                            head,
-                            tx - S,
-                            fetched,
-                        )
-                    if step > 0:
-                        # prepare the chunk before, which has arrived
-                        stage = (step + stages - 1) % stages
-                        rows = T.min(end - (start + (count - 1 - (step - 1)) * C), C)
-                        m.store_gates(gates, rows, tx - S, stage, gamma_s, rise_s, fall_s, beta_s)
-                        if tx < S + C:
-                            drop_s[stage, tx - S] = -(rise_s[stage, tx - S] * beta_s[stage, tx - S])
-                        T.barrier_wait(loaded[stage], (step - 1) // stages % 2)
-                        if rows < C:
-                            m.zero_tail(q_s, stage, rows, K, tx - S, 128)
-                            m.zero_tail(k_s, stage, rows, K, tx - S, 128)
-                            m.zero_tail(a_s, stage, rows, C, tx - S, 128)
-                            m.zero_tail(do_s, stage, rows, W, tx - S, 128)
-                            T.fence_proxy_async()
-                        if tx < S + C:
-                            a_s[stage, tx - S, tx - S] = T.cast(0, dtype)
-                        T.sync_threads(3, 128)
-                        if l2norm:
-                            m.inverse_lengths(k_s, stage, key_s)
-                            m.inverse_lengths(q_s, stage, query_s)
-                        T.gemm(q_s[stage, :, :], k_s[stage, :, :], p, transpose_B=True, clear_accum=True)
-                        if l2norm:
-                            T.sync_threads(3, 128)
-                            if tx < S + C:
-                                lift_s[stage, tx - S] = rise_s[stage, tx - S] * query_s[tx - S]
-                                drop_s[stage, tx - S] = drop_s[stage, tx - S] * (key_s[tx - S] * key_s[tx - S])
-                        T.call_extern(
-                            "handle",
-                            f"jax_qla_store_decayed<{ctype}, {normed}>",
-                            p.data,
-                            T.address_of(gamma_s[stage, 0]),
-                            scale,
-                            T.address_of(query_s[0]),
-                            T.address_of(p_s[(step + 1) % 2, 0, 0]),
-                        )
-                        T.sync_threads(3, 128)  # every warp has read Q
-                        T.call_extern(
-                            "handle",
-                            f"jax_qla_scale_rows<{ctype}, {K}>",
-                            T.address_of(q_s[stage, 0, 0]),
-                            T.address_of(lift_s[stage, 0]),
-                            scale,
-                        )
+                m.fetch_gates(
+                    gamma,
+                    beta,
+                    start + (count - 1) * C,
+                    T.min(end - (start + (count - 1) * C), C),
+                    head,
+                    tx - S,
+                    fetched,
+                )
+                for c in T.serial(count):
+                    at = c % stages
+                    rows = T.min(end - (start + (count - 1 - c) * C), C)
+                    if c >= 2:
+                        T.barrier_wait(taken[c % 2], (c // 2 + 1) % 2)
+                    T.barrier_wait(loaded[at], (c // stages) % 2)
+                    m.store_gates(fetched, rows, tx - S, at, gamma_s, rise_s, fall_s, beta_s)
+                    if tx < S + C:
+                        drop_s[at, tx - S] = -(rise_s[at, tx - S] * beta_s[at, tx - S])
+                        lift_s[at, tx - S] = scale * rise_s[at, tx - S]
+                        a_s[at, tx - S, tx - S] = T.cast(0, dtype)
+                    if c + 1 < count:  # those are whole
+                        m.fetch_gates(gamma, beta, start + (count - 2 - c) * C, C, head, tx - S, fetched)
+                    if rows < C:
+                        m.zero_tail(q_s, at, rows, K, tx - S, 128)
+                        m.zero_tail(k_s, at, rows, K, tx - S, 128)
+                        m.zero_tail(a_s, at, rows, C, tx - S, 128)
+                        m.zero_tail(do_s, at, rows, W, tx - S, 128)
                         T.fence_proxy_async()
-                        T.barrier_arrive(ready[stage])
-                    for x in T.unroll(3):
-                        gates[x] = fetched[x]
+                    T.sync_threads(3, 128)
+                    if l2norm:
+                        m.inverse_lengths(k_s, at, key_s)
+                        m.inverse_lengths(q_s, at, query_s)
+                    T.gemm(q_s[at, :, :], k_s[at, :, :], p, transpose_B=True, clear_accum=True)
+                    if l2norm:
+                        T.sync_threads(3, 128)
+                        if tx < S + C:
+                            lift_s[at, tx - S] = lift_s[at, tx - S] * query_s[tx - S]
+                            drop_s[at, tx - S] = drop_s[at, tx - S] * (key_s[tx - S] * key_s[tx - S])
+                    T.call_extern(
+                        "handle",
+                        f"jax_qla_store_decayed<{normed}, true>",
+                        p.data,
+                        T.address_of(gamma_s[at, 0]),
+                        scale,
+                        T.address_of(query_s[0]),
+                        T.address_of(p_s[c % 2, 0, 0]),
+                    )
+                    T.fence_proxy_async()
+                    T.barrier_arrive(ready[at])
             else:
                 for wg in tuple(range(W // 64)):
                     part = wg * 64  # first of this warpgroup's columns
                     if tx < 128 if wg == 0 else tx >= 128:
-                        T.set_max_nreg(200, 1)
+                        T.set_max_nreg(208 if W == 128 else 240, 1)
                         d = T.alloc_fragment((64, K), "float32")
                         d_b = T.alloc_fragment((64, K), dtype)
                         u = T.alloc_fragment((64, C), "float32")
+                        from_output = T.alloc_fragment((64, C), "float32")  # P^T dO
                         dvd_b = T.alloc_fragment((64, C), dtype)
                         dw_b = T.alloc_fragment((64, C), dtype)
+                        do_t = T.alloc_fragment((64, C), dtype)
+                        do_b = T.alloc_fragment((64, C), dtype)  # dO^T diag(scale exp(gamma))
                         of_column = T.alloc_fragment(
                             (C,), "float32"
                         )  # factors of u's columns, read while a product runs
@@ -261,10 +212,17 @@ def program(config: Config):
                             line = start + (count - 1 - c) * C
                             lines = T.min(end - line, C)
                             slot = start // C + n + 1 + (count - 1 - c)
-                            T.copy(d, d_b)
                             T.barrier_wait(ready[at], (c // stages) % 2)
                             T.barrier_wait(loaded[at], (c // stages) % 2)
                             # dVd = exp(gamma_C - gamma) K dS + P^T dO
+                            T.copy(d, d_b)
+                            T.wgmma_gemm(
+                                do_s[at, :, part : part + 64],
+                                p_s[c % 2, :, :],
+                                from_output,
+                                transpose_A=True,
+                                clear_accum=True,
+                            )
                             T.wgmma_gemm(d_b, k_s[at, :, :], u, transpose_B=True, clear_accum=True)
                             # the gradient of the state after the chunk leaves while the product runs; the one before has left
                             T.tma_store_wait(1)
@@ -281,23 +239,28 @@ def program(config: Config):
                             T.tma_store_wait(1)
                             if c > 0:
                                 T.barrier_arrive(free[(c - 1) % stages])
-                            for j in T.Parallel(C):
-                                of_column[j] = fall_s[at, j]
-                            T.wait_wgmma(0)
+                            T.call_extern(
+                                "handle",
+                                "jax_qla_load_transposed",
+                                do_t.data,
+                                T.access_ptr(do_s[at, 0, part], "r"),
+                            )
                             for i, j in T.Parallel(64, C):
-                                u[i, j] = u[i, j] * of_column[j]
-                            T.wgmma_gemm(do_s[at, :, part : part + 64], p_s[c % 2, :, :], u, transpose_A=True)
+                                do_b[i, j] = T.cast(do_t[i, j], "float32") * lift_s[at, j]
+                            T.wait_wgmma(0)
+                            T.barrier_arrive(taken[c % 2])
+                            for i, j in T.Parallel(64, C):
+                                u[i, j] = u[i, j] * fall_s[at, j] + from_output[i, j]
+                            T.copy(u, dvd_b)
+                            # dX = A^T dVd, on the diagonal (of ones), which a_s lacks, without the rounding of dVd
+                            T.wgmma_gemm(dvd_b, a_s[at, :, :], u)
                             whole = rise_s[at, lines - 1]
                             for i, j in T.Parallel(64, K):
                                 d[i, j] = d[i, j] * whole
                             for j in T.Parallel(C):
                                 of_column[j] = drop_s[at, j]
-                            T.wait_wgmma(0)
-                            T.copy(u, dvd_b)
-                            # dX = A^T dVd, on the diagonal (of ones), which a_s lacks, without the rounding of dVd
-                            T.wgmma_gemm(dvd_b, a_s[at, :, :], u)
                             # dS = exp(gamma_C) dS + Q^T scale exp(gamma) dO - K^T exp(gamma) beta dX
-                            T.wgmma_gemm(do_s[at, :, part : part + 64], q_s[at, :, :], d, transpose_A=True)
+                            T.wgmma_gemm(do_b, q_s[at, :, :], d)
                             T.wait_wgmma(1)
                             for i, j in T.Parallel(64, C):
                                 dw_b[i, j] = T.cast(u[i, j] * of_column[j], dtype)
