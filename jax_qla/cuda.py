@@ -220,8 +220,8 @@ def backward(
     results = launch(
         [
             *steps,
-            call.step(state_gradients_kernel, rename={"dx": "dv"} | final, scale=scale, **alone),
-            call.step(gradients_kernel, rename={"dx": "dv"}, scale=scale),
+            call.step(state_gradients_kernel, rename=final, scale=scale, **alone),
+            call.step(gradients_kernel, rename={"d": "dv"}, scale=scale),
         ],
         inputs,
         {

@@ -64,8 +64,8 @@ class Case:
     "strong" (half small, half down to -70, none a round number), "resets" (random, some -inf)."""
     keys: str = "unit"
     """"unit" (random of length 1), "identical" (of length 1), "identical long" (of length 4), "zero" or "some zero"."""
-    beta: float | Literal["some zero"] | None = None
-    """A constant, None for random in (0, 1), or every third of these zero."""
+    beta: float | Literal["some zero", "some faint"] | None = None
+    """A constant, None for random in (0, 1), or every third of these zero, or times 2^-12 (of which every other zero)."""
     segments: tuple[tuple[int, int], ...] | None = None
     """Start and end row of each sequence, or None for a dense batch."""
     initial_state: bool = True
@@ -171,6 +171,9 @@ def inputs(case: Case) -> Inputs:
     beta = 1 / (1 + np.exp(-normal((batch, tokens, value_heads))))
     if case.beta == "some zero":
         beta[:, ::3] = 0
+    elif case.beta == "some faint":
+        beta[:, ::3] *= 2.0**-12
+        beta[:, ::6] = 0
     elif case.beta is not None:
         beta = np.full_like(beta, case.beta)
     state_shape = (case.sequences, value_heads, case.key_dim, case.value_dim)
@@ -394,6 +397,7 @@ def _cases() -> Iterator[Case]:
     yield Case("identical keys of length 4, gates -3", keys="identical long", beta=1.0, gates=-3.0)
     yield Case("zero keys", keys="zero")
     yield Case("beta 0", beta=0.0)
+    yield Case("some beta faint", beta="some faint")
     yield Case("beta 2", beta=2.0)
     yield Case("no initial state", initial_state=False)
     yield Case("packed, empty sequences", tokens=300, segments=_TIGHT)
@@ -422,6 +426,7 @@ def _cases() -> Iterator[Case]:
     yield normalised("normalised, some keys zero", keys="some zero")
     yield normalised("normalised, beta 0", beta=0.0)
     yield normalised("normalised, some beta 0", beta="some zero")
+    yield normalised("normalised, some beta faint", beta="some faint")
     yield normalised("normalised, packed, empty sequences", tokens=300, segments=_TIGHT)
     yield normalised("normalised, packed, gaps of NaN", tokens=300, segments=_GAPS, poisoned=True)
 

@@ -33,7 +33,7 @@ RESULTS = {
     "compose": ("entering",),
     "forward": ("o", "final_state"),
     "states": ("h", "vd"),
-    "state_gradients": ("dh", "dx", "d_initial_state"),
+    "state_gradients": ("dh", "dv", "d_initial_state"),
     "gradients": ("dq", "dk", "dv", "dg", "dbeta"),
     "recurrent": ("o", "final_state"),
 }

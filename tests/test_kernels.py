@@ -69,6 +69,7 @@ def inputs(batch: int, tokens: int, sequences: int, heads: tuple[int, int]) -> A
     g[:, 10::50, 0] = -20.0
     g[:, 20::90, 1] = -np.inf
     beta[:, 5::30] = 0.0
+    beta[:, 6::30] *= 1e-4
     arrays = {
         "q": normal(*k.shape),
         "k": k / np.linalg.norm(k, axis=-1, keepdims=True),
@@ -116,9 +117,9 @@ def chain(
         (states, "k v a gamma beta initial_state segments chunks -> h vd"),
         (
             state_gradients,
-            "q k do a gamma beta d_final_state segments chunks -> dh dx d_initial_state",
+            "q k do a gamma beta d_final_state segments chunks -> dh dv d_initial_state",
         ),
-        (gradients, "q k v g gamma beta do vd dx h dh segments -> dq dk dv dg dbeta"),
+        (gradients, "q k v g gamma beta do vd dv h dh segments -> dq dk dv dg dbeta"),
     )
     if piece_rows is not None:
         parts = tables.piece_count(tokens, segments.shape[0], piece_rows)
@@ -265,7 +266,7 @@ def test_dtypes_are_the_kernels(dtype: str) -> None:
     given = inputs(1, TOKENS, len(bounds), HEADS["grouped"])
     given = {name: x.astype(dtype if name in ("q", "k", "v", "do") else jnp.float32) for name, x in given.items()}
     found = jax.eval_shape(functools.partial(chain, tokens=TOKENS), given, jnp.asarray(bounds, jnp.int32))
-    for name in ("a", "o", "h", "vd", "dh", "dx", "dq", "dk", "dv"):
+    for name in ("a", "o", "h", "vd", "dh", "dq", "dk", "dv"):
         assert found[name].dtype == dtype, name
     for name in ("gamma", "final_state", "d_initial_state", "dg", "dbeta"):
         assert found[name].dtype == jnp.float32, name

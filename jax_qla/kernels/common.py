@@ -28,6 +28,10 @@ MIN_LOG_DECAY = -110.0  # exp of it is 0 in float32; clamping keeps the cumulati
 # to 504: an increase beyond that waits forever.
 LOG2_E = 1.4426950408889634
 
+FAINT = 2.0**-10
+"""Where |beta| is less, dv = beta dX in 16 bits has not dX's precision, or is 0: such rows stay dX until kernels/gradients.py
+has used them."""
+
 L2NORM_EPSILON = 1e-6
 """q and k are divided by sqrt(|x|^2 + this) where a call asks for it."""
 

@@ -1,31 +1,33 @@
 """All gradients of one chunk from the states around it: no recurrence, every chunk for itself.
 
-With h, Vd of kernels/states.py, dh, dX of kernels/state_gradients.py, P = Q K^T, G as in kernels/forward.py (i >= j),
-E = scale (dO Vd^T o G), F = -(dX Vd^T o G) strictly lower, M = diag(beta) F, Z = dX h^T, Y = diag(exp(gamma_C - gamma)) Vd dh^T:
+With h, Vd of kernels/states.py, dh, D of kernels/state_gradients.py (there dv: diag(c) dX with c = beta, or 1 where |beta| < FAINT),
+w = beta / c, P = Q K^T, G as in kernels/forward.py (i >= j), E = scale (dO Vd^T o G), F = -(D Vd^T o G) strictly lower, M = diag(w) F,
+Z = D h^T, Y = diag(exp(gamma_C - gamma)) Vd dh^T:
 
     dq     = sum over the value heads of the key head of  scale diag(exp(gamma)) dO h^T + E K
-    dk     = sum over the value heads of the key head of  E^T Q + (M + M^T) K - diag(exp(gamma) beta) Z + Y
-    dv     = diag(beta) dX
-    dbeta  = <dX_i, Vd_i> / beta_i, which for beta_i = 0 is the limit
-             rowsum(F o K K^T) + <dX_i, V_i> - exp(gamma_i) <Z_i, K_i>, a difference of larger numbers elsewhere
-    dgamma = rowsum(R) - colsum(R) + scale exp(gamma_i) <(dO h^T)_i, Q_i> - beta_i exp(gamma_i) <Z_i, K_i>,
-             R = E o P + diag(beta) F o K K^T, strictly lower
+    dk     = sum over the value heads of the key head of  E^T Q + (M + M^T) K - diag(exp(gamma) w) Z + Y
+    dv     = diag(w) D
+    dbeta  = <D_i, Vd_i> / (c_i beta_i), which for beta_i = 0 is the limit
+             rowsum(F o K K^T) + <D_i, V_i> - exp(gamma_i) <Z_i, K_i>, a difference of larger numbers elsewhere
+    dgamma = rowsum(R) - colsum(R) + scale exp(gamma_i) <(dO h^T)_i, Q_i> - w_i exp(gamma_i) <Z_i, K_i>,
+             R = E o P + diag(w) F o K K^T, strictly lower
     dg_i   = sum_{j >= i} dgamma_j + sum_{j < i} <Y_j, K_j> + exp(gamma_C) <dh, h>, and 0 where g < -110 (the clamp)
 
-With `l2norm` these are of beta / |k|^2 for beta, |k| V for V and scale / |q_i| for scale (kernels/common.py), which leaves <dX, Vd> / beta
-what it is; the tiles of dq and dk are projected before they leave.
+With `l2norm` dX is that of beta / |k|^2 for beta and |k| V for V, scale / |q_i| is for scale (kernels/common.py), D has c / |k| for c, M and dk have
+w / |k| for w, and dbeta is <D_i, Vd_i> |k_i| / (c_i beta_i), or 1 / |k_i| times the limit's terms with K; the tiles of dq and dk are projected
+before they leave.
 
 What dg would add and subtract again (the diagonal of R, <Y_j, K_j> of the rows from i on) is left out: where the decay is
 strong, dg is smaller than the rounding of these. R is summed in float32 and never rounded.
 
-Plan, one block per (chunk slot, `group` key heads), 512 threads, a loop over the key heads and their value heads. K, Vd and dX have two
+Plan, one block per (chunk slot, `group` key heads), 512 threads, a loop over the key heads and their value heads. K, Vd and D have two
 stages of tiles, Q, dO, h and dh one each, loaded for the next head as soon as their last reader is done. Warpgroup 1 has most to do: what
-it needs first of a head, K, Vd and dX, is there before, and what must wait for a free tile it needs last or not at all.
+it needs first of a head, K, Vd and D, is there before, and what must wait for a free tile it needs last or not at all.
 
     warpgroup     registers   work
     0             184         E, P; dq in registers over all value heads
     1             208         F, K K^T, Z and Y (64 key columns at a time); dk in registers over all value heads
-    2             72          <dh, h>, dv, <dX, Vd>; lengths of q and k; zero rows of gaps
+    2             72          <dh, h>, <D, Vd>; dv in faint rows, which elsewhere is there; lengths of q and k; zero rows of gaps
     3, warps 0, 1 48          "gates": a thread a row, gates of the head after the next; puts dbeta and dg together
     3, warp 2     48          "loads": TMA
 
@@ -34,7 +36,7 @@ it needs first of a head, K, Vd and dX, is there before, and what must wait for 
     q_loaded             TMA       0, 1, 2            and Q
     k_ready[], q_ready   2         0, 1               their rows beyond the sequence are zero, their lengths known: waited for in such cases only
     k_free[], q_free     0, 1      loads              their tiles may be overwritten
-    rows_loaded[stage]   TMA       0, 1, 2            this value head's Vd and dX are there
+    rows_loaded[stage]   TMA       0, 1, 2            this value head's Vd and D are there
     rows_free[stage]     0, 1, 2   loads              and may be overwritten
     do_loaded            TMA       0                  dO is there
     do_free              0         loads              and may be overwritten
@@ -63,6 +65,7 @@ import jax.numpy as jnp
 from jax_qla.kernels.common import (
     CHUNK,
     CHUNK_PRELUDE,
+    FAINT,
     MIN_LOG_DECAY,
     PASS_CONFIGS,
     TILE_PRELUDE,
@@ -77,6 +80,7 @@ __all__ = ["PASS_CONFIGS", "Config", "program", "specification"]
 PRELUDE = (
     TILE_PRELUDE
     + CHUNK_PRELUDE
+    + f"constexpr float kFaint = {FAINT}f;"
     + r"""
 __device__ __forceinline__ int jax_qla_any(int x) { return __any_sync(0xffffffffu, x); }
 
@@ -169,10 +173,9 @@ struct jax_qla_share {
     if (vector % 2 == 0) out[first + step * (vector / 2)] = total;
   }
 };
-// Rows i < rows of out [.., heads, columns] become factor_i (norm_i, if normed) x_i, and dots_i = <x_i, y_i>, of tiles x and y in shared memory.
-template <typename T, int columns, bool normed>
-__device__ __forceinline__ void jax_qla_scale_and_dot(const void* x, const void* y, const float* factor, const float* norm, int rows,
-                                                      int heads, T* out, float* dots) {
+// dots_i = <x_i, y_i> of tiles x and y [64, columns] in shared memory (halves of 64 columns, 128-byte swizzled), by a warpgroup.
+template <typename T, int columns>
+__device__ __forceinline__ void jax_qla_row_dots(const void* x, const void* y, float* dots) {
   const int lane = threadIdx.x & 31, top = (threadIdx.x >> 5 & 3) * 16;
   const unsigned of_x = jax_qla_dot_rows(x, top), of_y = jax_qla_dot_rows(y, top);
   float sums[2][4] = {};
@@ -185,24 +188,25 @@ __device__ __forceinline__ void jax_qla_scale_and_dot(const void* x, const void*
 #pragma unroll
     for (int h = 0; h < 2; ++h) dots[top + lane / 4 + h * 8] = jax_qla_dot(sums, h);
   }
+}
+// Rows i < rows of out [.., heads, columns], where |factor_i| < kFaint, become factor_i x_i of a tile x in shared memory.
+template <typename T, int columns>
+__device__ __forceinline__ void jax_qla_scale_faint_rows(const void* x, const float* factor, int rows, int heads, T* out) {
   using Share = jax_qla_share<columns>;
   const Share share;
-  const long long step = static_cast<long long>(Share::step * columns) * heads;
-  out += static_cast<long long>(share.first) * (heads * columns) + share.vector * 8;
-  factor += share.first;
-  norm += share.first;
-#pragma unroll 4
+#pragma unroll 1
   for (int n = 0; n < Share::passes; ++n) {
-    float f = factor[Share::step * n];
-    if constexpr (normed) f *= norm[Share::step * n];
+    const int row = share.first + Share::step * n;
+    const float f = factor[row];
+    if (row >= rows || !(fabsf(f) < kFaint)) continue;
     const uint4 a = share.of(x, n);
     T p[8];
     memcpy(p, &a, 16);
     unsigned scaled[4];
 #pragma unroll
     for (int e = 0; e < 4; ++e) scaled[e] = jax_qla_pack<T>(f * static_cast<float>(p[2 * e]), f * static_cast<float>(p[2 * e + 1]));
-    if (share.first + Share::step * n < rows) *reinterpret_cast<uint4*>(out) = make_uint4(scaled[0], scaled[1], scaled[2], scaled[3]);
-    out += step;
+    *reinterpret_cast<uint4*>(out + static_cast<long long>(row) * (heads * columns) + share.vector * 8) =
+        make_uint4(scaled[0], scaled[1], scaled[2], scaled[3]);
   }
 }
 // dots_i = <x_i, y_i> for i < rows of a tile x in shared memory and y [.., heads, columns] in global memory.
@@ -522,7 +526,7 @@ def program(config: Config):
         beta: T.Tensor((tokens, value_heads), "float32"),
         do: T.Tensor((tokens, value_heads, V), dtype),
         vd: T.Tensor((tokens, value_heads, V), dtype),
-        dx: T.Tensor((tokens, value_heads, V), dtype),
+        d: T.Tensor((tokens, value_heads, V), dtype),  # D; may be dv itself
         h: T.Tensor((slots, value_heads, V, K), dtype),
         dh: T.Tensor((slots, value_heads, V, K), dtype),
         segments: T.Tensor((sequences, 2), "int32"),
@@ -565,21 +569,21 @@ def program(config: Config):
             k_s = T.alloc_shared((2, C, K), dtype)
             do_s = T.alloc_shared((1, C, V), dtype)
             vd_s = T.alloc_shared((2, C, V), dtype)
-            dx_s = T.alloc_shared((2, C, V), dtype)
+            dv_s = T.alloc_shared((2, C, V), dtype)
             h_s = T.alloc_shared((V, K), dtype)
             dh_s = T.alloc_shared((V, K), dtype)
             e_s = T.alloc_shared((C, C), dtype)  # scale (dO Vd^T o G)
-            f_s = T.alloc_shared((C, C), dtype)  # M + M^T, M = -beta (dX Vd^T o G) strictly lower
+            f_s = T.alloc_shared((C, C), dtype)  # M + M^T, M = -w (D Vd^T o G) strictly lower
             gamma_s = T.alloc_shared((2, C), "float32")
             rise_s = T.alloc_shared((2, C), "float32")
             fall_s = T.alloc_shared((2, C), "float32")
             near_s = T.alloc_shared((2, C), "float32")  # what a row decays until the last of the 16 rows around it
             beta_s = T.alloc_shared((2, C), "float32")
-            drop_s = T.alloc_shared((2, C), "float32")  # -exp(gamma) beta
+            weight_s = T.alloc_shared((2, C), "float32")  # w: 1, or beta of faint rows
+            drop_s = T.alloc_shared((2, C), "float32")  # -exp(gamma) w
             query_s = T.alloc_shared((2, C), "float32")  # of a key head 1 / |q|
             key_s = T.alloc_shared((2, C), "float32")  # 1 / |k|
-            key2_s = T.alloc_shared((2, C), "float32")  # and its square
-            zero_s = T.alloc_shared((2, 2), "int32")  # whether a beta of a warp's rows is 0
+            faint_s = T.alloc_shared((2, 2), "int32")  # whether a row of a warp's is
             # parts of dgamma and dbeta, by stage: inner products of rows, row sums and column sums
             q_dots_s = T.alloc_shared((2, C), "float32")
             z_dots_s = T.alloc_shared((2, C), "float32")
@@ -632,11 +636,14 @@ def program(config: Config):
                                 for x in T.unroll(3):
                                     gates[x] = second[x]
                             m.store_gates(gates, rows, i, r, gamma_s, rise_s, fall_s, beta_s)
-                            drop_s[r, i] = -(rise_s[r, i] * beta_s[r, i])
+                            weight_s[r, i] = T.Select(
+                                T.abs(beta_s[r, i]) < T.float32(FAINT), beta_s[r, i], T.float32(1)
+                            )
+                            drop_s[r, i] = -(rise_s[r, i] * weight_s[r, i])
                             T.sync_threads(5, 64)
                             near_s[r, i] = T.exp2(T.min(gamma_s[r, i // 16 * 16 + 15] - gamma_s[r, i], 0.0))
-                            zero_s[r, i // 32] = T.call_extern(
-                                "int32", "jax_qla_any", T.cast(i < rows and gates[2] == 0, "int32")
+                            faint_s[r, i // 32] = T.call_extern(
+                                "int32", "jax_qla_any", T.cast(i < rows and T.abs(gates[2]) < T.float32(FAINT), "int32")
                             )
                             T.barrier_arrive(gates_ready[r])
                         for key in T.serial(keys):
@@ -658,18 +665,23 @@ def program(config: Config):
                                         + (scale * query_s[key % 2, i] if l2norm else scale)
                                         * rise_s[at, i]
                                         * q_dots_s[at, i]
-                                        + (beta_s[at, i] * key2_s[key % 2, i] if l2norm else beta_s[at, i]) * inner
+                                        + (weight_s[at, i] * key_s[key % 2, i] if l2norm else weight_s[at, i]) * inner
                                     )
                                     for x in T.unroll(4):
                                         total = total - (columns_q_s[at, x, i] + columns_k_s[at, x, i])
                                     if beta_s[at, i] != 0:
-                                        dbeta[row + i, head] = dot_s[at, i] / beta_s[at, i]
+                                        divisor = (
+                                            beta_s[at, i]
+                                            * T.Select(
+                                                T.abs(beta_s[at, i]) < T.float32(FAINT), T.float32(1), beta_s[at, i]
+                                            )
+                                            * (key_s[key % 2, i] if l2norm else T.float32(1))
+                                        )
+                                        dbeta[row + i, head] = dot_s[at, i] / divisor
                                     else:
                                         dbeta[row + i, head] = (
-                                            key2_s[key % 2, i] * inner + key_s[key % 2, i] * dot_v_s[at, i]
-                                            if l2norm
-                                            else inner + dot_v_s[at, i]
-                                        )
+                                            key_s[key % 2, i] * inner if l2norm else inner
+                                        ) + dot_v_s[at, i]
                                     earlier = fall_s[at, i] * y_dots_s[at, i]
                                 later = T.call_extern("float32", "jax_qla_from", total)
                                 total = earlier
@@ -687,11 +699,14 @@ def program(config: Config):
                                 T.sync_threads(5, 64)
                                 if key * ratio + r + 2 < heads:
                                     m.store_gates(gates, rows, i, at, gamma_s, rise_s, fall_s, beta_s)
-                                    drop_s[at, i] = -(rise_s[at, i] * beta_s[at, i])
+                                    weight_s[at, i] = T.Select(
+                                        T.abs(beta_s[at, i]) < T.float32(FAINT), beta_s[at, i], T.float32(1)
+                                    )
+                                    drop_s[at, i] = -(rise_s[at, i] * weight_s[at, i])
                                     T.sync_threads(5, 64)
                                     near_s[at, i] = T.exp2(T.min(gamma_s[at, i // 16 * 16 + 15] - gamma_s[at, i], 0.0))
-                                    zero_s[at, i // 32] = T.call_extern(
-                                        "int32", "jax_qla_any", T.cast(i < rows and gates[2] == 0, "int32")
+                                    faint_s[at, i // 32] = T.call_extern(
+                                        "int32", "jax_qla_any", T.cast(i < rows and T.abs(gates[2]) < T.float32(FAINT), "int32")
                                     )
                                     T.barrier_arrive(gates_ready[at])
                 elif tx < 480:
@@ -699,7 +714,7 @@ def program(config: Config):
                         load_rows(k, k_s, row, first, K, 0, k_loaded)
                         T.barrier_arrive(k_loaded[0])
                         load_rows(vd, vd_s, row, first * ratio, V, 0, rows_loaded)
-                        load_rows(dx, dx_s, row, first * ratio, V, 0, rows_loaded)
+                        load_rows(d, dv_s, row, first * ratio, V, 0, rows_loaded)
                         T.barrier_arrive(rows_loaded[0])
                         load_rows(do, do_s, row, first * ratio, V, 0, do_loaded)
                         T.barrier_arrive(do_loaded[0])
@@ -709,7 +724,7 @@ def program(config: Config):
                         load_states(dh, dh_s, slot, first * ratio, dh_loaded)
                         if heads > 1:
                             load_rows(vd, vd_s, row, first * ratio + 1, V, 1, rows_loaded)
-                            load_rows(dx, dx_s, row, first * ratio + 1, V, 1, rows_loaded)
+                            load_rows(d, dv_s, row, first * ratio + 1, V, 1, rows_loaded)
                             T.barrier_arrive(rows_loaded[1])
                         if keys > 1:
                             load_rows(k, k_s, row, first + 1, K, 1, k_loaded)
@@ -732,7 +747,7 @@ def program(config: Config):
                                 if n + 2 < heads:
                                     T.barrier_wait(rows_free[n % 2], n // 2 % 2)
                                     load_rows(vd, vd_s, row, first * ratio + n + 2, V, n % 2, rows_loaded)
-                                    load_rows(dx, dx_s, row, first * ratio + n + 2, V, n % 2, rows_loaded)
+                                    load_rows(d, dv_s, row, first * ratio + n + 2, V, n % 2, rows_loaded)
                                     T.barrier_arrive(rows_loaded[n % 2])
                             if key_l + 2 < keys:
                                 T.barrier_wait(k_free[key_l % 2], key_l // 2 % 2)
@@ -750,10 +765,6 @@ def program(config: Config):
                             if r == 0 and (l2norm or rows < C):
                                 T.barrier_wait(k_loaded[key % 2], key // 2 % 2)
                                 finish_rows(k_s, key % 2, key_s, key % 2, rows, i)
-                                if l2norm:
-                                    T.sync_threads(3, 128)
-                                    if i < C:
-                                        key2_s[key % 2, i] = key_s[key % 2, i] * key_s[key % 2, i]
                                 T.barrier_arrive(k_ready[key % 2])
                                 T.barrier_wait(q_loaded[0], key % 2)
                                 finish_rows(q_s, 0, query_s, key % 2, rows, i)
@@ -770,24 +781,27 @@ def program(config: Config):
                             T.barrier_arrive(h_free[0])
                             T.barrier_arrive(dh_free[0])
                             T.barrier_wait(rows_loaded[at], (key * ratio + r) // 2 % 2)
-                            # dV = beta dX; <dX_i, Vd_i>, and where a beta is 0 <dX_i, V_i>, for dbeta
                             T.call_extern(
                                 "handle",
-                                f"jax_qla_scale_and_dot<{ctype}, {V}, {normed}>",
-                                T.address_of(dx_s[at, 0, 0]),
+                                f"jax_qla_row_dots<{ctype}, {V}>",
+                                T.address_of(dv_s[at, 0, 0]),
                                 T.address_of(vd_s[at, 0, 0]),
-                                T.address_of(beta_s[at, 0]),
-                                T.address_of(key_s[key % 2, 0]),
-                                rows,
-                                value_heads,
-                                T.address_of(dv[row, head, 0]),
                                 T.address_of(dot_s[at, 0]),
                             )
-                            if zero_s[at, 0] + zero_s[at, 1] > 0:
+                            if faint_s[at, 0] + faint_s[at, 1] > 0:
+                                T.call_extern(
+                                    "handle",
+                                    f"jax_qla_scale_faint_rows<{ctype}, {V}>",
+                                    T.address_of(dv_s[at, 0, 0]),
+                                    T.address_of(beta_s[at, 0]),
+                                    rows,
+                                    value_heads,
+                                    T.address_of(dv[row, head, 0]),
+                                )
                                 T.call_extern(
                                     "handle",
                                     f"jax_qla_dots<{ctype}, {V}>",
-                                    T.address_of(dx_s[at, 0, 0]),
+                                    T.address_of(dv_s[at, 0, 0]),
                                     T.address_of(v[row, head, 0]),
                                     rows,
                                     value_heads,
@@ -831,14 +845,14 @@ def program(config: Config):
                             at_k = (key_k * ratio + r_k) % 2
                             T.barrier_wait(gates_ready[at_k], (key_k * ratio + r_k) // 2 % 2)
                             T.barrier_wait(rows_loaded[at_k], (key_k * ratio + r_k) // 2 % 2)
-                            T.wgmma_gemm(dx_s[at_k, :, :], vd_s[at_k, :, :], s_k, transpose_B=True, clear_accum=True)
+                            T.wgmma_gemm(dv_s[at_k, :, :], vd_s[at_k, :, :], s_k, transpose_B=True, clear_accum=True)
                             T.wgmma_gemm(
                                 k_s[key_k % 2, :, :], k_s[key_k % 2, :, :], kk, transpose_B=True, clear_accum=True
                             )
                             T.wait_wgmma(0)
                             # A warp writes rows of M + M^T that another reads: none may be at work on the last head's any more.
                             T.sync_threads(2, 128)
-                            # F = -(dX Vd^T o G), strictly lower
+                            # F = -(D Vd^T o G), strictly lower
                             T.call_extern(
                                 "handle",
                                 f"jax_qla_decayed<true, {normed}>",
@@ -846,8 +860,8 @@ def program(config: Config):
                                 T.address_of(kk[0, 0]),
                                 T.address_of(gamma_s[at_k, 0]),
                                 T.address_of(near_s[at_k, 0]),
-                                T.address_of(beta_s[at_k, 0]),
-                                T.address_of(key2_s[key_k % 2, 0]),
+                                T.address_of(weight_s[at_k, 0]),
+                                T.address_of(key_s[key_k % 2, 0]),
                                 T.float32(-1),
                                 rows,
                                 T.address_of(sums_k[0]),
@@ -856,8 +870,8 @@ def program(config: Config):
                                 "handle",
                                 f"jax_qla_store_symmetric<{ctype}, {normed}>",
                                 T.address_of(s_k[0, 0]),
-                                T.address_of(beta_s[at_k, 0]),
-                                T.address_of(key2_s[key_k % 2, 0]),
+                                T.address_of(weight_s[at_k, 0]),
+                                T.address_of(key_s[key_k % 2, 0]),
                                 T.address_of(f_s[0, 0]),
                             )
                             T.fence_proxy_async()
@@ -869,7 +883,7 @@ def program(config: Config):
                             # Z and Y by turns: one is computed while the other is used
                             # "r": behind pointers that may be written to TileLang puts a fence (0.1 us) before the next wgmma. No
                             # wgmma and no TMA reads what is written here.
-                            T.wgmma_gemm(dx_s[at_k, :, :], h_s[:, 0:64], z_k, clear_accum=True)
+                            T.wgmma_gemm(dv_s[at_k, :, :], h_s[:, 0:64], z_k, clear_accum=True)
                             T.wgmma_gemm(vd_s[at_k, :, :], dh_s[:, 0:64], y_k, clear_accum=True)
                             T.call_extern(
                                 "handle",
@@ -892,13 +906,13 @@ def program(config: Config):
                                     T.address_of(dk_f[0, part * 64]),
                                     T.address_of(z_k[0, 0]),
                                     T.access_ptr(drop_s[at_k, 0], "r"),
-                                    T.access_ptr(key2_s[key_k % 2, 0], "r"),
+                                    T.access_ptr(key_s[key_k % 2, 0], "r"),
                                     T.float32(1),
                                     T.address_of(key_pairs[0]),
                                     T.address_of(dots[0]),
                                 )
                                 if part + 1 < K // 64:
-                                    T.wgmma_gemm(dx_s[at_k, :, :], h_s[:, 64:128], z_k, clear_accum=True)
+                                    T.wgmma_gemm(dv_s[at_k, :, :], h_s[:, 64:128], z_k, clear_accum=True)
                                     T.wait_wgmma(1)
                                 else:
                                     T.wait_wgmma(0)
@@ -908,7 +922,7 @@ def program(config: Config):
                                     T.address_of(dk_f[0, part * 64]),
                                     T.address_of(y_k[0, 0]),
                                     T.access_ptr(fall_s[at_k, 0], "r"),
-                                    T.access_ptr(key2_s[key_k % 2, 0], "r"),
+                                    T.access_ptr(key_s[key_k % 2, 0], "r"),
                                     T.float32(1),
                                     T.address_of(key_pairs[0]),
                                     T.address_of(dots[2]),
@@ -1076,7 +1090,7 @@ def specification(
     beta: jax.Array,
     do: jax.Array,
     vd: jax.Array,
-    dx: jax.Array,
+    d: jax.Array,
     h: jax.Array,
     dh: jax.Array,
     segments: jax.Array,
@@ -1091,33 +1105,34 @@ def specification(
     tokens, key_heads = q.shape[:2]
     chunks = jnp.asarray(chunk_table(segments, tokens))
     keys, queries = (jnp.repeat(gather_chunks(x, chunks), ratio, axis=2) for x in (k, q))
-    values, gates, strength, output, corrected, dx = (gather_chunks(x, chunks) for x in (v, gamma, beta, do, vd, dx))
+    values, gates, strength, output, corrected, d = (gather_chunks(x, chunks) for x in (v, gamma, beta, do, vd, d))
     used = chunks[:, 2, None, None, None] > 0
     h, dh = (jnp.where(used, x, 0).astype(keys.dtype) for x in (h, dh))
     end = last_row(gates, chunks)
     rise, fall = jnp.exp(gates), jnp.exp(end[:, None] - gates)
     of_key, scales = inverse_length(keys, l2norm), scale * inverse_length(queries, l2norm)
-    plain_strength, strength = strength, strength * of_key**2
+    faint = jnp.abs(strength) < FAINT
+    weight, factor = of_key * jnp.where(faint, strength, 1), of_key * jnp.where(faint, 1, strength)
 
     e = scales[:, :, None] * jnp.einsum("sihv,sjhv->sijh", output, corrected) * decay(gates)
-    f = -jnp.einsum("sihv,sjhv->sijh", dx, corrected) * decay(gates, strict=True)
+    f = -jnp.einsum("sihv,sjhv->sijh", d, corrected) * decay(gates, strict=True)
     kk = jnp.einsum("sihk,sjhk->sijh", keys, keys)
-    m = f * strength[:, :, None]
+    m = f * weight[:, :, None]
     # without its diagonal, which the row and the column sums share
     r = e * jnp.einsum("sihk,sjhk->sijh", queries, keys) * decay(jnp.zeros_like(gates), strict=True) + m * kk
     dq_state = (scales * rise)[..., None] * jnp.einsum("sihv,shvk->sihk", output, h)
-    z = jnp.einsum("sihv,shvk->sihk", dx, h)
+    z = jnp.einsum("sihv,shvk->sihk", d, h)
     y = fall[..., None] * jnp.einsum("sihv,shvk->sihk", corrected, dh)
 
     dq = dq_state + jnp.einsum("sijh,sjhk->sihk", e, keys)
     dk = jnp.einsum("sijh,sihk->sjhk", e, queries) + jnp.einsum("sijh,sjhk->sihk", m, keys)
-    dk += jnp.einsum("sijh,sihk->sjhk", m, keys) - (rise * strength)[..., None] * z + y
+    dk += jnp.einsum("sijh,sihk->sjhk", m, keys) - (rise * weight)[..., None] * z + y
     z_dot, y_dot = (jnp.sum(x * keys, axis=-1) for x in (z, y))
-    at_zero = jnp.sum(f * kk, axis=2) + jnp.sum(dx * values, axis=-1) / of_key - rise * z_dot
-    elsewhere = jnp.sum(dx * corrected, axis=-1) / jnp.where(plain_strength == 0, 1, plain_strength)
-    dbeta = jnp.where(plain_strength == 0, of_key**2 * at_zero, elsewhere)
+    at_zero = of_key * (jnp.sum(f * kk, axis=2) - rise * z_dot) + jnp.sum(d * values, axis=-1)
+    elsewhere = jnp.sum(d * corrected, axis=-1) / (factor * jnp.where(strength == 0, 1, strength))
+    dbeta = jnp.where(strength == 0, at_zero, elsewhere)
     dgamma = jnp.sum(r, axis=2) - jnp.sum(r, axis=1) + jnp.sum(dq_state * queries, axis=-1)
-    dgamma += -strength * rise * z_dot
+    dgamma += -weight * rise * z_dot
     before = jnp.cumsum(y_dot, axis=1) - y_dot
     at_end = jnp.exp(end) * jnp.sum(h * dh, axis=(2, 3))
     dg = jnp.flip(jnp.cumsum(jnp.flip(dgamma, 1), axis=1), 1) + before + at_end[:, None]
@@ -1137,7 +1152,7 @@ def specification(
     return (
         to_tokens(over_value_heads(dq, q), q.dtype),
         to_tokens(over_value_heads(dk, k), k.dtype),
-        to_tokens((strength / of_key)[..., None] * dx, v.dtype),
+        to_tokens(jnp.where(faint, strength, 1)[..., None] * d, v.dtype),
         to_tokens(dg, g.dtype),
         to_tokens(dbeta, g.dtype),
     )

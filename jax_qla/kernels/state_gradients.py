@@ -6,6 +6,7 @@ P = scale Q K^T o G (notation of kernels/forward.py):
     dh  = dS                                                                        [K, V] stored transposed
     dVd = P^T dO + diag(exp(gamma_C - gamma)) K dS                                  [64, V]
     dX  = a^T dVd                                                                   [64, V]
+    dv  = diag(beta) dX, but dX in rows where |beta| < FAINT                        [64, V]
     dS' = exp(gamma_C) dS + Q^T diag(scale exp(gamma)) dO - K^T diag(exp(gamma) beta) dX   [K, V]
 
 Plan, one block per (sequence, value head, tile of `value_tile` value columns), three stages of chunk tiles (two of P); dS^T,
@@ -14,7 +15,7 @@ memory as a transposed A operand:
 
     warpgroup       registers  work
     0 (and 1)       208        64 value columns each: dS^T in float32; dh leaves through a tile of its own while P^T dO and K dS
-                               run, dX through dO's tile. 240 where there is one
+                               run, dv through dO's tile. 240 where there is one
     last but one    72         gates, P into shared memory, a without its diagonal of ones. 152 where the state has one warpgroup
     last            24         warp 0 loads Q, K, dO, a with TMA
 
@@ -22,10 +23,13 @@ memory as a transposed A operand:
     loaded[stage]   TMA           last but one, then state the tiles are there
     ready[stage]    last but one  state                    gates and P are there, rows beyond the sequence are zero in Q, K, a and dO
     taken[tile]     state         last but one             P^T dO is done: P's tile may be overwritten
-    free[stage]     state         last                     dX has left: the stage may be overwritten
+    free[stage]     state         last                     dv has left: the stage may be overwritten
 
 The loads have a warp to themselves, and P's tile is free before its chunk's stage: when the warpgroup of P issued the loads, it
 waited for a stage, then issued, then prepared the next chunk, and the state waited for it.
+
+dX is not needed as such outside: kernels/gradients.py takes dv, and writes the rows that are dX once more. With `l2norm` dX is that of
+|k| V, so that dv = diag(beta / |k|) dX.
 
 The diagonal of a^T dVd is dVd itself, which stays in the accumulator in float32.
 """
@@ -35,7 +39,7 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 
-from jax_qla.kernels.common import CHUNK, P_PRELUDE, PASS_CONFIGS, macros
+from jax_qla.kernels.common import CHUNK, FAINT, P_PRELUDE, PASS_CONFIGS, macros
 from jax_qla.kernels.specification import decay, gather_chunks, inverse_length, last_row, scan_slots, scatter_chunks
 
 __all__ = ["PASS_CONFIGS", "Config", "program", "specification"]
@@ -78,7 +82,7 @@ def program(config: Config):
         d_final_state: T.Tensor((final_states, value_heads, K, V), "float32"),
         segments: T.Tensor((sequences, 2), "int32"),
         dh: T.Tensor((slots, value_heads, V, K), dtype),
-        dx: T.Tensor((tokens, value_heads, V), dtype),
+        dv: T.Tensor((tokens, value_heads, V), dtype),
         d_initial_state: T.Tensor((initial_states, value_heads, K, V), "float32"),
         ratio: T.int32,
         scale: T.float32,
@@ -101,7 +105,7 @@ def program(config: Config):
 
             q_s = T.alloc_shared((stages, C, K), dtype)
             k_s = T.alloc_shared((stages, C, K), dtype)
-            do_s = T.alloc_shared((stages, C, W), dtype)  # dO, then dX on its way out
+            do_s = T.alloc_shared((stages, C, W), dtype)  # dO, then dv on its way out
             a_s = T.alloc_shared((stages, C, C), dtype)  # without its diagonal
             p_s = T.alloc_shared((2, C, C), dtype)  # a third would not fit
             dh_s = T.alloc_shared((W // 64, 64, K), dtype)
@@ -112,6 +116,7 @@ def program(config: Config):
             drop_s = T.alloc_shared((stages, C), "float32")  # -exp(gamma) beta, over |k|^2 if keys are normalised
             key_s = T.alloc_shared((C,), "float32")  # 1 / |k|
             query_s = T.alloc_shared((C,), "float32")  # 1 / |q|
+            out_s = T.alloc_shared((stages, C), "float32")  # factor of dX in dv
             lift_s = T.alloc_shared((stages, C), "float32")  # scale exp(gamma), over |q| if queries are normalised
             loaded = T.alloc_barrier([32] * stages)
             ready = T.alloc_barrier([128] * stages)
@@ -152,6 +157,9 @@ def program(config: Config):
                     if tx < S + C:
                         drop_s[at, tx - S] = -(rise_s[at, tx - S] * beta_s[at, tx - S])
                         lift_s[at, tx - S] = scale * rise_s[at, tx - S]
+                        out_s[at, tx - S] = T.Select(
+                            T.abs(beta_s[at, tx - S]) < T.float32(FAINT), T.float32(1), beta_s[at, tx - S]
+                        )
                         a_s[at, tx - S, tx - S] = T.cast(0, dtype)
                     if c + 1 < count:  # those are whole
                         m.fetch_gates(gamma, beta, start + (count - 2 - c) * C, C, head, tx - S, fetched)
@@ -171,6 +179,7 @@ def program(config: Config):
                         if tx < S + C:
                             lift_s[at, tx - S] = lift_s[at, tx - S] * query_s[tx - S]
                             drop_s[at, tx - S] = drop_s[at, tx - S] * (key_s[tx - S] * key_s[tx - S])
+                            out_s[at, tx - S] = out_s[at, tx - S] * key_s[tx - S]
                     T.call_extern(
                         "handle",
                         f"jax_qla_store_decayed<{normed}, true>",
@@ -235,7 +244,7 @@ def program(config: Config):
                                 dh[slot, head, first + part : first + part + 64, 0:K],
                                 leader_scope_threads=128,
                             )
-                            # by now the previous chunk's dX has left too, and its stage may be overwritten
+                            # by now the previous chunk's dv has left too, and its stage may be overwritten
                             T.tma_store_wait(1)
                             if c > 0:
                                 T.barrier_arrive(free[(c - 1) % stages])
@@ -266,6 +275,8 @@ def program(config: Config):
                                 dw_b[i, j] = T.cast(u[i, j] * of_column[j], dtype)
                             T.wgmma_gemm(dw_b, k_s[at, :, :], d)
                             T.wait_wgmma(1)  # dO is no longer needed
+                            for i, j in T.Parallel(64, C):
+                                u[i, j] = u[i, j] * out_s[at, j]
                             T.sync_threads(4 + wg, 128)
                             T.call_extern(
                                 "handle",
@@ -278,11 +289,11 @@ def program(config: Config):
                             if lines == C:
                                 T.tma_copy(
                                     do_s[at, :, part : part + 64],
-                                    dx[line : line + C, head, first + part : first + part + 64],
+                                    dv[line : line + C, head, first + part : first + part + 64],
                                     leader_scope_threads=128,
                                 )
                             else:
-                                m.store_rows(do_s, at, dx, line, lines, head, first, part, tx - wg * 128)
+                                m.store_rows(do_s, at, dv, line, lines, head, first, part, tx - wg * 128)
                                 T.tma_store_wait(0)  # one group less than the waits above count on
                             T.wait_wgmma(0)
                         T.tma_store_wait(0)
@@ -309,25 +320,27 @@ def specification(
     scale: float,
     l2norm: int = 0,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """(dh [slots, Hv, V, K] in do's dtype, dx [tokens, Hv, V] in do's dtype, d_initial_state [N, Hv, K, V]).
+    """(dh [slots, Hv, V, K] in do's dtype, dv [tokens, Hv, V] in do's dtype, d_initial_state [N, Hv, K, V]).
 
     dh of a slot without rows is not defined.
     """
     keys, queries = (jnp.repeat(gather_chunks(x, chunks), ratio, axis=2) for x in (k, q))
     output, inverse, gates, strength = (gather_chunks(x, chunks) for x in (do, a, gamma, beta))
-    strength = strength * inverse_length(keys, l2norm) ** 2
+    of_key = inverse_length(keys, l2norm)
+    factor = of_key * jnp.where(jnp.abs(strength) < FAINT, 1, strength)
+    strength = strength * of_key**2
     scales = scale * inverse_length(queries, l2norm)
     p = scales[:, :, None] * jnp.einsum("sihk,sjhk->sijh", queries, keys) * decay(gates)
 
     def step(ds, xs):
-        queries, keys, output, inverse, p, gates, strength, scales, end = xs
+        queries, keys, output, inverse, p, gates, strength, factor, scales, end = xs
         fall, rise = jnp.exp(end - gates)[..., None], jnp.exp(gates)[..., None]
         dvd = jnp.einsum("ijh,ihv->jhv", p, output) + fall * jnp.einsum("ihk,hkv->ihv", keys, ds)
         dx = jnp.einsum("ihj,ihv->jhv", inverse, dvd)
         update = jnp.einsum("ihk,ihv->hkv", queries, scales[..., None] * rise * output)
         update -= jnp.einsum("ihk,ihv->hkv", keys, rise * strength[..., None] * dx)
-        return jnp.exp(end)[:, None, None] * ds + update, (jnp.swapaxes(ds, 1, 2), dx)
+        return jnp.exp(end)[:, None, None] * ds + update, (jnp.swapaxes(ds, 1, 2), factor[..., None] * dx)
 
-    xs = (queries, keys, output, inverse, p, gates, strength, scales, last_row(gates, chunks))
-    d_initial_state, (dh, dx) = scan_slots(step, d_final_state, segments, chunks, xs, reverse=True)
-    return dh.astype(do.dtype), scatter_chunks(dx, chunks, do.shape[0], do.dtype), d_initial_state
+    xs = (queries, keys, output, inverse, p, gates, strength, factor, scales, last_row(gates, chunks))
+    d_initial_state, (dh, dv) = scan_slots(step, d_final_state, segments, chunks, xs, reverse=True)
+    return dh.astype(do.dtype), scatter_chunks(dv, chunks, do.shape[0], do.dtype), d_initial_state
