@@ -215,13 +215,14 @@ def backward(
     if chunk_states is None:
         steps = [*call.table_steps, *steps, call.step(states_kernel, rename=initial)]
         of_pieces |= ChunkStates.shapes(call.parts, v, call.key_dim)
+    group = policy.key_heads_together(-(-call.tokens // CHUNK), call.key_heads, call.value_heads)
     # It begins without waiting, relying on `states` to have waited for what it reads.
     alone = {"overlap": False} if chunk_states is not None else {}
     results = launch(
         [
             *steps,
             call.step(state_gradients_kernel, rename=final, scale=scale, **alone),
-            call.step(gradients_kernel, rename={"d": "dv"}, scale=scale),
+            call.step(gradients_kernel, rename={"d": "dv"}, scale=scale, group=group),
         ],
         inputs,
         {
@@ -440,7 +441,7 @@ class _Call:
         self.parts = self.sequences
         if rows is not None:
             self.parts = tables.piece_count(self.tokens, self.sequences, rows, packed=packed)
-        recurrences = self.parts
+        recurrences = max(self.parts - self.sequences, self.sequences) if packed and rows is not None else self.parts
         if shard is not None:  # two more pieces a sequence, which are empty
             self.parts, recurrences = self.sequences * (shard.pieces + 2), self.sequences * shard.pieces
         self.value_tile = policy.value_tile(recurrences * self.value_heads, self.value_dim)

@@ -30,6 +30,8 @@ _BLOCK = 4.0
 """Reading and writing the states of a block."""
 _STATES = 0.09
 """Moving what is kept of a piece and head: response, transition, the states that enter and leave it."""
+_HEAD, _FIRST_HEAD = 6.1, 1.0
+"""A value head of one chunk in kernels/gradients.py, and what a block's first one takes longer."""
 _OVERHEAD = 8.0
 """Two more kernels."""
 _SHORT = 8
@@ -80,6 +82,25 @@ def whole_heads(sequences: int, heads: int, value_dim: int) -> int:
     full = sequences * heads // MULTIPROCESSORS * MULTIPROCESSORS // sequences
     halves = sequences * (heads - full) * (value_dim // 64)
     return full if full > 0 and halves <= MULTIPROCESSORS else heads
+
+
+def key_heads_together(chunks: int, key_heads: int, value_heads: int) -> int:
+    """Key heads of one chunk that a block of kernels/gradients.py takes one after the other.
+
+    A block begins with a wait, so blocks should be few; but they should end together, and the last of them is to have
+    as many heads as the others.
+
+    Args:
+        chunks: of all sequences.
+        key_heads, value_heads: of all of them.
+    """
+    ratio = value_heads // key_heads
+
+    def time(together: int) -> float:
+        blocks = chunks * -(-key_heads // together)
+        return _rounds(blocks, 1) * (together * ratio * _HEAD + _FIRST_HEAD)
+
+    return min((n for n in range(1, key_heads + 1) if key_heads % n == 0), key=time)
 
 
 def piece_rows(
@@ -164,7 +185,8 @@ def kept_rows(
     if rows is None:
         return None
     parts = piece_count(tokens, sequences, rows, packed=packed)
-    if _override(asked_rows) is None and 2 * _ROWS_OF_MEMORY * parts > tokens:
+    filled = parts - sequences if packed else parts  # of a packed batch, one a sequence more than tokens fill
+    if _override(asked_rows) is None and 2 * _ROWS_OF_MEMORY * filled > tokens:
         return None
     return rows if rows == rows_of_pieces(tokens, sequences, parts, packed=packed) else None
 
@@ -219,7 +241,7 @@ def _time(
     if length is None or (length >= chunks and not packed):
         return max(1.0, _whole(chunks, sequences * heads, value_dim))
     if packed and chunks * CHUNK <= cut_beyond(length * CHUNK):
-        tile = value_tile((sequences * chunks // length + sequences) * heads, value_dim)
+        tile = value_tile(max(sequences * chunks // length, sequences) * heads, value_dim)
         return _rounds(sequences * heads * (value_dim // tile), 1) * chunks * _STEP[tile] + _OVERHEAD
     return _cut(length, chunks, sequences, heads, key_dim, value_dim)
 

@@ -487,9 +487,6 @@ def program(config: Config):
     l2norm, normed = config.l2norm, "true" if config.l2norm else "false"
     tokens, key_heads, value_heads, sequences, slots = T.dynamic("tokens, key_heads, value_heads, sequences, slots")
 
-    # Key heads of a block: so many that eight rounds of blocks fill an H200's 132 multiprocessors, for a block begins with a wait.
-    group = T.max(1, T.min(key_heads, slots * key_heads // (8 * 132)))
-
     @T.macro
     def load_rows(source, tiles, row, head, width, stage, loaded):
         T.tma_copy(
@@ -537,6 +534,7 @@ def program(config: Config):
         dbeta: T.Tensor((tokens, value_heads), "float32"),
         ratio: T.int32,
         scale: T.float32,
+        group: T.int32,  # key heads of a block
     ):
         with T.Kernel(slots, T.ceildiv(key_heads, group), threads=512, prelude=PRELUDE) as (slot, part_of_heads):
             T.annotate_min_blocks_per_sm(1)
@@ -1097,6 +1095,7 @@ def specification(
     *,
     ratio: int,
     scale: float,
+    group: int = 1,
     l2norm: int = 0,
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array]:
     """(dq, dk [tokens, Hk, K], dv [tokens, Hv, V], dg, dbeta [tokens, Hv]); rows of no sequence are zero."""
