@@ -355,8 +355,8 @@ def one_round(seed: int, device: Any, options: argparse.Namespace, streams: bool
 
 
 def _compare(tally: Tally, shape: Shape, operands: dict[str, np.ndarray], runs: Sequence[Any], right: Any) -> None:
-    # The same bits are what the kernels promise. In float16 XLA normalises q and k, and need not compile that alike where
-    # a program has it twice: there a call is compared with those of its own place.
+    # The same bits are what the kernels promise. In float16 XLA normalises q and k, and need not compile that alike
+    # where a program has it twice: there a call is compared with those of its own place.
     by_xla = shape.l2norm and shape.dtype == "float16"
     places = 2 if shape.two_streams and by_xla else 1
     for name, x in runs[0].items():

@@ -216,12 +216,10 @@ def backward(
         steps = [*call.table_steps, *steps, call.step(states_kernel, rename=initial)]
         of_pieces |= ChunkStates.shapes(call.parts, v, call.key_dim)
     group = policy.key_heads_together(-(-call.tokens // CHUNK), call.key_heads, call.value_heads)
-    # It begins without waiting, relying on `states` to have waited for what it reads.
-    alone = {"overlap": False} if chunk_states is not None else {}
     results = launch(
         [
             *steps,
-            call.step(state_gradients_kernel, rename=final, scale=scale, **alone),
+            call.step(state_gradients_kernel, rename=final, scale=scale),
             call.step(gradients_kernel, rename={"d": "dv"}, scale=scale, group=group),
         ],
         inputs,
@@ -371,8 +369,7 @@ def state_gradient(
     rename = _OF_GRADIENTS | {"spans": "left"}
     steps += [
         call.step(adjoint_summaries_kernel, rename={"pieces": "shard_pieces"}, scale=scale),
-        # No overlap: without another `compose` before it, this kernel would not wait for what it reads.
-        call.step(compose_kernel, rename=rename, overlap=False, reverse=True),
+        call.step(compose_kernel, rename=rename, reverse=True),
     ]
     results = launch(steps, inputs, outputs)
     gradient = results["leaving"][inputs["left"][:, 0]]
@@ -537,13 +534,12 @@ class _Call:
     ) -> tuple[list[Step], dict[str, jax.ShapeDtypeStruct]]:
         """Steps and shapes as of `entering_states`, of the gradients alone, where the states are known."""
         states = self.state_shape(True)
-        # No overlap: both kernels wait only at their end, relying on `summaries` and another `compose` before them.
         if known:
             rename = _OF_GRADIENTS | {"spans": "left"}
-            return [self.step(compose_kernel, rename=rename, overlap=False, reverse=True)], {"leaving": states}
+            return [self.step(compose_kernel, rename=rename, reverse=True)], {"leaving": states}
         steps = [
-            self.step(adjoint_summaries_kernel, overlap=False, scale=scale),
-            self.step(compose_kernel, rename=_OF_GRADIENTS, overlap=False, reverse=True),
+            self.step(adjoint_summaries_kernel, scale=scale),
+            self.step(compose_kernel, rename=_OF_GRADIENTS, reverse=True),
         ]
         return steps, {"adjoint_response": states, "leaving": states}
 
@@ -583,9 +579,7 @@ class _Call:
         shape = (self.parts if wanted else 0, self.value_heads, self.key_dim, self.value_dim)
         return jax.ShapeDtypeStruct(shape, jnp.float32)
 
-    def step(
-        self, kernel: Any, *, rename: Mapping[str, str] | None = None, overlap: bool = True, **options: Any
-    ) -> Step:
+    def step(self, kernel: Any, *, rename: Mapping[str, str] | None = None, **options: Any) -> Step:
         """One kernel of the sequence, by its module; options that are not fields of its Config are scalars. Besides
         these it may have those of every call.
         """
@@ -595,4 +589,4 @@ class _Call:
         config = kernel.Config(**{field: values[field] for field in fields})
         scalars = {name: x for name, x in options.items() if name not in fields}
         scalars["ratio"] = self.value_heads // self.key_heads
-        return Step(kernel.__name__.rpartition(".")[2], config, scalars, rename or {}, overlap)
+        return Step(kernel.__name__.rpartition(".")[2], config, scalars, rename or {})

@@ -28,7 +28,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jax_qla import store
+from jax_qla import overlap, store
 
 TARGET = "jax_qla.launch.v1"
 """The FFI target's name."""
@@ -65,9 +65,6 @@ class Step:
     """Values of its scalar parameters."""
     rename: Mapping[str, str] = dataclasses.field(default_factory=dict)
     """Names of its operands in the call, where they differ from the parameters'."""
-    overlap: bool = True
-    """Whether it may start before the end of the kernel before it, if it is made for that: some kernels wait only at
-    their own end, relying on what usually precedes them."""
 
 
 def launch(
@@ -104,8 +101,9 @@ def launch(
     shapes = {name: (tuple(x.shape), x.dtype.name) for name, x in operands.items()}
     buffers = {name: index for index, name in enumerate(shapes)}
     plan = [_PLAN_VERSION, len(steps)]
-    for index, (step, kernel) in enumerate(zip(steps, kernels, strict=True)):
-        plan += _numbers(step, kernel.plan, shapes, buffers, first=index == 0)
+    early = overlap.early_starts(steps, [kernel.plan for kernel in kernels], outputs)
+    for step, kernel, may_begin in zip(steps, kernels, early, strict=True):
+        plan += _numbers(step, kernel.plan, shapes, buffers, early=may_begin)
     arrays = _vary_alike(list(inputs.values()))
     # A bare ShapeDtypeStruct would not vary over the manual axes of a surrounding shard_map, as the operands do.
     like = jax.typeof(arrays[0])
@@ -189,13 +187,10 @@ def _numbers(
     shapes: Mapping[str, tuple[tuple[int, ...], str]],
     buffers: Mapping[str, int],
     *,
-    first: bool,
+    early: bool,
 ) -> list[int]:
-    """The part of the attribute `plan` for one kernel; ffi/plan.h says what each number is.
-
-    The `first` of a sequence never starts before the end of what precedes it: that is not ours, and kernels wait only
-    for what they know of.
-    """
+    """The part of the attribute `plan` for one kernel, which may begin `early` if it is made for that; ffi/plan.h says
+    what each number is."""
     sizes = _bind(step, plan, shapes)
 
     def values(expressions: Any) -> list[int]:
@@ -207,7 +202,7 @@ def _numbers(
     numbers = [*values(plan["grid"]), *values(plan["block"]), *values(plan["cluster"])]
     numbers += [
         evaluate(plan["shared"], sizes),
-        int(plan["pdl"] and step.overlap and not first),
+        int(plan["pdl"] and early),
         len(plan["arguments"]),
     ]
     for argument in plan["arguments"]:

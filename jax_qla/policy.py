@@ -1,4 +1,4 @@
-"""Which form of the recurrences runs: value columns of a block, and pieces that one card computes side by side.
+"""Which form of the kernels runs: value columns and heads of a block, and pieces that one card computes side by side.
 
 Everything here follows from static shapes. A block of the recurrent kernels owns a multiprocessor for as many steps as
 its sequence has chunks, so few heads times sequences leave a card idle. Two ways out, one after the other: blocks of 64

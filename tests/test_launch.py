@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -16,7 +15,7 @@ import pytest
 from jax.sharding import AxisType, PartitionSpec
 from stub_driver import StubDriver, stub_driver, write_cubin
 
-from jax_qla import _ffi, launch, store
+from jax_qla import _ffi, launch, overlap, store
 from jax_qla.launch import EXPORT_SAFETY_CHECKS, Step, evaluate
 
 PLAN: dict[str, Any] = {
@@ -179,12 +178,14 @@ def test_integers_that_do_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
         jax.eval_shape(lambda x: run(x, [step(scalars={"ratio": 2**31, "scale": 1.0})]), tokens())
 
 
-@pytest.mark.parametrize("overlap", [True, False])
-def test_renamed_operands_and_several_kernels(overlap: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("waits", [True, False])
+def test_renamed_operands_and_several_kernels(waits: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """The second kernel reads what the first wrote, under another name; an input that none uses is left out.
 
-    Both are made to start early. The first never does, for what precedes it is not ours; the second where it may.
+    Both are made to start early. The first never does, for what precedes it is not ours; the second where it waits for
+    what it reads.
     """
+    monkeypatch.setattr(overlap, "uses_early", lambda step, operand: not waits)
     second = PLAN | {
         "name": "second_kernel",
         "operands": [
@@ -200,8 +201,7 @@ def test_renamed_operands_and_several_kernels(overlap: bool, monkeypatch: pytest
         "pdl": True,
     }
     use(monkeypatch, {"scale": PLAN, "second": second})
-    last = step(kernel="second", scalars={}, rename={"source": "y", "target": "z"})
-    steps = [step(rename={"x": "k"}), dataclasses.replace(last, overlap=overlap)]
+    steps = [step(rename={"x": "k"}), step(kernel="second", scalars={}, rename={"source": "y", "target": "z"})]
     shape = jax.ShapeDtypeStruct((6, 130), jnp.float32)
 
     def function(k: jax.Array) -> dict[str, jax.Array]:
@@ -214,7 +214,7 @@ def test_renamed_operands_and_several_kernels(overlap: bool, monkeypatch: pytest
     # The buffers are k, z and y in this order.
     numbers = list(PLAN_NUMBERS)
     numbers[PLAN_NUMBERS.index(0xBFC00000) - 3] = 2
-    of_second = [*(6, 1, 1), *(32, 1, 1), *(1, 1, 1), 0, int(overlap), 2, *(0, 1), *(0, 2)]
+    of_second = [*(6, 1, 1), *(32, 1, 1), *(1, 1, 1), 0, int(waits), 2, *(0, 1), *(0, 2)]
     assert made["plan"].tolist() == [1, 2, *numbers, *of_second]
     assert set(jax.eval_shape(function, tokens())) == {"y", "z"}
 

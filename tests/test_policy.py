@@ -67,6 +67,22 @@ def test_the_last_round_in_halves(sequences: int, heads: int, whole: int) -> Non
     assert policy.whole_heads(sequences, heads, 64) == heads
 
 
+@pytest.mark.parametrize(
+    ("chunks", "key_heads", "value_heads", "together"),
+    [
+        (512, 16, 32, 16),  # 4 rounds of 32 value heads, like 32 rounds of 4, but fewer beginnings
+        (128, 2, 8, 2),  # one round
+        (16, 16, 16, 2),  # 128 blocks, instead of two rounds
+        (4, 6, 12, 1),
+        (1, 1, 4, 1),
+        (500, 7, 7, 7),
+        (0, 4, 4, 1),
+    ],
+)
+def test_key_heads_of_a_block(chunks: int, key_heads: int, value_heads: int, together: int) -> None:
+    assert policy.key_heads_together(chunks, key_heads, value_heads) == together
+
+
 def test_length_grows_with_the_sequence() -> None:
     """So that the number of pieces, and with it the serial composition, stays bounded."""
     for tokens in (1 << 15, 1 << 17, 1 << 20):
@@ -134,7 +150,10 @@ def test_what_is_kept_says_how_long_pieces_are(monkeypatch: pytest.MonkeyPatch) 
                         continue
                     # Of many pieces nothing is kept.
                     slack = sequences if packed else 0
-                    few = rows is not None and 1024 * (tables.piece_count(*sizes[:2], rows, packed=packed) - slack) <= sizes[0]
+                    few = (
+                        rows is not None
+                        and 1024 * (tables.piece_count(*sizes[:2], rows, packed=packed) - slack) <= sizes[0]
+                    )
                     assert policy.kept_rows(*sizes, packed=packed) == (rows if few else None)
                     cut += few
     assert cut > 15

@@ -20,7 +20,7 @@ before they leave.
 What dg would add and subtract again (the diagonal of R, <Y_j, K_j> of the rows from i on) is left out: where the decay is
 strong, dg is smaller than the rounding of these. R is summed in float32 and never rounded.
 
-Plan, one block per (chunk slot, `group` key heads), 512 threads, a loop over the key heads and their value heads. K, Vd and D have two
+Plan, one block per (chunk slot, `group` key heads: policy.key_heads_together), 512 threads, a loop over the key heads and their value heads. K, Vd and D have two
 stages of tiles, Q, dO, h and dh one each, loaded for the next head as soon as their last reader is done. Warpgroup 1 has most to do: what
 it needs first of a head, K, Vd and D, is there before, and what must wait for a free tile it needs last or not at all.
 
@@ -704,7 +704,9 @@ def program(config: Config):
                                     T.sync_threads(5, 64)
                                     near_s[at, i] = T.exp2(T.min(gamma_s[at, i // 16 * 16 + 15] - gamma_s[at, i], 0.0))
                                     faint_s[at, i // 32] = T.call_extern(
-                                        "int32", "jax_qla_any", T.cast(i < rows and T.abs(gates[2]) < T.float32(FAINT), "int32")
+                                        "int32",
+                                        "jax_qla_any",
+                                        T.cast(i < rows and T.abs(gates[2]) < T.float32(FAINT), "int32"),
                                     )
                                     T.barrier_arrive(gates_ready[at])
                 elif tx < 480:

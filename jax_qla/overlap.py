@@ -1,0 +1,71 @@
+"""Which kernels of a sequence may begin before the end of the one before them (programmatic dependent launch).
+
+Every kernel but `layout`, which is always the first, waits, at its own end at the latest, until the one before it has
+ended; so when a kernel has ended, all before it have. Patient kernels wait before they let the next one begin, which
+then knows that all before the patient one has ended. Others let it begin at once.
+
+What a kernel uses before it waits must have been written before the last patient kernel that precedes it, or be
+written by none of the sequence. Otherwise it may begin only when the one before it has ended.
+
+What is said of the kernels here, tests/test_barriers.py sees in their programs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from jax_qla.kernels import forward
+
+if TYPE_CHECKING:
+    from jax_qla.launch import Step
+
+_HASTY = frozenset({"layout", "prepare", "adjoint_summaries", "state_gradients"})
+"""Let the next kernel begin at once, use everything, and wait at their end. So does `compose` of the gradients."""
+
+_OF_PREPARE = frozenset({"a", "gamma", "lengths"})
+
+
+def patient(step: Step) -> bool:
+    """Whether a kernel lets the next one begin only after it has waited for the one before."""
+    if step.kernel == "compose":
+        return not step.config.reverse
+    if step.kernel == "forward":
+        return step.scalars["awaits"] == forward.PREPARED
+    return step.kernel not in _HASTY
+
+
+def uses_early(step: Step, operand: str) -> bool:
+    """Whether a kernel uses an operand before it has waited."""
+    if step.kernel == "forward":
+        awaits = step.scalars["awaits"]
+        if awaits == forward.STATE:
+            return operand != "initial_state"
+        return awaits == forward.NOTHING or operand not in _OF_PREPARE
+    return not patient(step)
+
+
+def early_starts(steps: Sequence[Step], plans: Sequence[Mapping[str, Any]], results: Collection[str]) -> list[bool]:
+    """For every kernel of a sequence, whether it may begin before the end of the one before it.
+
+    The first may not: what precedes it is not of the sequence.
+
+    Args:
+        steps: the kernels.
+        plans: their launch plans, which name their operands.
+        results: what is written; whoever has it first writes it.
+    """
+    writers: dict[str, int] = {}
+    last_patient = -1
+    found = []
+    for index, (step, plan) in enumerate(zip(steps, plans, strict=True)):
+        names = [operand["name"] for operand in plan["operands"]]
+        buffers = {name: step.rename.get(name, name) for name in names}
+        early = [buffer for name, buffer in buffers.items() if uses_early(step, name)]
+        found.append(index > 0 and all(writers.get(buffer, -2) < last_patient for buffer in early))
+        for buffer in buffers.values():
+            if buffer in results:
+                writers.setdefault(buffer, index)
+        if patient(step):
+            last_patient = index
+    return found
