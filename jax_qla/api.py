@@ -257,7 +257,8 @@ def which_pieces(
 
     Nothing is computed; shapes are enough, on any machine. They are those that one device has: where batch and heads
     are spread over a mesh, give one device's part. (Where devices share a sequence, each always cuts its part, which
-    this does not answer.) Other implementations have no pieces.
+    this does not answer.) The answer is of the forward pass; the backward pass cuts sequences into the same pieces, or
+    leaves them whole where that is faster and `piece_rows` is not given. Other implementations have no pieces.
 
     Args:
         All as in `chunk_gated_delta_rule`; arrays may be `jax.ShapeDtypeStruct`s.

@@ -190,7 +190,7 @@ def backward(
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array, jax.Array | None]:
     """Gradients; the contract is `dispatch.backward`'s, `asked_rows` as in `forward`. `precision` is not used."""
     shard = None if pieces is None else cut
-    call = _Call(q, k, v, segments, l2norm=l2norm, shard=shard, rows=piece_rows, asked_rows=asked_rows)
+    call = _Call(q, k, v, segments, l2norm=l2norm, shard=shard, rows=piece_rows, asked_rows=asked_rows, backward=True)
     if do is None:
         do = jnp.zeros_like(v)
     a, gamma, between = residuals
@@ -420,8 +420,10 @@ class _Call:
         shard: policy.Cut | None = None,
         rows: int | None = None,
         asked_rows: int | None = None,
+        backward: bool = False,
     ) -> None:
-        """Cut as `shard` says, not at all if `whole`, into pieces of `rows`, or as `policy` says to `asked_rows`."""
+        """Cut as `shard` says, not at all if `whole`, into pieces of `rows`, or as `policy` says to `asked_rows` of the
+        forward or the `backward` pass."""
         self.batch, self.length, self.key_heads, self.key_dim = k.shape
         self.value_heads, self.value_dim = v.shape[2:]
         self.tokens = self.batch * self.length
@@ -431,7 +433,8 @@ class _Call:
         self.sequences = segments.shape[0] if segments is not None else self.batch
         if rows is None and shard is None and not whole:
             sizes = (self.tokens, self.sequences, self.value_heads, self.key_dim, self.value_dim)
-            rows = policy.piece_rows(*sizes, packed=packed, asked_rows=asked_rows)
+            choose = policy.backward_rows if backward else policy.piece_rows
+            rows = choose(*sizes, packed=packed, asked_rows=asked_rows)
         self.shard = shard
         """How the sequences, of a dense batch, are cut if their pieces have been summarised before."""
         self.cut = rows is not None or shard is not None

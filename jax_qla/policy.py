@@ -4,12 +4,14 @@ Everything here follows from static shapes. A block of the recurrent kernels own
 its sequence has chunks, so few heads times sequences leave a card idle. Two ways out, one after the other: blocks of 64
 value columns, for all heads or (`whole_heads`) in a last round, and cutting sequences into pieces
 (jax_qla/kernels/summaries.py), which costs a summary of every piece but the last. `piece_rows` weighs them by a model
-of a few measured numbers. A shard of a sequence must be summarised anyway, and is always cut: `shard_cut`.
+of a few measured numbers, and `backward_rows` says whether the backward pass cuts them too. A shard of a sequence must
+be summarised anyway, and is always cut: `shard_cut`.
 """
 
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from jax_qla.kernels.common import CHUNK
@@ -21,11 +23,16 @@ MULTIPROCESSORS = 132
 # Measured on an H200, microseconds (docs/performance.md).
 _STEP = {64: 1.4, 128: 2.3}
 """A chunk step of the forward kernel by value columns of its block; one block runs on a multiprocessor."""
+_STEP_BACK, _STEP_OF_BOTH = {64: 1.75, 128: 3.2}, 1.9
+"""A chunk step of kernels/states.py or state_gradients.py where one has the card, and of both where that has room for
+them side by side."""
+_ADJOINT_STEP = 1.9
+"""A chunk step of kernels/adjoint_summaries.py, of whose blocks a multiprocessor runs one."""
 _SUMMARY_STEP, _SHARED_STEP = 1.3, 0.9
 """A chunk step of kernels/summaries.py on an empty card, and what is added on a full one: two blocks share a
 multiprocessor."""
-_COMPOSE_STEP = 1.6
-"""One piece in kernels/compose.py."""
+_COMPOSE_STEP, _COMPOSE_STEP_BACK = 1.6, 1.9
+"""One piece in kernels/compose.py, beside other kernels and alone."""
 _BLOCK = 4.0
 """Reading and writing the states of a block."""
 _STATES = 0.09
@@ -129,20 +136,59 @@ def piece_rows(
     total = -(-tokens // CHUNK)
     if override is not None:
         return _even(override // CHUNK, mean, total, packed) if override else None
-    layouts = [(1.0, sequences, mean)]
-    if packed and sequences > 1:
-        # Of packed sequences nothing is known but their number. What is chosen must be good if they are equal, if half
-        # of them are twice as long, and, of less weight, if one has nearly all tokens.
-        layouts += [(1.0, -(-sequences // 2), 2 * mean), (0.25, 1, total)]
 
-    def times(length: int | None) -> list[float]:
-        return [_time(length, chunks, count, heads, key_dim, value_dim, packed) for _, count, chunks in layouts]
+    def time(length: int | None, count: int, chunks: int) -> float:
+        return _time(length, chunks, count, heads, key_dim, value_dim, packed)
 
     def fits(length: int) -> bool:
         return _ROWS_OF_MEMORY * piece_count(tokens, sequences, length * CHUNK, packed=packed) <= tokens
 
     lengths = (None, *filter(fits, _LENGTHS)) if tokens and sequences else (None,)
-    table = {length: times(length) for length in lengths}
+    best = _best(lengths, time, tokens, sequences, packed)
+    return None if best is None else _even(best, mean, total, packed)
+
+
+def backward_rows(
+    tokens: int,
+    sequences: int,
+    heads: int,
+    key_dim: int,
+    value_dim: int,
+    *,
+    packed: bool,
+    asked_rows: int | None = None,
+) -> int | None:
+    """Rows of the pieces of the backward pass: those of `piece_rows`, with the same arguments, or None.
+
+    Sequences that are cut in the forward pass may be better left whole here: two recurrences then run side by side.
+    """
+    sizes = (tokens, sequences, heads, key_dim, value_dim)
+    rows = piece_rows(*sizes, packed=packed, asked_rows=asked_rows)
+    if rows is None or _override(asked_rows) is not None:
+        return rows
+
+    def time(length: int | None, count: int, chunks: int) -> float:
+        return _time_back(length, chunks, count, heads, value_dim, packed)
+
+    return rows if _best((None, rows // CHUNK), time, tokens, sequences, packed) else None
+
+
+def _best(
+    lengths: Sequence[int | None],
+    time: Callable[[int | None, int, int], float],
+    tokens: int,
+    sequences: int,
+    packed: bool,
+) -> int | None:
+    """The one of `lengths` (chunks of a piece, None for whole sequences) with the least `time`, a function of it, of
+    the sequences' number and of their chunks."""
+    mean, total = -(-tokens // (max(sequences, 1) * CHUNK)), -(-tokens // CHUNK)
+    layouts = [(1.0, sequences, mean)]
+    if packed and sequences > 1:
+        # Of packed sequences nothing is known but their number. What is chosen must be good if they are equal, if half
+        # of them are twice as long, and, of less weight, if one has nearly all tokens.
+        layouts += [(1.0, -(-sequences // 2), 2 * mean), (0.25, 1, total)]
+    table = {length: [time(length, count, chunks) for _, count, chunks in layouts] for length in lengths}
     least = [min(column) for column in zip(*table.values(), strict=True)]
 
     def excess(length: int | None) -> float:
@@ -150,8 +196,7 @@ def piece_rows(
             weight * time / limit for (weight, _, _), time, limit in zip(layouts, table[length], least, strict=True)
         )
 
-    best = min(lengths, key=excess)
-    return None if best is None else _even(best, mean, total, packed)
+    return min(lengths, key=excess)
 
 
 def _even(length: int, chunks: int, total: int, packed: bool) -> int | None:
@@ -177,11 +222,12 @@ def kept_rows(
 
     The backward pass finds out from their number how long they are (`segments.rows_of_pieces`), which does not say it
     of a packed batch whose tokens are no multiple of them, or nearly so. Nor is it kept of more pieces than one in 1024
-    tokens, whose states would take more memory than the other residuals, unless such pieces were asked for.
+    tokens, whose states would take more memory than the other residuals, unless such pieces were asked for; nor where
+    the backward pass leaves the sequences whole.
     """
     if tokens == 0 or sequences == 0:
         return None
-    rows = piece_rows(tokens, sequences, heads, key_dim, value_dim, packed=packed, asked_rows=asked_rows)
+    rows = backward_rows(tokens, sequences, heads, key_dim, value_dim, packed=packed, asked_rows=asked_rows)
     if rows is None:
         return None
     parts = piece_count(tokens, sequences, rows, packed=packed)
@@ -244,6 +290,31 @@ def _time(
         tile = value_tile(max(sequences * chunks // length, sequences) * heads, value_dim)
         return _rounds(sequences * heads * (value_dim // tile), 1) * chunks * _STEP[tile] + _OVERHEAD
     return _cut(length, chunks, sequences, heads, key_dim, value_dim)
+
+
+def _time_back(length: int | None, chunks: int, sequences: int, heads: int, value_dim: int, packed: bool) -> float:
+    """Microseconds of the backward recurrences of sequences of `chunks` chunks, in pieces of `length` or whole. The
+    forward pass has summarised the pieces."""
+    recurrences = sequences * heads
+    if length is None or (length >= chunks and not packed):
+        return max(1.0, _whole_back(chunks, recurrences, value_tile(recurrences, value_dim), value_dim))
+    if packed and chunks * CHUNK <= cut_beyond(length * CHUNK):
+        tile = value_tile(max(sequences * chunks // length, sequences) * heads, value_dim)
+        return _whole_back(chunks, recurrences, tile, value_dim) + _OVERHEAD
+    pieces = -(-chunks // length)
+    exact, short = (part * (pieces - 1) * recurrences * (value_dim // 64) for part in (0.25, 0.75))  # as in `_cut`
+    summaries = _ADJOINT_STEP * max(length, (exact * length + short * min(length, _SHORT)) / MULTIPROCESSORS)
+    tile = value_tile(pieces * recurrences, value_dim)
+    of_pieces = _whole_back(length, pieces * recurrences, tile, value_dim)
+    return of_pieces + summaries + pieces * _COMPOSE_STEP_BACK + _OVERHEAD
+
+
+def _whole_back(chunks: int, recurrences: int, tile: int, value_dim: int) -> float:
+    """Microseconds of the kernels `states` and `state_gradients`."""
+    blocks = recurrences * (value_dim // tile)
+    if 2 * blocks <= MULTIPROCESSORS:
+        return chunks * _STEP_OF_BOTH
+    return 2 * _rounds(blocks, 1) * chunks * _STEP_BACK[tile]
 
 
 def _whole(chunks: int, recurrences: int, value_dim: int) -> float:

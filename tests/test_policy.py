@@ -50,6 +50,33 @@ def test_choice_is_within_five_per_cent_of_the_best_that_was_measured(
 
 
 @pytest.mark.parametrize(
+    ("sequences", "tokens", "heads", "whole", "cut"),
+    [(1, 8192, 32, 475, 515), (4, 8192, 8, 457, 494), (1, 32768, 32, 1838, 1866), (1, 16384, 16, 663, 551)],
+)
+def test_backward_choice_is_within_five_per_cent_of_the_better(
+    sequences: int, tokens: int, heads: int, whole: float, cut: float
+) -> None:
+    """Microseconds on an H200; in pieces as the forward pass has them."""
+    sizes = (sequences * tokens, sequences, heads, 128, 128)
+    assert policy.piece_rows(*sizes, packed=False) is not None
+    rows = policy.backward_rows(*sizes, packed=False)
+    assert (cut if rows else whole) <= 1.05 * min(whole, cut)
+
+
+def test_backward_cuts_as_asked_and_as_the_forward_pass_or_not_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    for sequences, heads in ((1, 8), (1, 32), (4, 8), (2, 32)):
+        for tokens in (512, 8192, 32768, 100000):
+            for packed in (False, True):
+                sizes = (sequences * tokens, sequences, heads, 128, 128)
+                rows = policy.piece_rows(*sizes, packed=packed)
+                assert policy.backward_rows(*sizes, packed=packed) in (None, rows)
+                asked = policy.piece_rows(*sizes, packed=packed, asked_rows=1024)
+                assert policy.backward_rows(*sizes, packed=packed, asked_rows=1024) == asked
+    monkeypatch.setenv(policy.OVERRIDE, "2048")
+    assert policy.backward_rows(8192, 1, 32, 128, 128, packed=True) == 2048
+
+
+@pytest.mark.parametrize(
     ("sequences", "heads", "whole"),
     [
         (4, 48, 33),  # 132 blocks, and 120 halves instead of a second round of 60
@@ -154,6 +181,7 @@ def test_what_is_kept_says_how_long_pieces_are(monkeypatch: pytest.MonkeyPatch) 
                         rows is not None
                         and 1024 * (tables.piece_count(*sizes[:2], rows, packed=packed) - slack) <= sizes[0]
                     )
+                    few = few and policy.backward_rows(*sizes, packed=packed) == rows
                     assert policy.kept_rows(*sizes, packed=packed) == (rows if few else None)
                     cut += few
     assert cut > 15
