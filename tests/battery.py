@@ -65,7 +65,7 @@ class Case:
     keys: str = "unit"
     """"unit" (random of length 1), "identical" (of length 1), "identical long" (of length 4), "zero" or "some zero"."""
     beta: float | Literal["some zero", "some faint"] | None = None
-    """A constant, None for random in (0, 1), or every third of these zero, or times 2^-12 (every other of them zero)."""
+    """A constant, None for random in (0, 1), or every third of these zero, or times 2^-12 (every other one zero)."""
     segments: tuple[tuple[int, int], ...] | None = None
     """Start and end row of each sequence, or None for a dense batch."""
     initial_state: bool = True
