@@ -1,9 +1,9 @@
 """Runs a kernel's TileLang program as Python, a thread a warp, to see whether some order of events stops it for ever.
 
 TileLang is replaced by a stand-in of which only control flow, barriers and the tables' numbers are real: what moves or
-computes data does nothing. A barrier is as the hardware has it: who waits for a parity goes on if the phase in progress
-has the other one, so that a warp which is late by two phases waits for ever. What TMA loads arrives whenever the
-schedule lets it.
+computes data does nothing, but an element that a warp's first thread takes of an operand must be there. A barrier is as
+the hardware has it: who waits for a parity goes on if the phase in progress has the other one, so that a warp which is
+late by two phases waits for ever. What TMA loads arrives whenever the schedule lets it.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Value:
         return self if self.numbers is None else int(self.numbers[index])
 
     def __setitem__(self, index: Any, value: Any) -> None:
-        pass
+        self[index]
 
     def __bool__(self) -> bool:
         return False
@@ -51,6 +51,18 @@ class Value:
     __lt__ = __le__ = __gt__ = __ge__ = __floordiv__ = __mod__ = __and__ = __or__ = __invert__ = _same
     __eq__ = __ne__ = _same  # type: ignore[assignment]
     __hash__ = object.__hash__
+
+
+class Operand(Value):
+    """An array of the caller's: its elements are inside. (What TMA moves may lie outside, where nothing is moved.)"""
+
+    def __getitem__(self, index: Any) -> Any:
+        places = index if isinstance(index, tuple) else (index,)
+        if all(isinstance(place, int) for place in places):
+            assert len(places) == len(self.shape), f"{len(places)} indices of an array of shape {self.shape}"
+            if not all(0 <= place < size for place, size in zip(places, self.shape, strict=True)):
+                raise IndexError(f"element {places} of an array of shape {self.shape}")
+        return self
 
 
 class Barrier:
@@ -198,6 +210,7 @@ class Language(types.ModuleType):
     if_then_else = Select = staticmethod(lambda condition, a, b: a if condition else b)
     cast = staticmethod(lambda x, *_: x)
     address_of = staticmethod(lambda x: x)  # of an array that nothing is known of: the array
+    Tensor = staticmethod(lambda shape, dtype: tuple(shape))
 
     def __init__(self, sizes: Mapping[str, Any]) -> None:
         super().__init__("tilelang.language")
@@ -310,14 +323,22 @@ def run(
         program: the prim_func, made while TileLang is replaced.
         block: its indices.
         threads: of the block.
-        operands: tables and scalars by name; all others are data.
+        operands: tables and scalars by name; all others are data of the shapes that the program gives them.
         seed: of the order in which warps go on and loads arrive.
         late: a warp that goes on only when no other can; loads then arrive only when nothing else happens.
 
     Raises:
         Stuck: nothing can go on any more.
+        IndexError: a thread takes an element that an operand does not have.
     """
-    given = {name: operands.get(name, Value()) for name in inspect.signature(program).parameters}
+    given = {
+        name: operands[name]
+        if name in operands
+        else Operand(x.annotation)
+        if isinstance(x.annotation, tuple)
+        else Value()
+        for name, x in inspect.signature(program).parameters.items()
+    }
     ran = Block(block, random.Random(seed), late)
     ran.run(lambda: program(**given), threads)
     return ran

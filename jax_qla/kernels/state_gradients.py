@@ -138,15 +138,16 @@ def program(config: Config):
                 T.set_max_nreg(72 if W == 128 else 152, 0)
                 fetched = T.alloc_local((3,), "float32")  # gates of the chunk to come
                 p = T.alloc_fragment((C, C), "float32")
-                m.fetch_gates(
-                    gamma,
-                    beta,
-                    start + (count - 1) * C,
-                    T.min(end - (start + (count - 1) * C), C),
-                    head,
-                    tx - S,
-                    fetched,
-                )
+                if count > 0:
+                    m.fetch_gates(
+                        gamma,
+                        beta,
+                        start + (count - 1) * C,
+                        T.min(end - (start + (count - 1) * C), C),
+                        head,
+                        tx - S,
+                        fetched,
+                    )
                 for c in T.serial(count):
                     at = c % stages
                     rows = T.min(end - (start + (count - 1 - c) * C), C)
