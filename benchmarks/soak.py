@@ -172,7 +172,7 @@ def _gates(random: np.random.Generator, sizes: tuple[int, ...]) -> np.ndarray:
 
 
 def compiled(shape: Shape, implementation: str) -> Any:
-    """Jitted: results and gradients by name, twice if on two streams (they must be equal)."""
+    """Jitted: results and gradients by name, twice if on two streams (equal, but for what XLA rounds: `_compare`)."""
 
     def once(operands: dict[str, jax.Array]) -> dict[str, jax.Array]:
         given = {name: operands[name] for name in ("q", "k", "v", "g", "beta")}

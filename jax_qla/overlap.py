@@ -42,6 +42,8 @@ def uses_early(step: Step, operand: str) -> bool:
         if awaits == forward.STATE:
             return operand != "initial_state"
         return awaits == forward.NOTHING or operand not in _OF_PREPARE
+    if step.kernel == "gradients":
+        return operand == "segments"  # where it looks its chunk up
     return not patient(step)
 
 

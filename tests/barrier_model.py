@@ -34,8 +34,12 @@ class Value:
 
     def __init__(self, shape: Sequence[int] = (), dtype: str = "float32", numbers: Any = None) -> None:
         self.shape, self.dtype, self.numbers, self.data = tuple(shape), dtype, numbers, self
+        self.name = ""
+        """Of an operand, once `run` has given it to a program."""
 
     def __getitem__(self, index: Any) -> Any:
+        if self.name and _here.warp.number not in _here.warp.block.waited:
+            _here.warp.block.early.add(self.name)
         return self if self.numbers is None else int(self.numbers[index])
 
     def __setitem__(self, index: Any, value: Any) -> None:
@@ -62,7 +66,7 @@ class Operand(Value):
             assert len(places) == len(self.shape), f"{len(places)} indices of an array of shape {self.shape}"
             if not all(0 <= place < size for place, size in zip(places, self.shape, strict=True)):
                 raise IndexError(f"element {places} of an array of shape {self.shape}")
-        return self
+        return super().__getitem__(index)
 
 
 class Barrier:
@@ -97,6 +101,8 @@ class Block:
         self.warps: list[Warp] = []
         self.waited: set[int] = set()
         """Warps that have waited for the kernel before this one."""
+        self.early: set[str] = set()
+        """Operands that some warp has used before it waited for that kernel."""
         self.hasty: set[int] = set()
         """Warps that let the next kernel begin before that."""
 
@@ -339,6 +345,9 @@ def run(
         else Value()
         for name, x in inspect.signature(program).parameters.items()
     }
+    for name, x in given.items():
+        if isinstance(x, Value):
+            x.name = name
     ran = Block(block, random.Random(seed), late)
     ran.run(lambda: program(**given), threads)
     return ran

@@ -100,8 +100,9 @@ WAITING = [
     ("compose", {"reverse": True}, {}),
     ("states", {}, {}),
     ("state_gradients", {}, {}),
+    ("gradients", {}, {"group": 1}),
 ]
-"""Kernels that let the next one begin before their own end, with fields of their Config and values of scalars."""
+"""Kernels that wait for the one before them, with fields of their Config and values of scalars."""
 
 
 @pytest.mark.parametrize(("kernel", "options", "scalars"), WAITING)
@@ -120,7 +121,9 @@ def test_who_has_waited_when_the_next_kernel_may_begin(
     ran = barrier_model.run(module.program(config), block, KERNELS[kernel], operands | scalars)
     everybody = set(range(len(ran.warps)))
     assert ran.waited == everybody
-    assert overlap.patient(Step(kernel, config, scalars)) == (not ran.hasty)
+    step = Step(kernel, config, scalars)
+    assert overlap.patient(step) == (not ran.hasty)
+    assert not {name for name in ran.early if not overlap.uses_early(step, name)}
 
 
 def test_a_warp_that_is_late_by_two_phases_is_found(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -53,8 +53,8 @@ by two phases waits for ever (tests/test_barriers.py).
 
 M + M^T goes through shared memory as one symmetric tile, so that one product with K gives both. dQ and dK go from registers to memory.
 
-Operations a chunk and head at K = V = 128: 13.6 MFLOP, 2.3 us of an SM's share of 790 TFLOP/s. Bytes: 112 KiB read and 16 KiB
-written, 4.0 us of its share of 4.3 TB/s: memory is the limit.
+Operations a chunk and head at K = V = 128: 13.6 MFLOP, 2.3 us of an SM's share of 790 TFLOP/s. Bytes: 112 KiB read, and of a key head
+64 KiB read and written: with two value heads 144 KiB, 4.5 us of its share of 4.3 TB/s. docs/performance.md says what binds.
 """
 
 from dataclasses import dataclass
@@ -94,7 +94,7 @@ __device__ __forceinline__ void jax_qla_exchange(float* sum) {
     sum[n] = (upper ? high : low) + __shfl_xor_sync(0xffffffffu, upper ? low : high, 2 * left);
   }
 }
-// Adds to `sums` [4] of the lanes for which jax_qla_own says so the inner products of a warp's rows l / 4 and l / 4 + 8, of 16 columns: the
+// Adds to `sums` [4] of the lanes for which jax_qla_has_dot says so the inner products of a warp's rows l / 4 and l / 4 + 8, of 16 columns: the
 // diagonal of x y^T by mma.sync, a fifth of the instructions that products by element take. `x`, `y`: addresses for ldmatrix.
 template <typename T>
 __device__ __forceinline__ void jax_qla_add_dots(unsigned x, unsigned y, float (*sums)[4]) {
@@ -488,12 +488,6 @@ def program(config: Config):
     tokens, key_heads, value_heads, sequences, slots = T.dynamic("tokens, key_heads, value_heads, sequences, slots")
 
     @T.macro
-    def load_rows(source, tiles, row, head, width, stage, loaded):
-        T.tma_copy(
-            source[row : row + C, head, 0:width], tiles[stage, :, :], barrier=loaded[stage], leader_scope_threads=32
-        )
-
-    @T.macro
     def finish_rows(tiles, stage, lengths, line, rows, thread):
         """Rows beyond the sequence become zero; the lengths of the others."""
         if rows < C:
@@ -507,6 +501,19 @@ def program(config: Config):
                 T.access_ptr(tiles[stage, 0, 0], "r"),
                 T.address_of(lengths[line, 0]),
             )
+
+    @T.macro
+    def publish_gates(gates, rows, i, stage, gamma_s, rise_s, fall_s, beta_s, weight_s, drop_s, near_s, faint_s, ready):
+        """Thread i, of 64, has fetched the `gates` of its row: these, and what follows from them, are there."""
+        m.store_gates(gates, rows, i, stage, gamma_s, rise_s, fall_s, beta_s)
+        weight_s[stage, i] = T.Select(T.abs(beta_s[stage, i]) < T.float32(FAINT), beta_s[stage, i], T.float32(1))
+        drop_s[stage, i] = -(rise_s[stage, i] * weight_s[stage, i])
+        T.sync_threads(5, 64)
+        near_s[stage, i] = T.exp2(T.min(gamma_s[stage, i // 16 * 16 + 15] - gamma_s[stage, i], 0.0))
+        faint_s[stage, i // 32] = T.call_extern(
+            "int32", "jax_qla_any", T.cast(i < rows and T.abs(gates[2]) < T.float32(FAINT), "int32")
+        )
+        T.barrier_arrive(ready[stage])
 
     @T.macro
     def load_states(states, tile, slot, head, loaded):
@@ -633,17 +640,21 @@ def program(config: Config):
                             if r == 1:
                                 for x in T.unroll(3):
                                     gates[x] = second[x]
-                            m.store_gates(gates, rows, i, r, gamma_s, rise_s, fall_s, beta_s)
-                            weight_s[r, i] = T.Select(
-                                T.abs(beta_s[r, i]) < T.float32(FAINT), beta_s[r, i], T.float32(1)
+                            publish_gates(
+                                gates,
+                                rows,
+                                i,
+                                r,
+                                gamma_s,
+                                rise_s,
+                                fall_s,
+                                beta_s,
+                                weight_s,
+                                drop_s,
+                                near_s,
+                                faint_s,
+                                gates_ready,
                             )
-                            drop_s[r, i] = -(rise_s[r, i] * weight_s[r, i])
-                            T.sync_threads(5, 64)
-                            near_s[r, i] = T.exp2(T.min(gamma_s[r, i // 16 * 16 + 15] - gamma_s[r, i], 0.0))
-                            faint_s[r, i // 32] = T.call_extern(
-                                "int32", "jax_qla_any", T.cast(i < rows and T.abs(gates[2]) < T.float32(FAINT), "int32")
-                            )
-                            T.barrier_arrive(gates_ready[r])
                         for key in T.serial(keys):
                             for r in T.serial(ratio):
                                 at = (key * ratio + r) % 2
@@ -696,45 +707,47 @@ def program(config: Config):
                                     dg[row + i, head] = T.Select(decay >= T.float32(MIN_LOG_DECAY), total, T.float32(0))
                                 T.sync_threads(5, 64)
                                 if key * ratio + r + 2 < heads:
-                                    m.store_gates(gates, rows, i, at, gamma_s, rise_s, fall_s, beta_s)
-                                    weight_s[at, i] = T.Select(
-                                        T.abs(beta_s[at, i]) < T.float32(FAINT), beta_s[at, i], T.float32(1)
+                                    publish_gates(
+                                        gates,
+                                        rows,
+                                        i,
+                                        at,
+                                        gamma_s,
+                                        rise_s,
+                                        fall_s,
+                                        beta_s,
+                                        weight_s,
+                                        drop_s,
+                                        near_s,
+                                        faint_s,
+                                        gates_ready,
                                     )
-                                    drop_s[at, i] = -(rise_s[at, i] * weight_s[at, i])
-                                    T.sync_threads(5, 64)
-                                    near_s[at, i] = T.exp2(T.min(gamma_s[at, i // 16 * 16 + 15] - gamma_s[at, i], 0.0))
-                                    faint_s[at, i // 32] = T.call_extern(
-                                        "int32",
-                                        "jax_qla_any",
-                                        T.cast(i < rows and T.abs(gates[2]) < T.float32(FAINT), "int32"),
-                                    )
-                                    T.barrier_arrive(gates_ready[at])
                 elif tx < 480:
                     if rows > 0:
-                        load_rows(k, k_s, row, first, K, 0, k_loaded)
+                        m.load_rows(k, row, first, 0, K, k_s, 0, k_loaded)
                         T.barrier_arrive(k_loaded[0])
-                        load_rows(vd, vd_s, row, first * ratio, V, 0, rows_loaded)
-                        load_rows(d, dv_s, row, first * ratio, V, 0, rows_loaded)
+                        m.load_rows(vd, row, first * ratio, 0, V, vd_s, 0, rows_loaded)
+                        m.load_rows(d, row, first * ratio, 0, V, dv_s, 0, rows_loaded)
                         T.barrier_arrive(rows_loaded[0])
-                        load_rows(do, do_s, row, first * ratio, V, 0, do_loaded)
+                        m.load_rows(do, row, first * ratio, 0, V, do_s, 0, do_loaded)
                         T.barrier_arrive(do_loaded[0])
-                        load_rows(q, q_s, row, first, K, 0, q_loaded)
+                        m.load_rows(q, row, first, 0, K, q_s, 0, q_loaded)
                         T.barrier_arrive(q_loaded[0])
                         load_states(h, h_s, slot, first * ratio, h_loaded)
                         load_states(dh, dh_s, slot, first * ratio, dh_loaded)
                         if heads > 1:
-                            load_rows(vd, vd_s, row, first * ratio + 1, V, 1, rows_loaded)
-                            load_rows(d, dv_s, row, first * ratio + 1, V, 1, rows_loaded)
+                            m.load_rows(vd, row, first * ratio + 1, 0, V, vd_s, 1, rows_loaded)
+                            m.load_rows(d, row, first * ratio + 1, 0, V, dv_s, 1, rows_loaded)
                             T.barrier_arrive(rows_loaded[1])
                         if keys > 1:
-                            load_rows(k, k_s, row, first + 1, K, 1, k_loaded)
+                            m.load_rows(k, row, first + 1, 0, K, k_s, 1, k_loaded)
                             T.barrier_arrive(k_loaded[1])
                         for key_l in T.serial(keys):
                             for r_l in T.serial(ratio):
                                 n = key_l * ratio + r_l
                                 if n + 1 < heads:
                                     T.barrier_wait(do_free[0], n % 2)
-                                    load_rows(do, do_s, row, first * ratio + n + 1, V, 0, do_loaded)
+                                    m.load_rows(do, row, first * ratio + n + 1, 0, V, do_s, 0, do_loaded)
                                     T.barrier_arrive(do_loaded[0])
                                     T.barrier_wait(h_free[0], n % 2)
                                     load_states(h, h_s, slot, first * ratio + n + 1, h_loaded)
@@ -742,16 +755,16 @@ def program(config: Config):
                                     load_states(dh, dh_s, slot, first * ratio + n + 1, dh_loaded)
                                 if r_l + 1 == ratio and key_l + 1 < keys:
                                     T.barrier_wait(q_free[0], key_l % 2)
-                                    load_rows(q, q_s, row, first + key_l + 1, K, 0, q_loaded)
+                                    m.load_rows(q, row, first + key_l + 1, 0, K, q_s, 0, q_loaded)
                                     T.barrier_arrive(q_loaded[0])
                                 if n + 2 < heads:
                                     T.barrier_wait(rows_free[n % 2], n // 2 % 2)
-                                    load_rows(vd, vd_s, row, first * ratio + n + 2, V, n % 2, rows_loaded)
-                                    load_rows(d, dv_s, row, first * ratio + n + 2, V, n % 2, rows_loaded)
+                                    m.load_rows(vd, row, first * ratio + n + 2, 0, V, vd_s, n % 2, rows_loaded)
+                                    m.load_rows(d, row, first * ratio + n + 2, 0, V, dv_s, n % 2, rows_loaded)
                                     T.barrier_arrive(rows_loaded[n % 2])
                             if key_l + 2 < keys:
                                 T.barrier_wait(k_free[key_l % 2], key_l // 2 % 2)
-                                load_rows(k, k_s, row, first + key_l + 2, K, key_l % 2, k_loaded)
+                                m.load_rows(k, row, first + key_l + 2, 0, K, k_s, key_l % 2, k_loaded)
                                 T.barrier_arrive(k_loaded[key_l % 2])
             elif tx >= 256:
                 T.set_max_nreg(72, 0)
