@@ -131,6 +131,8 @@ def forward(
 ) -> tuple[jax.Array, jax.Array | None, Residuals | None]:
     """o, final_state and residuals; the contract is `dispatch.forward`'s, whose choice asks for pieces of `asked_rows`.
     `precision` is not used.
+
+    Without residuals, the final state takes the memory of the initial one, but on a shard.
     """
     shard = None if pieces is None else cut
     call = _Call(q, k, v, segments, l2norm=l2norm, shard=shard, rows=piece_rows, asked_rows=asked_rows)
@@ -138,8 +140,10 @@ def forward(
     tokens, value_heads, value_dim = call.tokens, call.value_heads, v.shape[3]
     outputs = {
         "o": jax.ShapeDtypeStruct((tokens, value_heads, value_dim), v.dtype),
-        "final_state": call.state_shape(output_final_state),
+        "final_state": call.state_shape(output_final_state, whole=pieces is None),
     }
+    if pieces is not None or not call.cut:  # each of what the kernels take for sequences has a final state
+        inputs |= {"pieces": jnp.zeros((0, 4), jnp.int32), "spans": jnp.zeros((0, 2), jnp.int32)}
     steps = []
     if residuals is None or pieces is None:
         steps.append(call.step(prepare_kernel))
@@ -148,6 +152,8 @@ def forward(
         inputs |= call.flat(a=residuals[0], gamma=residuals[1]) | pieces._asdict()
         inputs |= call.lengths(k)
     more_steps, between, _ = call.entering_states(known=pieces is not None)
+    # Who keeps residuals keeps the initial state with them.
+    in_place = output_final_state and initial_state is not None and pieces is None and not with_residuals
     results = launch(
         [
             *call.table_steps,
@@ -157,8 +163,11 @@ def forward(
         ],
         inputs,
         outputs | between | call.table_shapes,
+        {"initial_state": "final_state"} if in_place else {},
     )
-    final_state = call.of_last_pieces(results["final_state"], results) if output_final_state else None
+    final_state = None
+    if output_final_state:
+        final_state = results["final_state"] if pieces is None else call.of_last_pieces(results["final_state"])
     if steps:
         residuals = Residuals(call.unflat(results["a"]), call.unflat(results["gamma"]))
         if piece_rows is not None:
@@ -552,11 +561,9 @@ class _Call:
             return self._of_rows(states)[:, 1]
         return states[self._spans(results)[:, 0]] if self.cut else states
 
-    def of_last_pieces(self, states: jax.Array, results: Mapping[str, jax.Array]) -> jax.Array:
-        """States of all pieces, of those that a sequence ends with: [P, ...] -> [N, ...]."""
-        if self.shard is not None:
-            return self._of_rows(states)[:, -2]
-        return states[jnp.sum(self._spans(results), axis=1) - 1] if self.cut else states
+    def of_last_pieces(self, states: jax.Array) -> jax.Array:
+        """States of all pieces of a shard, of those that a sequence ends with: [P, ...] -> [N, ...]."""
+        return self._of_rows(states)[:, -2]
 
     def _of_rows(self, states: jax.Array) -> jax.Array:
         """[P, ...] of a dense batch's pieces, summarised before, by rows of the batch: [B, count + 2, ...]."""
@@ -577,9 +584,10 @@ class _Call:
         """The state, or an empty array, which the kernels take for "not given"."""
         return jnp.zeros(self.state_shape(False).shape, jnp.float32) if state is None else state
 
-    def state_shape(self, wanted: bool) -> jax.ShapeDtypeStruct:
-        """[P, Hv, K, V] of all pieces, or P = 0, which the kernels take for "not wanted"."""
-        shape = (self.parts if wanted else 0, self.value_heads, self.key_dim, self.value_dim)
+    def state_shape(self, wanted: bool, *, whole: bool = False) -> jax.ShapeDtypeStruct:
+        """[P, Hv, K, V] of all pieces, or `whole` sequences, or P = 0, which the kernels take for "not wanted"."""
+        count = self.sequences if whole else self.parts
+        shape = (count if wanted else 0, self.value_heads, self.key_dim, self.value_dim)
         return jax.ShapeDtypeStruct(shape, jnp.float32)
 
     def step(self, kernel: Any, *, rename: Mapping[str, str] | None = None, **options: Any) -> Step:

@@ -5,7 +5,8 @@ ended; so when a kernel has ended, all before it have. Patient kernels wait befo
 then knows that all before the patient one has ended. Others let it begin at once.
 
 What a kernel uses before it waits must have been written before the last patient kernel that precedes it, or be
-written by none of the sequence. Otherwise it may begin only when the one before it has ended.
+written by none of the sequence. Otherwise it may begin only when the one before it has ended. Results that several
+kernels of a sequence write, each elements of its own, which none of them reads, are no reason to wait (`_APART`).
 
 What is said of the kernels here, tests/test_barriers.py sees in their programs.
 """
@@ -24,6 +25,10 @@ _HASTY = frozenset({"layout", "prepare", "adjoint_summaries", "state_gradients"}
 """Let the next kernel begin at once, use everything, and wait at their end. So does `compose` of the gradients."""
 
 _OF_PREPARE = frozenset({"a", "gamma", "lengths"})
+
+_APART = frozenset({"o", "final_state"})
+"""`prepare` writes rows of o that no sequence has, `forward` the others, and what of both it has of some heads, another
+launch of it has of others."""
 
 
 def patient(step: Step) -> bool:
@@ -63,7 +68,7 @@ def early_starts(steps: Sequence[Step], plans: Sequence[Mapping[str, Any]], resu
     for index, (step, plan) in enumerate(zip(steps, plans, strict=True)):
         names = [operand["name"] for operand in plan["operands"]]
         buffers = {name: step.rename.get(name, name) for name in names}
-        early = [buffer for name, buffer in buffers.items() if uses_early(step, name)]
+        early = [buffer for name, buffer in buffers.items() if uses_early(step, name) and name not in _APART]
         found.append(index > 0 and all(writers.get(buffer, -2) < last_patient for buffer in early))
         for buffer in buffers.values():
             if buffer in results:

@@ -21,26 +21,29 @@ MULTIPROCESSORS = 132
 """Of an H100 or H200 SXM."""
 
 # Measured on an H200, microseconds (docs/performance.md).
-_STEP = {64: 1.4, 128: 2.3}
+_STEP = {64: 1.4, 128: 2.2}
 """A chunk step of the forward kernel by value columns of its block; one block runs on a multiprocessor."""
 _STEP_BACK, _STEP_OF_BOTH = {64: 1.75, 128: 3.2}, 1.9
 """A chunk step of kernels/states.py or state_gradients.py where one has the card, and of both where that has room for
 them side by side."""
 _ADJOINT_STEP = 1.9
 """A chunk step of kernels/adjoint_summaries.py, of whose blocks a multiprocessor runs one."""
-_SUMMARY_STEP, _SHARED_STEP = 1.3, 0.9
-"""A chunk step of kernels/summaries.py on an empty card, and what is added on a full one: two blocks share a
-multiprocessor."""
-_COMPOSE_STEP, _COMPOSE_STEP_BACK = 1.6, 1.9
+_SUMMARY_STEP, _SHARED_STEP = 1.1, 1.5
+"""A chunk step of kernels/summaries.py: of the longest blocks, and of two that share a multiprocessor all the time."""
+_COMPOSE_STEP, _COMPOSE_STEP_BACK = 1.5, 1.9
 """One piece in kernels/compose.py, beside other kernels and alone."""
-_BLOCK = 4.0
+_BLOCK = 1.0
 """Reading and writing the states of a block."""
-_STATES = 0.09
+_STATES = 0.15
 """Moving what is kept of a piece and head: response, transition, the states that enter and leave it."""
 _HEAD, _FIRST_HEAD = 6.1, 1.0
 """A value head of one chunk in kernels/gradients.py, and what a block's first one takes longer."""
+_BETWEEN = 3.0
+"""From one of the kernels of pieces to the next, together."""
 _OVERHEAD = 8.0
 """Two more kernels."""
+_EMPTY = 0.013
+"""A block of kernels/summaries.py that finds nothing to do."""
 _SHORT = 8
 """Chunks that are summarised of a head that decays."""
 
@@ -141,7 +144,10 @@ def piece_rows(
         return _time(length, chunks, count, heads, key_dim, value_dim, packed)
 
     def fits(length: int) -> bool:
-        return _ROWS_OF_MEMORY * piece_count(tokens, sequences, length * CHUNK, packed=packed) <= tokens
+        if packed and length & (length - 1):  # few batches are a multiple of such pieces (`kept_rows`)
+            return False
+        parts = piece_count(tokens, sequences, length * CHUNK, packed=packed)
+        return _ROWS_OF_MEMORY * (parts - packed) <= tokens  # of a packed batch, at least one is empty
 
     lengths = (None, *filter(fits, _LENGTHS)) if tokens and sequences else (None,)
     best = _best(lengths, time, tokens, sequences, packed)
@@ -185,9 +191,9 @@ def _best(
     mean, total = -(-tokens // (max(sequences, 1) * CHUNK)), -(-tokens // CHUNK)
     layouts = [(1.0, sequences, mean)]
     if packed and sequences > 1:
-        # Of packed sequences nothing is known but their number. What is chosen must be good if they are equal, if half
-        # of them are twice as long, and, of less weight, if one has nearly all tokens.
-        layouts += [(1.0, -(-sequences // 2), 2 * mean), (0.25, 1, total)]
+        # Of packed sequences nothing is known but their number. What is chosen must be good if they are equal and, of
+        # less weight, if half of them are twice as long, or if one has nearly all tokens.
+        layouts += [(0.4, -(-sequences // 2), 2 * mean), (0.12, 1, total)]
     table = {length: [time(length, count, chunks) for _, count, chunks in layouts] for length in lengths}
     least = [min(column) for column in zip(*table.values(), strict=True)]
 
@@ -288,7 +294,8 @@ def _time(
         return max(1.0, _whole(chunks, sequences * heads, value_dim))
     if packed and chunks * CHUNK <= cut_beyond(length * CHUNK):
         tile = value_tile(max(sequences * chunks // length, sequences) * heads, value_dim)
-        return _rounds(sequences * heads * (value_dim // tile), 1) * chunks * _STEP[tile] + _OVERHEAD
+        nothing = _EMPTY * (sequences * chunks // length + sequences) * heads * (key_dim + value_dim) / 64
+        return _rounds(sequences * heads * (value_dim // tile), 1) * chunks * _STEP[tile] + nothing + _OVERHEAD
     return _cut(length, chunks, sequences, heads, key_dim, value_dim)
 
 
@@ -337,11 +344,11 @@ def _cut(
     # Three of four heads decay, so that nothing is summarised of them but N over a few chunks: between the extremes.
     exact, short = cuts / 4 * (key_dim + value_dim) / 64, cuts * 3 / 4 * value_dim / 64
     slots = 2 * MULTIPROCESSORS
-    step = _SUMMARY_STEP + _SHARED_STEP * min(1.0, (exact + short) / slots)
-    summaries = step * max(length, (exact * length + short * min(length, _SHORT)) / slots)
+    shared = (exact * length + short * min(length, _SHORT)) / slots
+    summaries = max(_SUMMARY_STEP * length, _SHARED_STEP * shared)
     rounds = _rounds(recurrences * (value_dim // value_tile(recurrences, value_dim)), 1) + _rounds(exact + short, 2)
     serial = _whole(length, recurrences, value_dim) + summaries + compositions * _COMPOSE_STEP
-    return serial + rounds * _BLOCK + recurrences * _STATES + _OVERHEAD
+    return serial + rounds * _BLOCK + recurrences * _STATES + _BETWEEN
 
 
 def _rounds(blocks: float, together: int) -> float:

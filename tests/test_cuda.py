@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -175,6 +176,39 @@ def test_chain_in_one_program_with_moving_buffers() -> None:
         moved = [y + jnp.zeros_like(y) for y in operands]
         kept.append(moved)  # alive, so that the next round's buffers lie elsewhere
         assert np.asarray(chain(*moved)).tobytes() == first.tobytes()
+
+
+def test_final_state_in_place() -> None:
+    """A donated initial state is overwritten, without a copy; one that is not donated is left as it was."""
+    case = dataclasses.replace(CASES[-1], name="in place")
+    x = battery.inputs(case)
+    q, k, v, g, beta = (jnp.asarray(y) for y in x[:5])
+    assert x.initial_state is not None
+    assert x.segments is not None
+    ends = jnp.asarray([0, *x.segments[:, 1]], jnp.int32)
+
+    def serve(state: jax.Array) -> Any:
+        return jax_qla.chunk_gated_delta_rule(
+            q, k, v, g, beta, initial_state=state, output_final_state=True, cu_seqlens=ends, implementation="cuda"
+        )
+
+    kept = jnp.asarray(x.initial_state)
+    expected = jax.block_until_ready(jax.jit(serve)(kept))
+    assert np.array_equal(kept, x.initial_state)
+    donated = jnp.array(x.initial_state)
+    address = donated.unsafe_buffer_pointer()
+    o, state = jax.jit(serve, donate_argnums=0)(donated)
+    assert donated.is_deleted()
+    assert state.unsafe_buffer_pointer() == address
+    assert np.array_equal(o, expected[0])
+    assert np.array_equal(state, expected[1])
+
+    def copies(**options: Any) -> list[str]:
+        program = jax.jit(serve, **options).lower(kept).compile().as_text()
+        return re.findall(rf"f32\[{','.join(map(str, kept.shape))}\]\S* copy", program)
+
+    assert copies()
+    assert not copies(donate_argnums=0)
 
 
 def test_default_is_cuda_and_vmap_and_remat_agree() -> None:

@@ -388,7 +388,8 @@ def _named(kernel: str) -> list[str]:
     """Names of what a kernel reads and writes, of its specification."""
     signature = inspect.signature(importlib.import_module(f"jax_qla.kernels.{kernel}").specification)
     read = [name for name, x in signature.parameters.items() if x.kind != inspect.Parameter.KEYWORD_ONLY]
-    return [*read, *(["pieces"] if kernel in OF_PIECES else []), *RESULTS[kernel]]
+    unspecified = {"prepare": ["o"]} | {key: ["pieces"] for key in OF_PIECES}
+    return [*read, *unspecified.get(kernel, []), *RESULTS[kernel]]
 
 
 def _recorded(monkeypatch: pytest.MonkeyPatch, waiting: list[str] | None = None) -> list[list[str]]:
@@ -486,8 +487,37 @@ def test_heads_in_halves(packed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     ]
     assert given[2].config.value_tile == 64
     assert [step.scalars["awaits"] for step in given[1:]] == [forward_kernel.PREPARED, forward_kernel.NOTHING]
+    plans = [{"operands": [{"name": name} for name in _named(step.kernel)]} for step in given]
+    assert overlap.early_starts(given, plans, ["a", "gamma", "o", "final_state"]) == [False, True, True]
     for a, b in zip(found[:2], expected[:2], strict=True):
         np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.parametrize("rows", ["0", "64"], ids=["whole", "in pieces"])
+@pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
+def test_final_state_takes_the_memory_of_the_initial_one(
+    packed: bool, rows: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Unless the latter is kept, and there are as many of one as of the other, however sequences are cut."""
+    monkeypatch.setenv(policy.OVERRIDE, rows)
+    found: list[Any] = []
+
+    def recording(steps: Any, inputs: Any, outputs: Any, aliases: Any) -> dict[str, jax.Array]:
+        found.append(aliases)
+        assert not aliases or inputs["initial_state"].shape == outputs["final_state"].shape
+        return launch_specifications(steps, inputs, outputs, aliases)
+
+    monkeypatch.setattr(cuda, "launch", recording)
+    operands, segments, _ = jax.tree.map(lambda x: x[0], _batched(packed, 1))
+    if packed:
+        operands, segments = (*operands[:-1], operands[-1][0]), segments[0]
+    kernels: Any = cuda
+    forward = functools.partial(kernels.forward, scale=0.25)
+    forward(*operands, segments, output_final_state=True, with_residuals=False)
+    assert found.pop() == {"initial_state": "final_state"}
+    for wanted, kept, *states in ((True, True, operands[-1]), (False, False, operands[-1]), (True, False, None)):
+        forward(*operands[:-1], *states, segments, output_final_state=wanted, with_residuals=kept)
+        assert found.pop() == {}
 
 
 def _counted(monkeypatch: pytest.MonkeyPatch) -> list[int]:

@@ -111,9 +111,10 @@ def chain(
     ratio = given["v"].shape[2] // given["k"].shape[2]
     have = {name: x if name in STATES else x.reshape(tokens, *x.shape[2:]) for name, x in given.items()}
     have |= {"bounds": segments, "segments": segments, "chunks": jnp.asarray(tables.chunk_table(segments, tokens))}
+    have |= {"pieces": jnp.zeros((0, 4), jnp.int32), "spans": jnp.zeros((0, 2), jnp.int32)}
     kernels: Sequence[Any] = (
         (prepare, "k g beta bounds -> a gamma lengths"),
-        (forward, "q k v a gamma beta lengths initial_state segments chunks -> o final_state"),
+        (forward, "q k v a gamma beta lengths initial_state segments pieces spans chunks -> o final_state"),
         (states, "k v a gamma beta initial_state segments chunks -> h vd"),
         (
             state_gradients,
@@ -126,7 +127,7 @@ def chain(
         pieces = jnp.asarray(tables.piece_table(segments, parts, piece_rows))
         first = tables.first_piece(segments[:, 0], jnp.arange(segments.shape[0]), piece_rows)
         spans = jnp.stack([first, tables.pieces_of(segments, piece_rows)], axis=1)
-        have |= {"pieces": pieces, "segments": pieces[:, :2]}
+        have |= {"pieces": pieces, "segments": pieces[:, :2], "spans": spans}
         have["chunks"] = jnp.asarray(tables.chunk_table(pieces[:, :2], tokens))
         kernels = (kernels[0], *SUMMARIES, *kernels[1:])
     for kernel, names in kernels:
@@ -142,7 +143,6 @@ def chain(
             of = (of[0], have["adjoint_response"], of[2], have["d_final_state"], spans)
             have["d_final_state"] = compose.specification(*of, reverse=True)
     if piece_rows is not None:
-        have["final_state"] = have["final_state"][jnp.sum(spans, axis=1) - 1]
         have["d_initial_state"] = have["d_initial_state"][first]
     return have
 

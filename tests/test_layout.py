@@ -57,6 +57,7 @@ inline int __shfl_sync(unsigned, int value, int lane) {
   return found;
 }
 inline int __popc(unsigned x) { return __builtin_popcount(x); }
+inline int __ffs(unsigned x) { return __builtin_ffs(static_cast<int>(x)); }
 """
 ENTRY = r"""
 extern "C" void layout(const int* bounds, int* segments, int* pieces, int* spans, int count, int parts, int piece_rows,
@@ -84,12 +85,32 @@ extern "C" bool find_chunks(const int* segments, int* chunks, int count, int slo
   for (std::thread& lane : warp) lane.join();
   return same;
 }
+// The head at every place of the order, as the lanes of a warp find it; whether all found the same.
+extern "C" bool slow_first(const float* sums, int* order, int heads) {
+  bool same = true;
+  std::vector<std::thread> warp;
+  for (int lane = 0; lane < 32; ++lane) {
+    warp.emplace_back([=, &same] {
+      threadIdx.x = lane;
+      for (int index = 0; index < heads; ++index) {
+        const int head = jax_qla_slow_first(sums, heads, index);
+        if (lane == 0) order[index] = head;
+        __ballot_sync(0, true);
+        const std::lock_guard<std::mutex> lock(mutex);
+        same = same && order[index] == head;
+      }
+    });
+  }
+  for (std::thread& lane : warp) lane.join();
+  return same;
+}
 """
 
 
 @pytest.fixture(scope="module")
 def tables_code(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
-    return device_code.compiled(tmp_path_factory.mktemp("layout"), SHIM + layout.PRELUDE + common.CHUNK_PRELUDE + ENTRY)
+    source = layout.PRELUDE + common.CHUNK_PRELUDE + common.ORDER_PRELUDE
+    return device_code.compiled(tmp_path_factory.mktemp("layout"), SHIM + source + ENTRY)
 
 
 @pytest.mark.parametrize("piece_rows", [64, 192, layout.WHOLE])
@@ -131,3 +152,16 @@ def test_chunks_are_the_definition(counts: tuple[int, int], tables_code: ctypes.
         assert tables_code.find_chunks(*device_code.pointers(bounds, found), count, slots, tokens, step)
         right = tables.chunk_table(bounds, tokens)[:, 1:]
         np.testing.assert_array_equal(found[::step], right[::step], err_msg=f"{bounds.tolist()}")
+
+
+@pytest.mark.parametrize("heads", [1, 8, 31, 32, 33, 64, 96])
+def test_blocks_of_heads_that_forget_slowly_begin_first(heads: int, tables_code: ctypes.CDLL) -> None:
+    """Every head has its blocks, whatever the memory holds that says which are slow, numbers or not."""
+    random = np.random.default_rng(heads)
+    for slow in (0.0, 0.3, 1.0):
+        sums = np.where(random.random(heads) < slow, 0.9, 1.1).astype(np.float32) * common.SLOW
+        sums[:: max(heads // 3, 2)] = np.nan
+        order = np.full(heads, -1, np.int32)
+        assert tables_code.slow_first(*device_code.pointers(sums, order), heads)
+        expected = np.argsort(~(sums > common.SLOW), kind="stable")
+        np.testing.assert_array_equal(order, expected)

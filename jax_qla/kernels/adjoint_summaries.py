@@ -7,7 +7,7 @@ after it, dS -> M^T dS + N', with the M of kernels/summaries.py:
                            of the final state
 
 by the recurrence of kernels/state_gradients.py. Nothing is needed of a sequence's first piece. As in kernels/summaries.py, gates
-decide how many chunks are computed, here at the piece's beginning.
+decide how many chunks are computed, here at the piece's beginning, and which blocks begin first.
 
 Plan, one block per (piece, value head, tile of 64 value columns), three stages of chunk tiles (two of P), as in
 kernels/state_gradients.py:
@@ -56,7 +56,7 @@ def program(config: Config):
 
     C, K, V, dtype = CHUNK, config.key_dim, config.value_dim, config.dtype
     tiles = V // 64  # blocks a piece and head
-    l2norm, normed = config.l2norm, "true" if config.l2norm else "false"
+    l2norm = config.l2norm
     stages = 3
     m = macros()
     tokens, key_heads, value_heads, parts = T.dynamic("tokens, key_heads, value_heads, parts")
@@ -76,9 +76,13 @@ def program(config: Config):
         ratio: T.int32,
         scale: T.float32,
     ):
-        with T.Kernel(parts * tiles, value_heads, threads=384, prelude=P_PRELUDE + REACH_PRELUDE) as (block, head):
+        with T.Kernel(parts * tiles, value_heads, threads=384, prelude=P_PRELUDE + REACH_PRELUDE) as (block, number):
             T.annotate_min_blocks_per_sm(1)
             T.pdl_trigger()  # what follows waits by itself
+            head = T.alloc_var("int32")
+            head = T.call_extern(
+                "int32", "jax_qla_slow_first", T.address_of(gamma[T.min(tokens, C) - 1, 0]), value_heads, number
+            )
             piece = T.alloc_var("int32")
             start = T.alloc_var("int32")
             end = T.alloc_var("int32")
@@ -130,68 +134,40 @@ def program(config: Config):
             if tx >= 256:
                 T.set_max_nreg(24, 0)
                 if tx < 288:
-                    for c in T.serial(count):
-                        if c >= stages:
-                            T.barrier_wait(free[c % stages], (c // stages + 1) % 2)
-                        m.load_rows(k, start + (count - 1 - c) * C, key_head, 0, K, k_s, c % stages, loaded)
-                        m.load_rows(q, start + (count - 1 - c) * C, key_head, 0, K, q_s, c % stages, loaded)
-                        m.load_rows(a, start + (count - 1 - c) * C, head, 0, C, a_s, c % stages, loaded)
-                        m.load_rows(do, start + (count - 1 - c) * C, head, tile * 64, 64, do_s, c % stages, loaded)
-                        T.barrier_arrive(loaded[c % stages])
+                    m.load_last_first(
+                        q, k, a, do, start, count, key_head, head, tile * 64, stages, q_s, k_s, a_s, do_s, loaded, free
+                    )
             elif tx >= 128:
                 T.set_max_nreg(152, 0)
-                fetched = T.alloc_local((3,), "float32")  # gates of the chunk to come
-                p = T.alloc_fragment((C, C), "float32")
-                if count > 0:
-                    m.fetch_gates(
-                        gamma,
-                        beta,
-                        start + (count - 1) * C,
-                        T.min(end - (start + (count - 1) * C), C),
-                        head,
-                        tx - 128,
-                        fetched,
-                    )
-                for c in T.serial(count):
-                    at = c % stages
-                    rows = T.min(end - (start + (count - 1 - c) * C), C)
-                    if c >= 2:
-                        T.barrier_wait(taken[c % 2], (c // 2 + 1) % 2)
-                    T.barrier_wait(loaded[at], (c // stages) % 2)
-                    m.store_gates(fetched, rows, tx - 128, at, gamma_s, rise_s, fall_s, beta_s)
-                    if tx < 128 + C:
-                        drop_s[at, tx - 128] = -(rise_s[at, tx - 128] * beta_s[at, tx - 128])
-                        lift_s[at, tx - 128] = scale * rise_s[at, tx - 128]
-                        a_s[at, tx - 128, tx - 128] = T.cast(0, dtype)
-                    if c + 1 < count:  # those are whole
-                        m.fetch_gates(gamma, beta, start + (count - 2 - c) * C, C, head, tx - 128, fetched)
-                    if rows < C:
-                        m.zero_tail(q_s, at, rows, K, tx - 128, 128)
-                        m.zero_tail(k_s, at, rows, K, tx - 128, 128)
-                        m.zero_tail(a_s, at, rows, C, tx - 128, 128)
-                        m.zero_tail(do_s, at, rows, 64, tx - 128, 128)
-                        T.fence_proxy_async()
-                    T.sync_threads(3, 128)
-                    if l2norm:
-                        m.inverse_lengths(k_s, at, key_s)
-                        m.inverse_lengths(q_s, at, query_s)
-                    T.gemm(q_s[at, :, :], k_s[at, :, :], p, transpose_B=True, clear_accum=True)
-                    if l2norm:
-                        T.sync_threads(3, 128)
-                        if tx < 128 + C:
-                            lift_s[at, tx - 128] = lift_s[at, tx - 128] * query_s[tx - 128]
-                            drop_s[at, tx - 128] = drop_s[at, tx - 128] * (key_s[tx - 128] * key_s[tx - 128])
-                    T.call_extern(
-                        "handle",
-                        f"jax_qla_store_decayed<{normed}, true>",
-                        p.data,
-                        T.address_of(gamma_s[at, 0]),
-                        scale,
-                        T.address_of(query_s[0]),
-                        T.address_of(p_s[c % 2, 0, 0]),
-                    )
-                    T.fence_proxy_async()
-                    T.barrier_arrive(ready[at])
+                m.prepare_last_first(
+                    gamma,
+                    beta,
+                    start,
+                    end,
+                    count,
+                    head,
+                    scale,
+                    tx - 128,
+                    stages,
+                    l2norm,
+                    q_s,
+                    k_s,
+                    a_s,
+                    do_s,
+                    p_s,
+                    gamma_s,
+                    rise_s,
+                    fall_s,
+                    beta_s,
+                    drop_s,
+                    lift_s,
+                    None,
+                    key_s,
+                    query_s,
+                    loaded,
+                    taken,
+                    ready,
+                )
             else:
                 T.set_max_nreg(240, 1)
                 d = T.alloc_fragment((64, K), "float32")

@@ -287,8 +287,37 @@ STRETCHES = 1
 FORGOTTEN = -24.0
 """Log of the factor below which what a state contributes to a later one is left out: 4e-11, and float32 rounds by 6e-8."""
 
+SLOW = FORGOTTEN / 16
+"""A head whose gates up to the batch's 64th row, from where their sums begin, add up to more may be one of which many chunks matter:
+kernels that go by pieces begin with the blocks of such heads. Nothing but time depends on it."""
+
+ORDER_PRELUDE = (
+    f"constexpr float kSlow = {SLOW}f;"
+    r"""
+// Which of `heads` heads comes at `index` in an order that has those first whose element of `sums` exceeds kSlow. To be called by whole warps.
+__device__ __forceinline__ int jax_qla_slow_first(const float* sums, int heads, int index) {
+  const int lane = threadIdx.x & 31;
+  int slow = 0;
+  for (int base = 0; base < heads; base += 32) {
+    slow += __popc(__ballot_sync(0xffffffffu, base + lane < heads && sums[base + lane] > kSlow));
+  }
+  const bool wanted = index < slow;
+  int before = wanted ? index : index - slow, head = 0;
+  for (int base = 0; base < heads; base += 32) {
+    const bool mine = base + lane < heads && (sums[base + lane] > kSlow) == wanted;
+    const unsigned alike = __ballot_sync(0xffffffffu, mine);
+    const unsigned found = __ballot_sync(0xffffffffu, mine && __popc(alike & ((1u << lane) - 1)) == before);
+    if (found != 0) head = base + __ffs(found) - 1;
+    before -= __popc(alike);
+  }
+  return head;
+}
+"""
+)
+
+
 REACH_PRELUDE = (
-    f"constexpr int kStretches = {STRETCHES};"
+    ORDER_PRELUDE + f"constexpr int kStretches = {STRETCHES};"
     r"""
 // Over how many of the `count` chunks of the piece of rows [start, end) of a head, from its end or its beginning, what bounds their
 // effect on the state (kernels/prepare.py) adds up to less than `limit`; -1 if all together do not. `gamma` is the head's first
@@ -419,6 +448,110 @@ def macros():
                     stage, x * 2 + thread // 64, part + thread % 64
                 ]
 
+    @T.macro
+    def load_last_first(q, k, a, do, start, count, key_head, head, first, stages, q_s, k_s, a_s, do_s, loaded, free):
+        """One warp has TMA load the tiles of a sequence's chunks, the last chunk first, of dO the columns from `first` on."""
+        for c in T.serial(count):
+            if c >= stages:
+                T.barrier_wait(free[c % stages], (c // stages + 1) % 2)
+            load_rows(k, start + (count - 1 - c) * C, key_head, 0, k_s.shape[2], k_s, c % stages, loaded)
+            load_rows(q, start + (count - 1 - c) * C, key_head, 0, q_s.shape[2], q_s, c % stages, loaded)
+            load_rows(a, start + (count - 1 - c) * C, head, 0, C, a_s, c % stages, loaded)
+            load_rows(do, start + (count - 1 - c) * C, head, first, do_s.shape[2], do_s, c % stages, loaded)
+            T.barrier_arrive(loaded[c % stages])
+
+    @T.macro
+    def prepare_last_first(
+        gamma,
+        beta,
+        start,
+        end,
+        count,
+        head,
+        scale,
+        thread,
+        stages,
+        normed,
+        q_s,
+        k_s,
+        a_s,
+        do_s,
+        p_s,
+        gamma_s,
+        rise_s,
+        fall_s,
+        beta_s,
+        drop_s,
+        lift_s,
+        out_s,
+        key_s,
+        query_s,
+        loaded,
+        taken,
+        ready,
+    ):
+        """A warpgroup makes ready for the gradient of the state what `load_last_first` loads: `a` without its diagonal, rows beyond the
+        sequence 0, P, gates, and of them drop = -exp(gamma) beta, over |k|^2 if keys are `normed`, lift = scale exp(gamma), over |q| if
+        queries are, and, unless it is None, `out_s`: the factor of dX in dv. P has two stages, free when `taken`."""
+        fetched = T.alloc_local((3,), "float32")  # gates of the chunk to come
+        p = T.alloc_fragment((C, C), "float32")
+        if count > 0:
+            fetch_gates(
+                gamma,
+                beta,
+                start + (count - 1) * C,
+                T.min(end - (start + (count - 1) * C), C),
+                head,
+                thread,
+                fetched,
+            )
+        for c in T.serial(count):
+            at = c % stages
+            rows = T.min(end - (start + (count - 1 - c) * C), C)
+            if c >= 2:
+                T.barrier_wait(taken[c % 2], (c // 2 + 1) % 2)
+            T.barrier_wait(loaded[at], (c // stages) % 2)
+            store_gates(fetched, rows, thread, at, gamma_s, rise_s, fall_s, beta_s)
+            if thread < C:
+                drop_s[at, thread] = -(rise_s[at, thread] * beta_s[at, thread])
+                lift_s[at, thread] = scale * rise_s[at, thread]
+                if out_s is not None:
+                    out_s[at, thread] = T.Select(
+                        T.abs(beta_s[at, thread]) < T.float32(FAINT), T.float32(1), beta_s[at, thread]
+                    )
+                a_s[at, thread, thread] = T.cast(0, a_s.dtype)
+            if c + 1 < count:  # those are whole
+                fetch_gates(gamma, beta, start + (count - 2 - c) * C, C, head, thread, fetched)
+            if rows < C:
+                zero_tail(q_s, at, rows, q_s.shape[2], thread, 128)
+                zero_tail(k_s, at, rows, k_s.shape[2], thread, 128)
+                zero_tail(a_s, at, rows, C, thread, 128)
+                zero_tail(do_s, at, rows, do_s.shape[2], thread, 128)
+                T.fence_proxy_async()
+            T.sync_threads(3, 128)
+            if normed:
+                inverse_lengths(k_s, at, key_s)
+                inverse_lengths(q_s, at, query_s)
+            T.gemm(q_s[at, :, :], k_s[at, :, :], p, transpose_B=True, clear_accum=True)
+            if normed:
+                T.sync_threads(3, 128)
+                if thread < C:
+                    lift_s[at, thread] = lift_s[at, thread] * query_s[thread]
+                    drop_s[at, thread] = drop_s[at, thread] * (key_s[thread] * key_s[thread])
+                    if out_s is not None:
+                        out_s[at, thread] = out_s[at, thread] * key_s[thread]
+            T.call_extern(
+                "handle",
+                f"jax_qla_store_decayed<{'true' if normed else 'false'}, true>",
+                p.data,
+                T.address_of(gamma_s[at, 0]),
+                scale,
+                T.address_of(query_s[0]),
+                T.address_of(p_s[c % 2, 0, 0]),
+            )
+            T.fence_proxy_async()
+            T.barrier_arrive(ready[at])
+
     return SimpleNamespace(
         fetch_gates=fetch_gates,
         store_gates=store_gates,
@@ -427,4 +560,6 @@ def macros():
         load_rows=load_rows,
         zero_tail=zero_tail,
         store_rows=store_rows,
+        load_last_first=load_last_first,
+        prepare_last_first=prepare_last_first,
     )

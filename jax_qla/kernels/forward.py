@@ -36,6 +36,8 @@ would take longer to measure them than a step takes.
 The initial state of 128 columns comes by two bulk copies. Its elements, a load each, are requests of 32 bytes, which kept blocks waiting where
 all begin at once. Blocks of 64 columns load elements: where V is 128 they are few (policy.value_tile), and loads as fast.
 
+Where the sequences are pieces of longer ones, only the state after a sequence's last piece is a final state.
+
 A block begins while the kernel before it still runs elsewhere (STATE, PREPARED, NOTHING). Where the last round of blocks would leave most of the card idle,
 a second launch computes its heads, in halves of their value columns (policy.whole_heads).
 
@@ -137,6 +139,7 @@ def program(config: Config):
     m = macros()
     tokens, key_heads, value_heads, sequences = T.dynamic("tokens, key_heads, value_heads, sequences")
     initial_states, final_states = T.dynamic("initial_states, final_states")  # sequences, or 0: not given, not wanted
+    cut_sequences, cut_pieces = T.dynamic("cut_sequences, cut_pieces")  # or 0: each of `segments` has a final state
 
     @T.prim_func
     def forward(
@@ -148,7 +151,9 @@ def program(config: Config):
         beta: T.Tensor((tokens, value_heads), "float32"),
         lengths: T.Tensor((tokens, key_heads), "float32"),  # 1 / |k|, with `l2norm` only
         initial_state: T.Tensor((initial_states, value_heads, K, V), "float32"),
-        segments: T.Tensor((sequences, 2), "int32"),
+        segments: T.Tensor((sequences, 2), "int32"),  # sequences, or their pieces
+        pieces: T.Tensor((cut_pieces, 4), "int32"),
+        spans: T.Tensor((cut_sequences, 2), "int32"),
         o: T.Tensor((tokens, value_heads, V), dtype),
         final_state: T.Tensor((final_states, value_heads, K, V), "float32"),
         ratio: T.int32,
@@ -165,12 +170,17 @@ def program(config: Config):
             end = T.alloc_var("int32")
             count = T.alloc_var("int32")
             key_head = T.alloc_var("int32")
+            target = T.alloc_var("int32")  # where the final state goes, if anywhere
             n = block // tiles
             start = segments[n, 0]
             end = segments[n, 1]
             count = (end - start + C - 1) // C
             key_head = T.truncdiv(head, ratio)
             first = (block % tiles) * W  # first value column of this block
+            target = n
+            if cut_pieces > 0:  # only the state after a sequence's last piece
+                target = pieces[n, 2]
+                target = T.Select(n == spans[target, 0] + spans[target, 1] - 1, target, -1)
             tx = T.get_thread_binding()
 
             q_s = T.alloc_shared((stages, C, K), dtype)
@@ -412,9 +422,9 @@ def program(config: Config):
                             )
                             T.wait_wgmma(0)
                         T.tma_store_wait(0)
-                        if final_states > 0:
+                        if final_states > 0 and target >= 0:
                             for i, j in T.Parallel(64, K):
-                                final_state[n, head, j, first + part + i] = state[i, j]
+                                final_state[target, head, j, first + part + i] = state[i, j]
             T.pdl_sync()  # ends after what came before, for what follows waits for this kernel alone
 
     return forward
@@ -430,6 +440,8 @@ def specification(
     lengths: jax.Array,
     initial_state: jax.Array,
     segments: jax.Array,
+    pieces: jax.Array,
+    spans: jax.Array,
     chunks: jax.Array,
     *,
     ratio: int,
@@ -438,7 +450,10 @@ def specification(
     first_head: int = 0,
     heads: int | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """(o [tokens, Hv, V] in v's dtype, final_state [N, Hv, K, V]); not a number in other heads than `heads` from `first_head` on."""
+    """(o [tokens, Hv, V] in v's dtype, final_state [N, Hv, K, V]); not a number in other heads than `heads` from `first_head` on.
+
+    `segments` are sequences or, with `pieces` and `spans`, their pieces; without, these are empty.
+    """
     keys, queries = (jnp.repeat(gather_chunks(x, chunks), ratio, axis=2) for x in (k, q))
     values, inverse, gates, strength = (gather_chunks(x, chunks) for x in (v, a, gamma, beta))
     scales = scale * inverse_length(queries, l2norm)
@@ -459,6 +474,8 @@ def specification(
 
     xs = (queries, keys, values, inverse, p, gates, strength, scales, end)
     final_state, o = scan_slots(step, initial_state, segments, chunks, xs)
+    if pieces.shape[0] > 0:
+        final_state = final_state[jnp.sum(spans, axis=1) - 1]
     o = scatter_chunks(o, chunks, v.shape[0], v.dtype)
     of_head = jnp.arange(v.shape[1])[:, None] - first_head
     computed = (of_head >= 0) & (of_head < (v.shape[1] if heads is None else heads))

@@ -64,7 +64,7 @@ def program(config: Config):
 
     C, K, V, W, dtype = CHUNK, config.key_dim, config.value_dim, config.value_tile, config.dtype
     tiles = V // W  # blocks a head
-    l2norm, normed = config.l2norm, "true" if config.l2norm else "false"
+    l2norm = config.l2norm
     stages = 3
     S = 2 * W  # threads that hold the gradient: one warpgroup for every 64 value columns
     m = macros()
@@ -126,72 +126,40 @@ def program(config: Config):
             if tx >= S + 128:
                 T.set_max_nreg(24, 0)
                 if tx < S + 160:
-                    for c in T.serial(count):
-                        if c >= stages:
-                            T.barrier_wait(free[c % stages], (c // stages + 1) % 2)
-                        m.load_rows(k, start + (count - 1 - c) * C, key_head, 0, K, k_s, c % stages, loaded)
-                        m.load_rows(q, start + (count - 1 - c) * C, key_head, 0, K, q_s, c % stages, loaded)
-                        m.load_rows(a, start + (count - 1 - c) * C, head, 0, C, a_s, c % stages, loaded)
-                        m.load_rows(do, start + (count - 1 - c) * C, head, first, W, do_s, c % stages, loaded)
-                        T.barrier_arrive(loaded[c % stages])
+                    m.load_last_first(
+                        q, k, a, do, start, count, key_head, head, first, stages, q_s, k_s, a_s, do_s, loaded, free
+                    )
             elif tx >= S:
                 T.set_max_nreg(72 if W == 128 else 152, 0)
-                fetched = T.alloc_local((3,), "float32")  # gates of the chunk to come
-                p = T.alloc_fragment((C, C), "float32")
-                if count > 0:
-                    m.fetch_gates(
-                        gamma,
-                        beta,
-                        start + (count - 1) * C,
-                        T.min(end - (start + (count - 1) * C), C),
-                        head,
-                        tx - S,
-                        fetched,
-                    )
-                for c in T.serial(count):
-                    at = c % stages
-                    rows = T.min(end - (start + (count - 1 - c) * C), C)
-                    if c >= 2:
-                        T.barrier_wait(taken[c % 2], (c // 2 + 1) % 2)
-                    T.barrier_wait(loaded[at], (c // stages) % 2)
-                    m.store_gates(fetched, rows, tx - S, at, gamma_s, rise_s, fall_s, beta_s)
-                    if tx < S + C:
-                        drop_s[at, tx - S] = -(rise_s[at, tx - S] * beta_s[at, tx - S])
-                        lift_s[at, tx - S] = scale * rise_s[at, tx - S]
-                        out_s[at, tx - S] = T.Select(
-                            T.abs(beta_s[at, tx - S]) < T.float32(FAINT), T.float32(1), beta_s[at, tx - S]
-                        )
-                        a_s[at, tx - S, tx - S] = T.cast(0, dtype)
-                    if c + 1 < count:  # those are whole
-                        m.fetch_gates(gamma, beta, start + (count - 2 - c) * C, C, head, tx - S, fetched)
-                    if rows < C:
-                        m.zero_tail(q_s, at, rows, K, tx - S, 128)
-                        m.zero_tail(k_s, at, rows, K, tx - S, 128)
-                        m.zero_tail(a_s, at, rows, C, tx - S, 128)
-                        m.zero_tail(do_s, at, rows, W, tx - S, 128)
-                        T.fence_proxy_async()
-                    T.sync_threads(3, 128)
-                    if l2norm:
-                        m.inverse_lengths(k_s, at, key_s)
-                        m.inverse_lengths(q_s, at, query_s)
-                    T.gemm(q_s[at, :, :], k_s[at, :, :], p, transpose_B=True, clear_accum=True)
-                    if l2norm:
-                        T.sync_threads(3, 128)
-                        if tx < S + C:
-                            lift_s[at, tx - S] = lift_s[at, tx - S] * query_s[tx - S]
-                            drop_s[at, tx - S] = drop_s[at, tx - S] * (key_s[tx - S] * key_s[tx - S])
-                            out_s[at, tx - S] = out_s[at, tx - S] * key_s[tx - S]
-                    T.call_extern(
-                        "handle",
-                        f"jax_qla_store_decayed<{normed}, true>",
-                        p.data,
-                        T.address_of(gamma_s[at, 0]),
-                        scale,
-                        T.address_of(query_s[0]),
-                        T.address_of(p_s[c % 2, 0, 0]),
-                    )
-                    T.fence_proxy_async()
-                    T.barrier_arrive(ready[at])
+                m.prepare_last_first(
+                    gamma,
+                    beta,
+                    start,
+                    end,
+                    count,
+                    head,
+                    scale,
+                    tx - S,
+                    stages,
+                    l2norm,
+                    q_s,
+                    k_s,
+                    a_s,
+                    do_s,
+                    p_s,
+                    gamma_s,
+                    rise_s,
+                    fall_s,
+                    beta_s,
+                    drop_s,
+                    lift_s,
+                    out_s,
+                    key_s,
+                    query_s,
+                    loaded,
+                    taken,
+                    ready,
+                )
             else:
                 for wg in tuple(range(W // 64)):
                     part = wg * 64  # first of this warpgroup's columns

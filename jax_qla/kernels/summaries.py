@@ -18,8 +18,12 @@ is that of kernels/states.py, in registers and transposed:
 
     warpgroup  registers  work
     0          216        64 columns: S^T in float32
-    1          40         warp 4 loads K, a and, for N, V with TMA; all: gates
+    1          40         warp 4 loads K, a and, for N, V with TMA; warps 6 and 7: gates, a thread a row
     (barriers as in kernels/forward.py)
+
+The blocks of heads that seem to forget slowly begin first (kernels/common.py: SLOW): they take longest, and the card would wait for
+them if others, of which there are more than fit at once, came before. The loads have a warp to themselves: when the gates' warpgroup
+issued them, each chunk's gates waited for the next chunk's loads.
 
 M leaves transposed (its rows are the state's rows before the piece) as the sum of two bf16 numbers, 16 bits of mantissa, which is what
 kernels/compose.py multiplies by.
@@ -86,10 +90,14 @@ def program(config: Config):
         forgotten: T.Tensor((parts, value_heads), "int32"),
         ratio: T.int32,
     ):
-        with T.Kernel(parts * tiles, value_heads, threads=256, prelude=PRELUDE + REACH_PRELUDE) as (block, head):
+        with T.Kernel(parts * tiles, value_heads, threads=256, prelude=PRELUDE + REACH_PRELUDE) as (block, number):
             T.annotate_min_blocks_per_sm(2)
             T.pdl_sync()  # `prepare` has ended
             T.pdl_trigger()  # what follows waits by itself
+            head = T.alloc_var("int32")
+            head = T.call_extern(
+                "int32", "jax_qla_slow_first", T.address_of(gamma[T.min(tokens, C) - 1, 0]), value_heads, number
+            )
             piece = T.alloc_var("int32")
             start = T.alloc_var("int32")
             end = T.alloc_var("int32")
@@ -135,61 +143,53 @@ def program(config: Config):
             a_s = T.alloc_shared((stages, C, C), dtype)
             gamma_s = T.alloc_shared((stages, C), "float32")
             rise_s = T.alloc_shared((stages, C), "float32")
-            lift_s = T.alloc_shared((stages, C), "float32") if l2norm else rise_s  # exp(gamma) / |k|
             fall_s = T.alloc_shared((stages, C), "float32")
-            beta_s = T.alloc_shared((stages, C), "float32")
+            beta_s = T.alloc_shared((stages, C), "float32")  # over |k| if keys are normalised
+            drop_s = T.alloc_shared((stages, C), "float32")  # -exp(gamma) beta, over |k|^2 if they are
             loaded = T.alloc_barrier([32] * stages)
-            ready = T.alloc_barrier([128] * stages)
+            ready = T.alloc_barrier([64] * stages)
             free = T.alloc_barrier([128] * stages)
 
             if tx >= 128:
                 T.set_max_nreg(40, 0)
-                fetched = T.alloc_local((3,), "float32")  # gates of the chunk after
-                gates = T.alloc_local((3,), "float32")
-                T.clear(gates)
-                next_length = T.alloc_local((1,), "float32")  # and 1 / |k|
-                length = T.alloc_local((1,), "float32")
-                T.clear(next_length)
-                T.clear(length)
-                for step in T.serial(count + 1):
-                    if step < count:
-                        # load a chunk as soon as the state has left the stage
-                        m.fetch_gates(
-                            gamma, beta, start + step * C, T.min(end - (start + step * C), C), head, tx - 128, fetched
-                        )
+                if tx < 160:
+                    for c in T.serial(count):
+                        if c >= stages:
+                            T.barrier_wait(free[c % stages], (c // stages + 1) % 2)
+                        m.load_rows(k, start + c * C, key_head, 0, K, k_s, c % stages, loaded)
+                        m.load_rows(a, start + c * C, head, 0, C, a_s, c % stages, loaded)
+                        if tile < value_tiles:
+                            m.load_rows(v, start + c * C, head, tile * 64, 64, v_s, c % stages, loaded)
+                        T.barrier_arrive(loaded[c % stages])
+                elif tx >= 192:
+                    i = tx - 192
+                    fetched = T.alloc_local((3,), "float32")  # gates of the chunk to come
+                    of_key = T.alloc_local((1,), "float32")  # and 1 / |k|
+                    m.fetch_gates(gamma, beta, start, T.min(end - start, C), head, i, fetched)
+                    if l2norm:
+                        if i < T.min(end - start, C):
+                            of_key[0] = lengths[start + i, key_head]
+                    for c in T.serial(count):
+                        at = c % stages
+                        rows = T.min(end - (start + c * C), C)
+                        after = T.min(end - (start + (c + 1) * C), C)
+                        T.barrier_wait(loaded[at], c // stages % 2)
+                        m.store_gates(fetched, rows, i, at, gamma_s, rise_s, fall_s, beta_s)
+                        drop_s[at, i] = -(rise_s[at, i] * beta_s[at, i])
                         if l2norm:
-                            if tx - 128 < T.min(end - (start + step * C), C):
-                                next_length[0] = lengths[start + step * C + tx - 128, key_head]
-                        if step >= stages:
-                            T.barrier_wait(free[step % stages], (step // stages + 1) % 2)
-                        if tx < 160:
-                            m.load_rows(k, start + step * C, key_head, 0, K, k_s, step % stages, loaded)
-                            m.load_rows(a, start + step * C, head, 0, C, a_s, step % stages, loaded)
-                            if tile < value_tiles:
-                                m.load_rows(v, start + step * C, head, tile * 64, 64, v_s, step % stages, loaded)
-                            T.barrier_arrive(loaded[step % stages])
-                    if step > 0:
-                        # prepare the chunk before, which has arrived
-                        stage = (step + stages - 1) % stages
-                        rows = T.min(end - (start + (step - 1) * C), C)
-                        m.store_gates(gates, rows, tx - 128, stage, gamma_s, rise_s, fall_s, beta_s)
-                        if l2norm:
-                            if tx < 128 + C:
-                                # X = beta / |k| (V - exp(gamma) / |k| K S)
-                                lift_s[stage, tx - 128] = 0.0
-                                if tx - 128 < rows:
-                                    beta_s[stage, tx - 128] = beta_s[stage, tx - 128] * length[0]
-                                    lift_s[stage, tx - 128] = rise_s[stage, tx - 128] * length[0]
-                        T.barrier_wait(loaded[stage], (step - 1) // stages % 2)
+                            # X = beta / |k| (V - exp(gamma) / |k| K S)
+                            if i < rows:
+                                beta_s[at, i] = beta_s[at, i] * of_key[0]
+                                drop_s[at, i] = drop_s[at, i] * (of_key[0] * of_key[0])
+                            if i < after:
+                                of_key[0] = lengths[start + (c + 1) * C + i, key_head]
+                        m.fetch_gates(gamma, beta, start + (c + 1) * C, after, head, i, fetched)
                         if rows < C:
-                            m.zero_tail(k_s, stage, rows, K, tx - 128, 128)
-                            m.zero_tail(v_s, stage, rows, 64, tx - 128, 128)
-                            m.zero_tail(a_s, stage, rows, C, tx - 128, 128)
+                            m.zero_tail(k_s, at, rows, K, i, 64)
+                            m.zero_tail(v_s, at, rows, 64, i, 64)
+                            m.zero_tail(a_s, at, rows, C, i, 64)
                             T.fence_proxy_async()
-                        T.barrier_arrive(ready[stage])
-                    for x in T.unroll(3):
-                        gates[x] = fetched[x]
-                    length[0] = next_length[0]
+                        T.barrier_arrive(ready[at])
             else:
                 T.set_max_nreg(216, 1)
                 state = T.alloc_fragment((64, K), "float32")
@@ -199,6 +199,8 @@ def program(config: Config):
                 vk_b = T.alloc_fragment((64, C), dtype)
                 v_t = T.alloc_fragment((64, C), dtype)
                 T.annotate_layout({v_t: accumulator_layout(C)})
+                v_beta = T.alloc_fragment((64, C), "float32")
+                of_column = T.alloc_fragment((C,), "float32")  # factors of u's columns, read while a product runs
                 whole = T.alloc_var("float32")
                 if tile >= value_tiles:
                     for i, j in T.Parallel(64, K):
@@ -220,21 +222,27 @@ def program(config: Config):
                     T.call_extern(
                         "handle", "jax_qla_load_transposed", T.address_of(v_t[0, 0]), T.access_ptr(v_s[at, 0, 0], "r")
                     )
-                    T.wait_wgmma(0)
-                    # X = beta (V^T - exp(gamma) U), where V is 0 for the transition, whatever lies in its tile
+                    # V is 0 for the transition, whatever lies in its tile
                     for i, j in T.Parallel(64, C):
-                        x_b[i, j] = beta_s[at, j] * (
-                            T.Select(tile < value_tiles, T.cast(v_t[i, j], "float32"), T.float32(0))
-                            - lift_s[at, j] * u[i, j]
+                        v_beta[i, j] = T.Select(
+                            tile < value_tiles, T.cast(v_t[i, j], "float32") * beta_s[at, j], T.float32(0)
                         )
+                    for j in T.Parallel(C):
+                        of_column[j] = drop_s[at, j]
+                    T.wait_wgmma(0)
+                    # X = beta V^T - beta exp(gamma) U
+                    for i, j in T.Parallel(64, C):
+                        x_b[i, j] = v_beta[i, j] + of_column[j] * u[i, j]
                     # Vd = X A^T
                     T.wgmma_gemm(x_b, a_s[at, :, :], u, transpose_B=True, clear_accum=True)
                     whole = rise_s[at, T.min(end - (start + c * C), C) - 1]
                     for i, j in T.Parallel(64, K):
                         state[i, j] = state[i, j] * whole
+                    for j in T.Parallel(C):
+                        of_column[j] = fall_s[at, j]
                     T.wait_wgmma(0)
                     for i, j in T.Parallel(64, C):
-                        vk_b[i, j] = u[i, j] * fall_s[at, j]
+                        vk_b[i, j] = u[i, j] * of_column[j]
                     # S = exp(gamma_C) S + (exp(gamma_C - gamma) Vd) K
                     T.wgmma_gemm(vk_b, k_s[at, :, :], state)
                     T.wait_wgmma(0)
