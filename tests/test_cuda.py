@@ -204,7 +204,7 @@ def test_final_state_in_place() -> None:
     assert np.array_equal(state, expected[1])
 
     def copies(**options: Any) -> list[str]:
-        program = jax.jit(serve, **options).lower(kept).compile().as_text()
+        program = str(jax.jit(serve, **options).lower(kept).compile().as_text())
         return re.findall(rf"f32\[{','.join(map(str, kept.shape))}\]\S* copy", program)
 
     assert copies()
