@@ -20,6 +20,7 @@ kernels/state_gradients.py:
 """
 
 from dataclasses import dataclass
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -130,44 +131,34 @@ def program(config: Config):
             ready = T.alloc_barrier([128] * stages)
             free = T.alloc_barrier([128] * stages)
             taken = T.alloc_barrier([128] * 2)
+            shared = SimpleNamespace(
+                q_s=q_s,
+                k_s=k_s,
+                a_s=a_s,
+                do_s=do_s,
+                p_s=p_s,
+                gamma_s=gamma_s,
+                rise_s=rise_s,
+                fall_s=fall_s,
+                beta_s=beta_s,
+                drop_s=drop_s,
+                lift_s=lift_s,
+                out_s=None,
+                key_s=key_s,
+                query_s=query_s,
+                loaded=loaded,
+                taken=taken,
+                ready=ready,
+                free=free,
+            )
 
             if tx >= 256:
                 T.set_max_nreg(24, 0)
                 if tx < 288:
-                    m.load_last_first(
-                        q, k, a, do, start, count, key_head, head, tile * 64, stages, q_s, k_s, a_s, do_s, loaded, free
-                    )
+                    m.load_last_first(q, k, a, do, start, count, key_head, head, tile * 64, stages, shared)
             elif tx >= 128:
                 T.set_max_nreg(152, 0)
-                m.prepare_last_first(
-                    gamma,
-                    beta,
-                    start,
-                    end,
-                    count,
-                    head,
-                    scale,
-                    tx - 128,
-                    stages,
-                    l2norm,
-                    q_s,
-                    k_s,
-                    a_s,
-                    do_s,
-                    p_s,
-                    gamma_s,
-                    rise_s,
-                    fall_s,
-                    beta_s,
-                    drop_s,
-                    lift_s,
-                    None,
-                    key_s,
-                    query_s,
-                    loaded,
-                    taken,
-                    ready,
-                )
+                m.prepare_last_first(gamma, beta, start, end, count, head, scale, tx - 128, stages, l2norm, shared)
             else:
                 T.set_max_nreg(240, 1)
                 d = T.alloc_fragment((64, K), "float32")

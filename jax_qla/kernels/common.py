@@ -449,50 +449,36 @@ def macros():
                 ]
 
     @T.macro
-    def load_last_first(q, k, a, do, start, count, key_head, head, first, stages, q_s, k_s, a_s, do_s, loaded, free):
+    def load_last_first(q, k, a, do, start, count, key_head, head, first, stages, shared):
         """One warp has TMA load the tiles of a sequence's chunks, the last chunk first, of dO the columns from `first` on."""
         for c in T.serial(count):
             if c >= stages:
-                T.barrier_wait(free[c % stages], (c // stages + 1) % 2)
-            load_rows(k, start + (count - 1 - c) * C, key_head, 0, k_s.shape[2], k_s, c % stages, loaded)
-            load_rows(q, start + (count - 1 - c) * C, key_head, 0, q_s.shape[2], q_s, c % stages, loaded)
-            load_rows(a, start + (count - 1 - c) * C, head, 0, C, a_s, c % stages, loaded)
-            load_rows(do, start + (count - 1 - c) * C, head, first, do_s.shape[2], do_s, c % stages, loaded)
-            T.barrier_arrive(loaded[c % stages])
+                T.barrier_wait(shared.free[c % stages], (c // stages + 1) % 2)
+            load_rows(
+                k, start + (count - 1 - c) * C, key_head, 0, shared.k_s.shape[2], shared.k_s, c % stages, shared.loaded
+            )
+            load_rows(
+                q, start + (count - 1 - c) * C, key_head, 0, shared.q_s.shape[2], shared.q_s, c % stages, shared.loaded
+            )
+            load_rows(a, start + (count - 1 - c) * C, head, 0, C, shared.a_s, c % stages, shared.loaded)
+            load_rows(
+                do,
+                start + (count - 1 - c) * C,
+                head,
+                first,
+                shared.do_s.shape[2],
+                shared.do_s,
+                c % stages,
+                shared.loaded,
+            )
+            T.barrier_arrive(shared.loaded[c % stages])
 
     @T.macro
-    def prepare_last_first(
-        gamma,
-        beta,
-        start,
-        end,
-        count,
-        head,
-        scale,
-        thread,
-        stages,
-        normed,
-        q_s,
-        k_s,
-        a_s,
-        do_s,
-        p_s,
-        gamma_s,
-        rise_s,
-        fall_s,
-        beta_s,
-        drop_s,
-        lift_s,
-        out_s,
-        key_s,
-        query_s,
-        loaded,
-        taken,
-        ready,
-    ):
-        """A warpgroup makes ready for the gradient of the state what `load_last_first` loads: `a` without its diagonal, rows beyond the
-        sequence 0, P, gates, and of them drop = -exp(gamma) beta, over |k|^2 if keys are `normed`, lift = scale exp(gamma), over |q| if
-        queries are, and, unless it is None, `out_s`: the factor of dX in dv. P has two stages, free when `taken`."""
+    def prepare_last_first(gamma, beta, start, end, count, head, scale, thread, stages, normed, shared):
+        """A warpgroup makes ready for the gradient of the state what `load_last_first` loads. `shared` holds a kernel's tiles, vectors and barriers by
+        their names: `a` loses its diagonal, rows beyond the sequence become 0; P, gates, and of them drop = -exp(gamma) beta, over |k|^2 if keys
+        are `normed`, lift = scale exp(gamma), over |q| if queries are, and, unless it is None, `out_s`: the factor of dX in dv. P has two
+        stages, free when `taken`."""
         fetched = T.alloc_local((3,), "float32")  # gates of the chunk to come
         p = T.alloc_fragment((C, C), "float32")
         if count > 0:
@@ -509,48 +495,50 @@ def macros():
             at = c % stages
             rows = T.min(end - (start + (count - 1 - c) * C), C)
             if c >= 2:
-                T.barrier_wait(taken[c % 2], (c // 2 + 1) % 2)
-            T.barrier_wait(loaded[at], (c // stages) % 2)
-            store_gates(fetched, rows, thread, at, gamma_s, rise_s, fall_s, beta_s)
+                T.barrier_wait(shared.taken[c % 2], (c // 2 + 1) % 2)
+            T.barrier_wait(shared.loaded[at], (c // stages) % 2)
+            store_gates(fetched, rows, thread, at, shared.gamma_s, shared.rise_s, shared.fall_s, shared.beta_s)
             if thread < C:
-                drop_s[at, thread] = -(rise_s[at, thread] * beta_s[at, thread])
-                lift_s[at, thread] = scale * rise_s[at, thread]
-                if out_s is not None:
-                    out_s[at, thread] = T.Select(
-                        T.abs(beta_s[at, thread]) < T.float32(FAINT), T.float32(1), beta_s[at, thread]
+                shared.drop_s[at, thread] = -(shared.rise_s[at, thread] * shared.beta_s[at, thread])
+                shared.lift_s[at, thread] = scale * shared.rise_s[at, thread]
+                if shared.out_s is not None:
+                    shared.out_s[at, thread] = T.Select(
+                        T.abs(shared.beta_s[at, thread]) < T.float32(FAINT), T.float32(1), shared.beta_s[at, thread]
                     )
-                a_s[at, thread, thread] = T.cast(0, a_s.dtype)
+                shared.a_s[at, thread, thread] = T.cast(0, shared.a_s.dtype)
             if c + 1 < count:  # those are whole
                 fetch_gates(gamma, beta, start + (count - 2 - c) * C, C, head, thread, fetched)
             if rows < C:
-                zero_tail(q_s, at, rows, q_s.shape[2], thread, 128)
-                zero_tail(k_s, at, rows, k_s.shape[2], thread, 128)
-                zero_tail(a_s, at, rows, C, thread, 128)
-                zero_tail(do_s, at, rows, do_s.shape[2], thread, 128)
+                zero_tail(shared.q_s, at, rows, shared.q_s.shape[2], thread, 128)
+                zero_tail(shared.k_s, at, rows, shared.k_s.shape[2], thread, 128)
+                zero_tail(shared.a_s, at, rows, C, thread, 128)
+                zero_tail(shared.do_s, at, rows, shared.do_s.shape[2], thread, 128)
                 T.fence_proxy_async()
             T.sync_threads(3, 128)
             if normed:
-                inverse_lengths(k_s, at, key_s)
-                inverse_lengths(q_s, at, query_s)
-            T.gemm(q_s[at, :, :], k_s[at, :, :], p, transpose_B=True, clear_accum=True)
+                inverse_lengths(shared.k_s, at, shared.key_s)
+                inverse_lengths(shared.q_s, at, shared.query_s)
+            T.gemm(shared.q_s[at, :, :], shared.k_s[at, :, :], p, transpose_B=True, clear_accum=True)
             if normed:
                 T.sync_threads(3, 128)
                 if thread < C:
-                    lift_s[at, thread] = lift_s[at, thread] * query_s[thread]
-                    drop_s[at, thread] = drop_s[at, thread] * (key_s[thread] * key_s[thread])
-                    if out_s is not None:
-                        out_s[at, thread] = out_s[at, thread] * key_s[thread]
+                    shared.lift_s[at, thread] = shared.lift_s[at, thread] * shared.query_s[thread]
+                    shared.drop_s[at, thread] = shared.drop_s[at, thread] * (
+                        shared.key_s[thread] * shared.key_s[thread]
+                    )
+                    if shared.out_s is not None:
+                        shared.out_s[at, thread] = shared.out_s[at, thread] * shared.key_s[thread]
             T.call_extern(
                 "handle",
                 f"jax_qla_store_decayed<{'true' if normed else 'false'}, true>",
                 p.data,
-                T.address_of(gamma_s[at, 0]),
+                T.address_of(shared.gamma_s[at, 0]),
                 scale,
-                T.address_of(query_s[0]),
-                T.address_of(p_s[c % 2, 0, 0]),
+                T.address_of(shared.query_s[0]),
+                T.address_of(shared.p_s[c % 2, 0, 0]),
             )
             T.fence_proxy_async()
-            T.barrier_arrive(ready[at])
+            T.barrier_arrive(shared.ready[at])
 
     return SimpleNamespace(
         fetch_gates=fetch_gates,

@@ -35,6 +35,7 @@ The diagonal of a^T dVd is dVd itself, which stays in the accumulator in float32
 """
 
 from dataclasses import dataclass
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -122,44 +123,34 @@ def program(config: Config):
             ready = T.alloc_barrier([128] * stages)
             free = T.alloc_barrier([S] * stages)
             taken = T.alloc_barrier([S] * 2)
+            shared = SimpleNamespace(
+                q_s=q_s,
+                k_s=k_s,
+                a_s=a_s,
+                do_s=do_s,
+                p_s=p_s,
+                gamma_s=gamma_s,
+                rise_s=rise_s,
+                fall_s=fall_s,
+                beta_s=beta_s,
+                drop_s=drop_s,
+                lift_s=lift_s,
+                out_s=out_s,
+                key_s=key_s,
+                query_s=query_s,
+                loaded=loaded,
+                taken=taken,
+                ready=ready,
+                free=free,
+            )
 
             if tx >= S + 128:
                 T.set_max_nreg(24, 0)
                 if tx < S + 160:
-                    m.load_last_first(
-                        q, k, a, do, start, count, key_head, head, first, stages, q_s, k_s, a_s, do_s, loaded, free
-                    )
+                    m.load_last_first(q, k, a, do, start, count, key_head, head, first, stages, shared)
             elif tx >= S:
                 T.set_max_nreg(72 if W == 128 else 152, 0)
-                m.prepare_last_first(
-                    gamma,
-                    beta,
-                    start,
-                    end,
-                    count,
-                    head,
-                    scale,
-                    tx - S,
-                    stages,
-                    l2norm,
-                    q_s,
-                    k_s,
-                    a_s,
-                    do_s,
-                    p_s,
-                    gamma_s,
-                    rise_s,
-                    fall_s,
-                    beta_s,
-                    drop_s,
-                    lift_s,
-                    out_s,
-                    key_s,
-                    query_s,
-                    loaded,
-                    taken,
-                    ready,
-                )
+                m.prepare_last_first(gamma, beta, start, end, count, head, scale, tx - S, stages, l2norm, shared)
             else:
                 for wg in tuple(range(W // 64)):
                     part = wg * 64  # first of this warpgroup's columns
