@@ -14,7 +14,7 @@ Intermediate results (h, dh, Vd, lengths of keys, states between pieces) are res
 
 Memory of the backward besides its operands and results, in elements of v's dtype: h and dh, ceil(T / 64) * Hv * K * V
 each, and Vd, as v. dX lives in dv until the gradients kernel scales it there. In pieces: six times K V in float32 per
-piece and value head (three where the forward pass has kept two), four times in the forward pass, five in `summary`.
+piece and value head (three where the forward pass has kept two), three times in the forward pass, five in `summary`.
 """
 
 from __future__ import annotations
@@ -152,7 +152,8 @@ def forward(
         inputs |= call.flat(a=residuals[0], gamma=residuals[1]) | pieces._asdict()
         inputs |= call.lengths(k)
     more_steps, between, _ = call.entering_states(known=pieces is not None)
-    # Who keeps residuals keeps the initial state with them.
+    # Who keeps residuals keeps the initial state with them. A block of `forward` has read its own when it writes the
+    # final one; in pieces it waits, before it touches a state, for what reads initial ones: summaries and compose.
     in_place = output_final_state and initial_state is not None and pieces is None and not with_residuals
     results = launch(
         [
