@@ -13,8 +13,9 @@ computes what the latter needs of the forward pass.
 Intermediate results (h, dh, Vd, lengths of keys, states between pieces) are results of the call that are dropped here.
 
 Memory of the backward besides its operands and results, in elements of v's dtype: h and dh, ceil(T / 64) * Hv * K * V
-each, and Vd, as v. dX lives in dv until the gradients kernel scales it there. In pieces: six times K V in float32 per
-piece and value head (three where the forward pass has kept two), three times in the forward pass, five in `summary`.
+each, and Vd, as v. Rows of dv where |beta| is tiny are dX until the gradients kernel scales them. In pieces: six times
+K V in float32 per piece and value head (three where the forward pass has kept two), three times in the forward pass,
+five in `summary`.
 """
 
 from __future__ import annotations

@@ -58,6 +58,7 @@ Operations a chunk and head at K = V = 128: 13.6 MFLOP, 2.3 us of an SM's share 
 """
 
 from dataclasses import dataclass
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -503,14 +504,18 @@ def program(config: Config):
             )
 
     @T.macro
-    def publish_gates(gates, rows, i, stage, gamma_s, rise_s, fall_s, beta_s, weight_s, drop_s, near_s, faint_s, ready):
-        """Thread i, of 64, has fetched the `gates` of its row: these, and what follows from them, are there."""
-        m.store_gates(gates, rows, i, stage, gamma_s, rise_s, fall_s, beta_s)
-        weight_s[stage, i] = T.Select(T.abs(beta_s[stage, i]) < T.float32(FAINT), beta_s[stage, i], T.float32(1))
-        drop_s[stage, i] = -(rise_s[stage, i] * weight_s[stage, i])
+    def publish_gates(gates, rows, i, stage, vectors, ready):
+        """Thread i, of 64, has fetched the `gates` of its row: these, and what follows from them, are there, in `vectors` by their names."""
+        m.store_gates(gates, rows, i, stage, vectors.gamma_s, vectors.rise_s, vectors.fall_s, vectors.beta_s)
+        vectors.weight_s[stage, i] = T.Select(
+            T.abs(vectors.beta_s[stage, i]) < T.float32(FAINT), vectors.beta_s[stage, i], T.float32(1)
+        )
+        vectors.drop_s[stage, i] = -(vectors.rise_s[stage, i] * vectors.weight_s[stage, i])
         T.sync_threads(5, 64)
-        near_s[stage, i] = T.exp2(T.min(gamma_s[stage, i // 16 * 16 + 15] - gamma_s[stage, i], 0.0))
-        faint_s[stage, i // 32] = T.call_extern(
+        vectors.near_s[stage, i] = T.exp2(
+            T.min(vectors.gamma_s[stage, i // 16 * 16 + 15] - vectors.gamma_s[stage, i], 0.0)
+        )
+        vectors.faint_s[stage, i // 32] = T.call_extern(
             "int32", "jax_qla_any", T.cast(i < rows and T.abs(gates[2]) < T.float32(FAINT), "int32")
         )
         T.barrier_arrive(ready[stage])
@@ -589,6 +594,16 @@ def program(config: Config):
             query_s = T.alloc_shared((2, C), "float32")  # of a key head 1 / |q|
             key_s = T.alloc_shared((2, C), "float32")  # 1 / |k|
             faint_s = T.alloc_shared((2, 2), "int32")  # whether a row of a warp's is
+            vectors = SimpleNamespace(
+                gamma_s=gamma_s,
+                rise_s=rise_s,
+                fall_s=fall_s,
+                beta_s=beta_s,
+                weight_s=weight_s,
+                drop_s=drop_s,
+                near_s=near_s,
+                faint_s=faint_s,
+            )
             # parts of dgamma and dbeta, by stage: inner products of rows, row sums and column sums
             q_dots_s = T.alloc_shared((2, C), "float32")
             z_dots_s = T.alloc_shared((2, C), "float32")
@@ -640,21 +655,7 @@ def program(config: Config):
                             if r == 1:
                                 for x in T.unroll(3):
                                     gates[x] = second[x]
-                            publish_gates(
-                                gates,
-                                rows,
-                                i,
-                                r,
-                                gamma_s,
-                                rise_s,
-                                fall_s,
-                                beta_s,
-                                weight_s,
-                                drop_s,
-                                near_s,
-                                faint_s,
-                                gates_ready,
-                            )
+                            publish_gates(gates, rows, i, r, vectors, gates_ready)
                         for key in T.serial(keys):
                             for r in T.serial(ratio):
                                 at = (key * ratio + r) % 2
@@ -707,21 +708,7 @@ def program(config: Config):
                                     dg[row + i, head] = T.Select(decay >= T.float32(MIN_LOG_DECAY), total, T.float32(0))
                                 T.sync_threads(5, 64)
                                 if key * ratio + r + 2 < heads:
-                                    publish_gates(
-                                        gates,
-                                        rows,
-                                        i,
-                                        at,
-                                        gamma_s,
-                                        rise_s,
-                                        fall_s,
-                                        beta_s,
-                                        weight_s,
-                                        drop_s,
-                                        near_s,
-                                        faint_s,
-                                        gates_ready,
-                                    )
+                                    publish_gates(gates, rows, i, at, vectors, gates_ready)
                 elif tx < 480:
                     if rows > 0:
                         m.load_rows(k, row, first, 0, K, k_s, 0, k_loaded)
