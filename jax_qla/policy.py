@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from jax_qla.kernels.common import CHUNK
+from jax_qla.kernels.compose import COLUMNS
 from jax_qla.segments import piece_count, rows_of_pieces
 
 MULTIPROCESSORS = 132
@@ -92,6 +93,11 @@ def whole_heads(sequences: int, heads: int, value_dim: int) -> int:
     full = sequences * heads // MULTIPROCESSORS * MULTIPROCESSORS // sequences
     halves = sequences * (heads - full) * (value_dim // 64)
     return full if full > 0 and halves <= MULTIPROCESSORS else heads
+
+
+def composed_columns(recurrences: int, value_dim: int) -> int:
+    """Value columns of a block of kernels/compose.py: as few, for the shorter step, as let all blocks run at once."""
+    return next((n for n in COLUMNS if recurrences * (value_dim // n) <= MULTIPROCESSORS), COLUMNS[-1])
 
 
 def key_heads_together(chunks: int, key_heads: int, value_heads: int) -> int:

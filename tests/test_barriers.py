@@ -38,7 +38,7 @@ KERNELS = {
     "gradients": 512,
     "summaries": 256,
     "adjoint_summaries": 384,
-    "compose": 160,
+    "compose": 288,
 }
 """Kernels with barriers, and threads of a block with two warpgroups of state where a kernel has as many."""
 
@@ -52,13 +52,15 @@ def configurations() -> list[Any]:
     for name, threads in KERNELS.items():
         options: list[dict[str, Any]] = [{"l2norm": False}, {"l2norm": True}]
         if name == "compose":
-            options = [{"reverse": False}, {"reverse": True}]
+            options = [{"reverse": False}, {"reverse": True}, {"columns": 32}, {"columns": 64, "reverse": True}]
         if name in ("forward", "states", "state_gradients"):
             options += [{"value_tile": 64}, {"key_dim": 64, "value_dim": 64, "value_tile": 64, "l2norm": True}]
         elif name != "prepare":
             options += [{"key_dim": 64, "value_dim": 64}]
         for option in options:
             size = threads - 128 * (option.get("value_tile") == 64)
+            if name == "compose":  # 16 rows a warp
+                size = option.get("key_dim", 128) * 2 + 32
             found.append(pytest.param(name, size, option, id=f"{name} {option}"))
     return found
 

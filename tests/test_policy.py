@@ -96,6 +96,15 @@ def test_backward_cuts_as_asked_and_as_the_forward_pass_or_not_at_all(monkeypatc
 
 
 @pytest.mark.parametrize(
+    ("recurrences", "columns", "of_64"),
+    [(1, 16, 16), (16, 16, 16), (17, 32, 16), (33, 32, 16), (34, 64, 32), (66, 64, 32), (67, 64, 64), (1000, 64, 64)],
+)
+def test_all_blocks_of_compose_run_at_once_if_they_can(recurrences: int, columns: int, of_64: int) -> None:
+    assert policy.composed_columns(recurrences, 128) == columns
+    assert policy.composed_columns(recurrences, 64) == of_64
+
+
+@pytest.mark.parametrize(
     ("sequences", "heads", "whole"),
     [
         (4, 48, 33),  # 132 blocks, and 120 halves instead of a second round of 60

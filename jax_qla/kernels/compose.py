@@ -7,17 +7,27 @@ A piece is entered from the side that the recurrence comes from: reversed, enter
 Pieces that are `forgotten` take no product: those that decay, and a sequence's first (reversed, its last), whose response has been
 computed from its own state.
 
-Plan, one block per (sequence, value head, tile of 64 value columns), 160 threads, two stages:
+Plan, one block per (sequence, value head, tile of `columns` value columns), K / 16 + 1 warps, two or three stages of M:
 
-    warp 4         loads response and M with TMA
-    warpgroup 0    the state, transposed, in float32; it leaves through a tile of its own. A product with M is three wgmma of bf16
-                   parts (high high, low high, high low: 16 bits of mantissa), whose accumulator begins with the response
+    last warp      loads M, in two bf16 parts, with TMA
+    other warps    16 rows each of the state [K, columns], in float32, in accumulators of mma.sync. A product with M is three of bf16
+                   parts (high low, high high, low high: 16 bits of mantissa). M is the left operand: a warp reads its own rows, once. The
+                   state is the right one: every warp needs all of it, so it goes through a tile in shared memory, high and low. Responses
+                   and states come from and go to global memory in registers
 
     barrier         arrives  waits   says
-    loaded[stage]   TMA      state   response and M of a piece are there
-    free[stage]     state    warp 4  the stage may be overwritten
+    loaded[stage]   TMA      others  M of a piece is there
+    free[stage]     others   last    the stage may be overwritten: it is in registers
+    1               others   others  the state is in its tile. There are two tiles in turn: one barrier a step is enough
 
-The chain of pieces is serial: 1.4 us a piece are the goal, of which the products take 0.9.
+The chain of pieces is serial, and most calls have few heads times sequences: so few columns a block (policy.composed_columns), which
+fill more of the card and shorten the step. A step splits the state, stores it, meets, then computes products, and meanwhile everything
+else: the state before leaves, the second half of this M and the first half of the next one become registers. So a step begins with
+operands that are there, and an M that comes late is waited for after a quarter of the products, not before.
+
+Cycles of a step at K = 128, by count. M, 64 KiB: 1000 from the second-level cache at 64 bytes a cycle, 512 to be read from shared memory.
+The state's tile, read by every warp: 512, 1024 and 2048 for 16, 32 and 64 columns. Products: 96, 192 and 384 mma.sync a scheduler, 670,
+1340 and 2690. To split, store and meet: 150. Measured: 1.2 us a piece with 16 columns, 1.8 with 32, 2.6 with 64 (docs/performance.md).
 """
 
 from dataclasses import dataclass
@@ -25,18 +35,180 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 
-from jax_qla.kernels.common import PASS_CONFIGS
+from jax_qla.kernels.common import MATRIX_PRELUDE, PASS_CONFIGS
 
-__all__ = ["PASS_CONFIGS", "Config", "program", "specification"]
+__all__ = ["COLUMNS", "PASS_CONFIGS", "Config", "program", "specification"]
+
+COLUMNS = (16, 32, 64)
+"""Value columns that a block may have."""
 
 
 @dataclass(frozen=True)
 class Config:
-    """Sizes this program is specialised for: `key_dim`, `value_dim` 64 or 128, and whether it runs in `reverse`."""
+    """Sizes this program is specialised for: `key_dim`, `value_dim` 64 or 128, whether it runs in `reverse`, and
+    `columns`, of COLUMNS."""
 
     key_dim: int = 128
     value_dim: int = 128
     reverse: bool = False
+    columns: int = 16
+
+
+PRELUDE = (
+    MATRIX_PRELUDE
+    + r"""
+// What a lane finds from its number, once: ptxas would find it again in every step.
+__device__ __forceinline__ int jax_qla_keep(int x) { return __shfl_sync(0xffffffffu, x, threadIdx.x & 31); }
+
+// A warp's part of a state, [16 rows][columns]: element 4 n + 2 h + e of lane l is at row 8 h + l / 4, column 8 n + 2 (l % 4) + e. So are sums of
+// products, and a response. In global memory rows are `pitch` elements apart; where the lane's first one is:
+__device__ __forceinline__ int jax_qla_corner(int pitch) {
+  const int lane = threadIdx.x & 31;
+  return jax_qla_keep(((threadIdx.x >> 5) * 16 + lane / 4) * pitch + lane % 4 * 2);
+}
+template <int columns, int pitch>
+__device__ __forceinline__ void jax_qla_fetch(float* c, const float* x, long long corner) {
+  const float* from = x + corner;
+#pragma unroll
+  for (int i = 0; i < columns / 4; ++i) {
+    const int row = i % 2 * 8, column = i / 2 * 8;
+    asm volatile("ld.global.v2.f32 {%0, %1}, [%2];" : "=f"(c[i * 2]), "=f"(c[i * 2 + 1]) : "l"(from + row * pitch + column) : "memory");
+  }
+}
+template <int columns, int pitch>
+__device__ __forceinline__ void jax_qla_leave(float* x, const float* c, long long corner) {
+  float* to = x + corner;
+#pragma unroll
+  for (int i = 0; i < columns / 4; ++i) {
+    const int row = i % 2 * 8, column = i / 2 * 8;
+    asm volatile("st.global.v2.f32 [%0], {%1, %2};" ::"l"(to + row * pitch + column), "f"(c[i * 2]), "f"(c[i * 2 + 1]) : "memory");
+  }
+}
+
+// The state as a right operand: `shared` holds [2][key_dim][columns] of bf16, high and low. Of a row's units of 16 bytes number u lies where u
+// xor the number of the row among those that begin at the same bank says: neither stmatrix nor ldmatrix meets a bank twice. Where a lane's
+// unit of the first 16 rows and columns is; the next 16 columns are at `address ^ 32`.
+template <int columns>
+__device__ __forceinline__ unsigned jax_qla_unit(const void* shared) {
+  const int lane = threadIdx.x & 31, row = lane & 15;
+  return jax_qla_keep(jax_qla_address(shared) + row * columns * 2 + (((lane >> 4) ^ (row % 8 / (64 / columns))) << 4));
+}
+template <int key_dim, int columns>
+__device__ __forceinline__ void jax_qla_share(unsigned to, const float* c) {
+#pragma unroll
+  for (int i = 0; i < columns / 16; ++i) {
+    const unsigned at = to ^ (i << 5);
+    unsigned high[4], low[4];
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      const float x = c[i * 8 + j * 2], y = c[i * 8 + j * 2 + 1];
+      high[j] = jax_qla_round<true>(x, y);
+      low[j] = jax_qla_round<true>(x - __uint_as_float(high[j] << 16), y - __uint_as_float(high[j] & 0xffff0000u));
+    }
+    jax_qla_store_matrices<false>(at, high[0], high[1], high[2], high[3]);
+    jax_qla_store_matrices<false>(at + key_dim * columns * 2, low[0], low[1], low[2], low[3]);
+  }
+}
+// Rows 16 k to 16 k + 15 of it, `width` columns from 16 n on: r[2 i] and r[2 i + 1] are the high part of the i-th 8 columns, and the low part
+// follows.
+template <int key_dim, int columns, int width>
+__device__ __forceinline__ void jax_qla_load_shared(unsigned* r, unsigned from, int k, int n) {
+#pragma unroll
+  for (int i = 0; i < width / 16; ++i) {
+    jax_qla_load_matrices<true>(r + i * 4, (from ^ (n + i << 5)) + k * columns * 32);
+    jax_qla_load_matrices<true>(r + width / 4 + i * 4, (from ^ (n + i << 5)) + k * columns * 32 + key_dim * columns * 2);
+  }
+}
+
+// A warp's rows of a map as left operands: of columns 16 k to 16 k + 15 the high parts, then the low ones, from m[8 k] on.
+// `map`: the transposed map's parts in shared memory, [2][key_dim / 64][key_dim][64], 128-byte swizzled. `reverse` takes it as it lies there.
+template <int key_dim, bool reverse>
+__device__ __forceinline__ unsigned jax_qla_map_row(const void* map) {
+  const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, near = lane >> 3 & 1, far = lane >> 4;
+  int row = (warp * 16 + (lane & 15)) * 128 + ((far ^ (lane & 7)) << 4);
+  if constexpr (!reverse) {
+    row = (warp >> 2) * key_dim * 128 + (far * 8 + (lane & 7)) * 128 + ((((warp & 3) * 2 + near) ^ (lane & 7)) << 4);
+  }
+  return jax_qla_keep(jax_qla_address(map) + row);
+}
+template <int key_dim, bool reverse>
+__device__ __forceinline__ void jax_qla_load_columns(unsigned* m, unsigned from, int k) {
+  const unsigned at = reverse ? (from ^ (k % 4 << 5)) + k / 4 * key_dim * 128 : from + k * 2048;
+  jax_qla_load_matrices<!reverse>(m + k * 8, at);
+  jax_qla_load_matrices<!reverse>(m + k * 8 + 4, at + key_dim * key_dim * 2);
+}
+template <int key_dim, bool reverse>
+__device__ __forceinline__ void jax_qla_load_map(unsigned* m, unsigned from) {  // its first half
+#pragma unroll
+  for (int k = 0; k < key_dim / 32; ++k) jax_qla_load_columns<key_dim, reverse>(m, from, k);
+}
+
+// A state's product with a map, in two parts. An mma waits for the one before it in the same sum: with few columns the products have
+// sums of their own. Right operands come in groups of columns, those of 16 rows, and are loaded some groups ahead.
+template <int columns>
+struct Product {
+  static constexpr int kSize = columns / 2;  // elements of a lane
+  static constexpr int kSums = columns == 16 ? 3 : columns == 32 ? 2 : 1;
+  static constexpr int kWidth = columns == 32 ? 32 : 16, kGroups = columns / kWidth;
+  static constexpr int kAhead = columns == 16 ? 2 : 1, kRing = kAhead + 1;
+};
+// The first part, a quarter, meanwhile loads the second half of m. The second part replaces the first half by that of the map after this, each
+// column when its last product is behind it, and none at the end: there the state is awaited. `row`: of the map to load from. `r` holds right
+// operands between the parts.
+template <int key_dim, int columns, bool reverse, bool second>
+__device__ __forceinline__ void jax_qla_multiply(float* sums, unsigned* m, unsigned* r, unsigned state, unsigned row) {
+  using P = Product<columns>;
+  constexpr int steps = key_dim / 16, quarter = steps / 4, first = second ? quarter : 0, last = second ? steps : quarter, size = P::kWidth / 2;
+  const auto load = [&](int group) {
+    if (group < steps * P::kGroups) {
+      jax_qla_load_shared<key_dim, columns, P::kWidth>(r + group % P::kRing * size, state, group / P::kGroups,
+                                                       group % P::kGroups * (P::kWidth / 16));
+    }
+  };
+  if constexpr (!second) {
+#pragma unroll
+    for (int i = 0; i < P::kSize * P::kSums; ++i) sums[i] = 0.f;
+#pragma unroll
+    for (int i = 0; i < P::kAhead; ++i) load(i);
+  }
+#pragma unroll
+  for (int k = first; k < last; ++k) {
+#pragma unroll
+    for (int group = k * P::kGroups; group < (k + 1) * P::kGroups; ++group) {
+      load(group + P::kAhead);
+#pragma unroll
+      for (int product = 0; product < 3; ++product) {  // high low, high high, low high: the first and the last share a sum
+        float* c = sums + (P::kSums == 3 ? product : P::kSums == 2 ? product % 2 : 0) * P::kSize + group % P::kGroups * size;
+        const unsigned* right = r + group % P::kRing * size + (product == 0 ? size / 2 : 0);
+#pragma unroll
+        for (int n = 0; n < P::kWidth / 8; ++n) {
+          jax_qla_mma<true>(c + n * 4, m + k * 8 + (product == 2 ? 4 : 0), right[n * 2], right[n * 2 + 1]);
+        }
+      }
+    }
+    if constexpr (second) {
+      if (k - first < steps / 2) jax_qla_load_columns<key_dim, reverse>(m, row, k - first);
+      __syncwarp();  // or ptxas would load all of it at the end
+    } else {
+      jax_qla_load_columns<key_dim, reverse>(m, row, steps / 2 + k * 2);
+      jax_qla_load_columns<key_dim, reverse>(m, row, steps / 2 + k * 2 + 1);
+    }
+  }
+}
+template <int columns>
+__device__ __forceinline__ void jax_qla_end(float* state, const float* sums, const float* response) {
+  using P = Product<columns>;
+#pragma unroll
+  for (int i = 0; i < P::kSize; ++i) {
+    float sum = sums[i] + response[i];
+    if constexpr (P::kSums > 1) sum += P::kSums == 3 ? sums[P::kSize + i] + sums[2 * P::kSize + i] : sums[P::kSize + i];
+    state[i] = sum;
+  }
+}
+__device__ __forceinline__ int jax_qla_flag(const int* x, int at) { return x[at]; }
+__device__ __forceinline__ int jax_qla_any(int x) { return __any_sync(0xffffffffu, x); }
+"""
+)
 
 
 def program(config: Config):
@@ -44,10 +216,43 @@ def program(config: Config):
     import tilelang.language as T
     from tilelang.layout import make_full_bank_swizzled_layout
 
-    K, V, reverse = config.key_dim, config.value_dim, config.reverse
-    tiles = V // 64
+    K, V, tile, reverse = config.key_dim, config.value_dim, config.columns, config.reverse
+    tiles = V // tile
+    warps = K // 16
+    stages = 3 if tile < 64 or K == 64 else 2  # 64 KiB each where K = 128
+    size = tile // 2  # elements of a lane
+    # PRELUDE: Product
+    sums_size = size * {16: 3, 32: 2, 64: 1}[tile]
+    rights = {16: 24, 32: 32, 64: 16}[tile]
+    truth = "true" if reverse else "false"
     value_heads, parts, sequences = T.dynamic("value_heads, parts, sequences")
     initial_states = T.dynamic("initial_states")  # sequences, or 0: not given
+
+    @T.macro
+    def fetch(target, source, at):
+        T.call_extern("handle", f"jax_qla_fetch<{tile}, {V}>", target.data, T.address_of(source[0, 0, 0, 0]), at)
+
+    @T.macro
+    def leave(target, source, at):
+        T.call_extern("handle", f"jax_qla_leave<{tile}, {V}>", T.address_of(target[0, 0, 0, 0]), source.data, at)
+
+    @T.macro
+    def load_map(m, row, stage):
+        T.call_extern(
+            "handle", f"jax_qla_load_map<{K}, {truth}>", m.data, row + T.cast(stage, "uint32") * T.uint32(4 * K * K)
+        )
+
+    @T.macro
+    def multiply(second, sums, m, right, unit, row, stage):
+        T.call_extern(
+            "handle",
+            f"jax_qla_multiply<{K}, {tile}, {truth}, {second}>",
+            sums.data,
+            m.data,
+            right.data,
+            unit,
+            row + T.cast(stage, "uint32") * T.uint32(4 * K * K),
+        )
 
     @T.prim_func
     def compose(
@@ -58,7 +263,7 @@ def program(config: Config):
         spans: T.Tensor((sequences, 2), "int32"),
         entering: T.Tensor((parts, value_heads, K, V), "float32"),
     ):
-        with T.Kernel(sequences * tiles, value_heads, threads=160) as (block, head):
+        with T.Kernel(sequences * tiles, value_heads, threads=warps * 32 + 32, prelude=PRELUDE) as (block, head):
             T.annotate_min_blocks_per_sm(1)
             if not reverse:
                 T.pdl_sync()
@@ -70,81 +275,106 @@ def program(config: Config):
             n = block // tiles
             first = spans[n, 0]
             count = spans[n, 1]
-            part = (block % tiles) * 64
+            part = (block % tiles) * tile
             tx = T.get_thread_binding()
 
-            m_s = T.alloc_shared((2, 2, K, K), "bfloat16")  # M transposed, high and low
-            # [K, 64] in two halves of 128 bytes a row, swizzled: no bank conflict between the lanes of a fragment
-            r_s = T.alloc_shared((4, K, 32), "float32")
-            e_s = T.alloc_shared((2, K, 32), "float32")
-            T.annotate_layout({x: make_full_bank_swizzled_layout(x) for x in (r_s, e_s)})
-            loaded = T.alloc_barrier([32] * 2)
-            free = T.alloc_barrier([128] * 2)
+            m_s = T.alloc_shared((stages, 2, K // 64, K, 64), "bfloat16")  # M transposed, high and low
+            s_s = T.alloc_shared((2, 2, K, tile), "bfloat16")  # the state, high and low, of a step and of the one after
+            T.annotate_layout({m_s: make_full_bank_swizzled_layout(m_s)})
+            loaded = T.alloc_barrier([32] * stages)
+            free = T.alloc_barrier([warps * 32] * stages)
 
-            if tx >= 128:
+            if tx >= warps * 32:
                 for step in T.serial(count - 1):
-                    if step >= 2:
-                        T.barrier_wait(free[step % 2], (step // 2 + 1) % 2)
-                    for half in T.unroll(2):
-                        T.tma_copy(
-                            response[
-                                first + (count - 1 - step if reverse else step),
-                                head,
-                                0:K,
-                                part + half * 32 : part + half * 32 + 32,
-                            ],
-                            r_s[step % 2 * 2 + half, :, :],
-                            barrier=loaded[step % 2],
-                            leader_scope_threads=32,
-                        )
+                    if step >= stages:
+                        T.barrier_wait(free[step % stages], (step // stages + 1) % 2)
                     if forgotten[first + (count - 1 - step if reverse else step), head] == 0:
                         for half in T.unroll(2):
-                            T.tma_copy(
-                                transition[first + (count - 1 - step if reverse else step), head, half, 0:K, 0:K],
-                                m_s[step % 2, half, :, :],
-                                barrier=loaded[step % 2],
-                                leader_scope_threads=32,
-                            )
-                    T.barrier_arrive(loaded[step % 2])
+                            for x in T.unroll(K // 64):
+                                T.tma_copy(
+                                    transition[
+                                        first + (count - 1 - step if reverse else step),
+                                        head,
+                                        half,
+                                        0:K,
+                                        x * 64 : x * 64 + 64,
+                                    ],
+                                    m_s[step % stages, half, x, :, :],
+                                    barrier=loaded[step % stages],
+                                    leader_scope_threads=32,
+                                )
+                    T.barrier_arrive(loaded[step % stages])
             else:
-                state = T.alloc_fragment((64, K), "float32")
-                high = T.alloc_fragment((64, K), "bfloat16")
-                low = T.alloc_fragment((64, K), "bfloat16")
-                piece = T.alloc_var("int32")
+                state = T.alloc_local((size,), "float32")
+                answer = T.alloc_local((size,), "float32")
+                sums = T.alloc_local((sums_size,), "float32")
+                m = T.alloc_local((K // 2,), "uint32")
+                right = T.alloc_local((rights,), "uint32")
+                corner = T.alloc_var("int32")
+                piece = T.alloc_var("int64")  # of this lane's elements
+                pace = T.alloc_var("int64")
+                flag = T.alloc_var("int32")  # number of the piece's `forgotten`
+                alone = T.alloc_var("int32")
+                product = T.alloc_var("int32")
+                row = T.alloc_var("uint32")  # of the first stage's M
+                written = T.alloc_var("uint32")  # where this warp puts its part of the state
+                unit = T.alloc_var("uint32")  # and where it begins to read
+                at = T.alloc_var("uint32")  # of the two places for a state
+                stage = T.alloc_var("int32")
+                phase = T.alloc_var("int32")
+                corner = T.call_extern("int32", "jax_qla_corner", V) + part
+                row = T.call_extern("uint32", f"jax_qla_map_row<{K}, {truth}>", T.access_ptr(m_s[0, 0, 0, 0, 0], "r"))
+                unit = T.call_extern("uint32", f"jax_qla_unit<{tile}>", T.access_ptr(s_s[0, 0, 0, 0], "r"))
+                written = T.call_extern("uint32", "jax_qla_keep", unit + T.cast(tx // 32 * (tile * 32), "uint32"))
+                flag = (first + (count - 1 if reverse else 0)) * value_heads + head
+                piece = T.cast(flag, "int64") * (K * V) + corner
+                pace = T.cast(value_heads, "int64") * (-K * V if reverse else K * V)
+                at = T.uint32(0)
+                stage = 0
+                phase = 0
+                if count > 1:
+                    alone = T.call_extern("int32", "jax_qla_flag", T.address_of(forgotten[0, 0]), flag)
                 if initial_states > 0:
-                    for i, j in T.Parallel(64, K):
-                        state[i, j] = initial_state[n, head, j, part + i]
+                    fetch(state, initial_state, T.cast(n * value_heads + head, "int64") * (K * V) + corner)
                 else:
-                    T.clear(state)
-                for step in T.serial(count):
-                    piece = first + (count - 1 - step if reverse else step)
-                    T.tma_store_wait(0)
-                    T.sync_threads(1, 128)  # the state before has left
-                    for i, j in T.Parallel(64, K):
-                        e_s[i // 32, j, i % 32] = state[i, j]
-                    T.fence_proxy_async()
-                    T.sync_threads(1, 128)
-                    for half in T.unroll(2):
-                        T.tma_copy(
-                            e_s[half, :, :],
-                            entering[piece, head, 0:K, part + half * 32 : part + half * 32 + 32],
-                            leader_scope_threads=128,
-                        )
-                    if step < count - 1:
-                        T.copy(state, high)
-                        for i, j in T.Parallel(64, K):
-                            low[i, j] = T.cast(state[i, j] - T.cast(high[i, j], "float32"), "bfloat16")
-                        T.barrier_wait(loaded[step % 2], step // 2 % 2)
-                        for i, j in T.Parallel(64, K):
-                            state[i, j] = r_s[step % 2 * 2 + i // 32, j, i % 32]
-                        # A vote, and the wait inside: ptxas serialises wgmma in a branch that it takes for divergent.
-                        if T.call_extern("int32", "__any_sync", T.uint32(0xFFFFFFFF), forgotten[piece, head] == 0) != 0:
-                            T.wgmma_gemm(high, m_s[step % 2, 0, :, :], state, transpose_B=reverse)
-                            T.wgmma_gemm(low, m_s[step % 2, 0, :, :], state, transpose_B=reverse)
-                            T.wgmma_gemm(high, m_s[step % 2, 1, :, :], state, transpose_B=reverse)
-                            T.wait_wgmma(0)
-                        T.barrier_arrive(free[step % 2])
-                T.tma_store_wait(0)
+                    for i in T.unroll(size):
+                        state[i] = 0
+                if count > 1:
+                    T.barrier_wait(loaded[0], 0)
+                    load_map(m, row, 0)
+                for step in T.serial(count - 1):
+                    product = T.call_extern("int32", "jax_qla_any", alone == 0)
+                    if product != 0:
+                        T.call_extern("handle", f"jax_qla_share<{K}, {tile}>", written + at, state.data)
+                        if tile < 64:
+                            fetch(answer, response, piece)
+                        T.sync_threads(1, warps * 32)
+                        multiply("false", sums, m, right, unit + at, row, stage)
+                    leave(entering, state, piece)
+                    if tile == 64:  # where the state was, for want of registers
+                        fetch(answer, response, piece)
+                    else:
+                        if product == 0:
+                            fetch(answer, response, piece)
+                    piece += pace
+                    T.barrier_arrive(free[stage])
+                    if step < count - 2:
+                        stage = T.if_then_else(stage == stages - 1, 0, stage + 1)
+                        phase = T.if_then_else(stage == 0, 1 - phase, phase)
+                        flag += -value_heads if reverse else value_heads
+                        alone = T.call_extern("int32", "jax_qla_flag", T.address_of(forgotten[0, 0]), flag)
+                        T.barrier_wait(loaded[stage], phase)
+                    if product != 0:
+                        # After the last piece M is an earlier one, which nothing uses.
+                        multiply("true", sums, m, right, unit + at, row, stage)
+                        T.call_extern("handle", f"jax_qla_end<{tile}>", state.data, sums.data, answer.data)
+                        at = T.uint32(4 * K * tile) - at
+                    else:
+                        for i in T.unroll(size):
+                            state[i] = answer[i]
+                        load_map(m, row, stage)
+                if count > 0:
+                    leave(entering, state, piece)
             if reverse:
                 T.pdl_sync()  # ends after the forward one, for what follows waits for this kernel alone
 

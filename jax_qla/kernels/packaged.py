@@ -47,7 +47,7 @@ def _packaged() -> tuple[tuple[str, Any], ...]:
     ):
         kernels.append(("recurrent", recurrent.Config(key_dim, value_dim, dtype, state_dtype)))
     for key_dim, value_dim, reverse in itertools.product(_HEAD_DIMS, _HEAD_DIMS, (False, True)):
-        kernels.append(("compose", compose.Config(key_dim, value_dim, reverse)))
+        kernels.extend(("compose", compose.Config(key_dim, value_dim, reverse, columns)) for columns in compose.COLUMNS)
     return tuple(kernels)
 
 
