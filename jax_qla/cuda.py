@@ -596,9 +596,11 @@ class _Call:
         """One kernel of the sequence, by its module; options that are not fields of its Config are scalars. Besides
         these it may have those of every call.
         """
-        values = {"key_dim": self.key_dim, "value_dim": self.value_dim, "dtype": self.dtype}
-        values |= {"value_tile": self.value_tile, "l2norm": self.l2norm} | options
-        values["columns"] = policy.composed_columns(self.sequences * self.value_heads, values["value_dim"])
+        sizes = {"key_dim": self.key_dim, "value_dim": self.value_dim, "dtype": self.dtype}
+        values = sizes | {"value_tile": self.value_tile, "l2norm": self.l2norm} | options
+        values["columns"] = policy.composed_columns(
+            self.sequences * self.value_heads, options.get("value_dim", self.value_dim)
+        )
         fields = [field.name for field in dataclasses.fields(kernel.Config)]
         config = kernel.Config(**{field: values[field] for field in fields})
         scalars = {name: x for name, x in options.items() if name not in fields}

@@ -31,8 +31,8 @@ _ADJOINT_STEP = 1.9
 """A chunk step of kernels/adjoint_summaries.py, of whose blocks a multiprocessor runs one."""
 _SUMMARY_STEP, _SHARED_STEP = 1.1, 1.5
 """A chunk step of kernels/summaries.py: of the longest blocks, and of two that share a multiprocessor all the time."""
-_COMPOSE_STEP, _COMPOSE_STEP_BACK = 1.5, 1.9
-"""One piece in kernels/compose.py, beside other kernels and alone."""
+_COMPOSE_STEP, _COMPOSE_STEP_BACK = {16: 0.9, 32: 1.5, 64: 2.3}, {16: 1.2, 32: 1.9, 64: 2.7}
+"""One piece in kernels/compose.py by value columns of its block, beside other kernels and alone."""
 _BLOCK = 1.0
 """Reading and writing the states of a block."""
 _STATES = 0.15
@@ -319,7 +319,8 @@ def _time_back(length: int | None, chunks: int, sequences: int, heads: int, valu
     summaries = _ADJOINT_STEP * max(length, (exact * length + short * min(length, _SHORT)) / MULTIPROCESSORS)
     tile = value_tile(pieces * recurrences, value_dim)
     of_pieces = _whole_back(length, pieces * recurrences, tile, value_dim)
-    return of_pieces + summaries + pieces * _COMPOSE_STEP_BACK + _OVERHEAD
+    compositions = pieces * _COMPOSE_STEP_BACK[composed_columns(recurrences, value_dim)]
+    return of_pieces + summaries + compositions + _OVERHEAD
 
 
 def _whole_back(chunks: int, recurrences: int, tile: int, value_dim: int) -> float:
@@ -346,14 +347,14 @@ def _cut(
     pieces = -(-chunks // length)
     recurrences = pieces * sequences * heads
     cuts = recurrences if shard else (pieces - 1) * sequences * heads
-    compositions = 2 * (pieces + 1) if shard else pieces
+    composed = (2 * (pieces + 1) if shard else pieces) * _COMPOSE_STEP[composed_columns(sequences * heads, value_dim)]
     # Three of four heads decay, so that nothing is summarised of them but N over a few chunks: between the extremes.
     exact, short = cuts / 4 * (key_dim + value_dim) / 64, cuts * 3 / 4 * value_dim / 64
     slots = 2 * MULTIPROCESSORS
     shared = (exact * length + short * min(length, _SHORT)) / slots
     summaries = max(_SUMMARY_STEP * length, _SHARED_STEP * shared)
     rounds = _rounds(recurrences * (value_dim // value_tile(recurrences, value_dim)), 1) + _rounds(exact + short, 2)
-    serial = _whole(length, recurrences, value_dim) + summaries + compositions * _COMPOSE_STEP
+    serial = _whole(length, recurrences, value_dim) + summaries + composed
     return serial + rounds * _BLOCK + recurrences * _STATES + _BETWEEN
 
 
