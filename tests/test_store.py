@@ -493,7 +493,7 @@ def test_every_kernel_that_a_call_can_ask_for_is_packaged(piece_rows: str, monke
     shape: Any = jax.ShapeDtypeStruct
     for key_dim, value_dim, dtype in itertools.product(cuda.HEAD_DIMS, cuda.HEAD_DIMS, cuda.DTYPES):
         ways = (False, True) if dtype in cuda.L2NORM_DTYPES else (False,)
-        for heads, packed, l2norm in itertools.product((1, 66, 67, 1000), (False, True), ways):
+        for heads, packed, l2norm in itertools.product((1, 33, 66, 67, 1000), (False, True), ways):
             k, v = (shape((1, 200, heads, dim), dtype) for dim in (key_dim, value_dim))
             g, segments = shape((1, 200, heads), "float32"), shape((3, 2), "int32") if packed else None
             common: dict[str, Any] = {"scale": 1.0, "l2norm": l2norm}
