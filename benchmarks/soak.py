@@ -85,6 +85,8 @@ class Shape:
     state: bool
     l2norm: bool
     two_streams: bool
+    precision: str | None = None
+    """Of "cuda"."""
 
     @property
     def calls(self) -> int:
@@ -125,6 +127,7 @@ def draw_shape(random: np.random.Generator, pair: Sequence[str], largest: int, s
         state=bool(random.random() < 0.7),
         l2norm=bool(random.random() < 0.5),
         two_streams=streams and bool(random.random() < 0.3),
+        precision="high" if kernels and random.random() < 0.3 else None,
     )
 
 
@@ -189,6 +192,7 @@ def compiled(shape: Shape, implementation: str) -> Any:
                 output_final_state=True,
                 use_qk_l2norm_in_kernel=shape.l2norm,
                 implementation=implementation,
+                precision=shape.precision if implementation == "cuda" else None,
             )
 
         (o, final_state), vjp = jax.vjp(rule, given)

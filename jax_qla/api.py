@@ -22,7 +22,6 @@ import jax.numpy as jnp
 from jax_qla import decode, dispatch, policy, reference, sharding, vjp
 from jax_qla.checks import Checked, check, check_gradient
 from jax_qla.implementations import Between, Choice, RecurrentCall, Residuals, choose
-from jax_qla.kernels.common import CHUNK
 from jax_qla.l2norm import normalize
 from jax_qla.segments import gates_with_resets, piece_count, segments_from_cu_seqlens
 from jax_qla.sharding import Layout, MeshAxes
@@ -100,7 +99,11 @@ def chunk_gated_delta_rule(
             "reference" (token by token), or a sequence of these, of which the first is taken that can compute the
             operands on the platform that the program is lowered for. None is ("cuda", "xla"). A single name is never
             replaced by another. See `which_implementation`.
-        precision: of the matrix products, as in `jax.lax.dot`; for "xla" only.
+        precision: of the matrix products, as in `jax.lax.dot`. "cuda" has "default" (or None) and "high", with which
+            in bfloat16 what meets the inverse of a chunk is not rounded to 16 bits but kept as the sum of two such
+            numbers: for beta above 1 or keys much alike, where errors are else up to twice what they are elsewhere, or
+            more. It takes longer, and the residual a is twice as large (docs/performance.md). "highest" is for "xla"
+            only, whose None is "highest" in float32.
         mesh_axes: which mesh axes cut batch, heads and sequence. Sharded operands say it themselves, so it is needed
             only inside a caller's `jax.shard_map` that cuts the sequence (T is then the shard's length, while states
             and cu_seqlens are the whole sequence's, the same on all its shards), and where a mesh has Auto axes
@@ -320,7 +323,8 @@ def chunk_gated_delta_rule_fwd(
     Returns:
         o, final_state: as in `chunk_gated_delta_rule`.
         residuals: (a, gamma), with a [B, T, Hv, 64] in v's dtype the rows of each chunk's inverse
-            (I + strict_lower(diag(beta) K K^T o G))^{-1}, and gamma [B, T, Hv] float32 the sums of g within each chunk;
+            (I + strict_lower(diag(beta) K K^T o G))^{-1} (with precision "high" in bfloat16 [B, T, Hv, 128], their high
+            and low parts), and gamma [B, T, Hv] float32 the sums of g within each chunk;
             or None where only "xla" can be chosen, which recomputes them. To be handed on as they are. Where one card
             computes the sequences in P pieces there is a third, which may be left out and is then computed again:
             (entering, transition, forgotten), the state before each piece [P, Hv, K, V] float32, the transpose of what
@@ -423,7 +427,7 @@ def chunk_gated_delta_rule_bwd(
         check_gradient("d_final_state", d_final_state, checked.state_shape, jnp.float32, "that of final_state")
     given = None
     if residuals is not None:
-        given = _residuals(residuals, k, v, g)
+        given = _residuals(residuals, k, v, precision)
     elif choice.on_cuda == "cuda":
         raise ValueError(
             'residuals are missing: "cuda" reads them; call chunk_gated_delta_rule_fwd with the same implementation='
@@ -605,12 +609,13 @@ def _operands_of_half(
     return layout, (q, k, v, g, beta, initial_state, segments)
 
 
-def _residuals(residuals: Sequence[Any], k: Any, v: Any, g: Any) -> Residuals:
+def _residuals(residuals: Sequence[Any], k: Any, v: Any, precision: Any) -> Residuals:
     """What the forward half returned, checked."""
     if not isinstance(residuals, Sequence) or len(residuals) not in (2, 3):
         raise TypeError(f"residuals must be what chunk_gated_delta_rule_fwd returned, got {type(residuals).__name__}")
-    check_gradient("residuals[0]", residuals[0], (*v.shape[:3], CHUNK), v.dtype, "[B, T, Hv, 64]")
-    check_gradient("residuals[1]", residuals[1], tuple(g.shape), jnp.float32, "that of g")
+    of_a, of_gamma = Residuals.shapes(v, precision).values()
+    check_gradient("residuals[0]", residuals[0], of_a.shape, of_a.dtype, f"[B, T, Hv, {of_a.shape[-1]}]")
+    check_gradient("residuals[1]", residuals[1], of_gamma.shape, of_gamma.dtype, "that of g")
     if len(residuals) == 2:
         return Residuals(*residuals)
     a, gamma, third = residuals

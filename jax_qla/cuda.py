@@ -30,7 +30,7 @@ import jax.numpy as jnp
 
 from jax_qla import policy, store
 from jax_qla import segments as tables
-from jax_qla.implementations import Between, ChunkStates, Pieces, RecurrentCall, Residuals
+from jax_qla.implementations import Between, ChunkStates, Pieces, RecurrentCall, Residuals, splits
 from jax_qla.kernels import adjoint_summaries as adjoint_summaries_kernel
 from jax_qla.kernels import compose as compose_kernel
 from jax_qla.kernels import forward as forward_kernel
@@ -63,27 +63,26 @@ _RECURRENT = frozenset({"recurrent"})
 _CHUNKED = frozenset(name for name, _ in PACKAGED) - _RECURRENT
 
 
-def why_not(q: Any, k: Any, v: Any, *, build: bool | None = None) -> str | None:
+def why_not(q: Any, k: Any, v: Any, *, precision: Any = None, build: bool | None = None) -> str | None:
     """Why the kernels cannot take these operands (arrays or ShapeDtypeStructs), or None.
 
     Args:
         q, k, v: the operands.
+        precision: one that the kernels have.
         build: whether kernels that are neither packaged nor cached may be built, where that is possible, when the call
             is traced. None leaves it to `launch`, which builds them or refuses.
     """
-    return _why_not(q, k, v, build, _CHUNKED)
+    return _why_not(q, k, v, build, _CHUNKED, split=splits(precision, q.dtype))
 
 
 def why_not_recurrent(q: Any, k: Any, v: Any, *, call: RecurrentCall, build: bool | None = None) -> str | None:
     """As `why_not`, for `recurrent`."""
     if call.packed:
         return "the decoding kernel of 'cuda' takes dense batches only, without cu_seqlens"
-    return _why_not(q, k, v, build, _RECURRENT, call.state_dtype)
+    return _why_not(q, k, v, build, _RECURRENT, state_dtype=call.state_dtype)
 
 
-def _why_not(
-    q: Any, k: Any, v: Any, build: bool | None, kernels: frozenset[str], state_dtype: str | None = None
-) -> str | None:
+def _why_not(q: Any, k: Any, v: Any, build: bool | None, kernels: frozenset[str], **options: Any) -> str | None:
     if q.dtype.name not in DTYPES:
         return f"q, k and v must be bfloat16 or float16 for the kernels of 'cuda', got {q.dtype.name}"
     key_dim, value_dim = k.shape[-1], v.shape[-1]
@@ -91,18 +90,15 @@ def _why_not(
         return f"K and V must be 64 or 128 for the kernels of 'cuda', got K={key_dim} and V={value_dim}"
     if (reason := unavailable()) or build is None:
         return reason
-    for name, config in _needed(kernels, key_dim, value_dim, q.dtype.name, state_dtype):
+    for name, config in _needed(kernels, key_dim=key_dim, value_dim=value_dim, dtype=q.dtype.name, **options):
         if reason := store.why_not_at_hand(name, config, build=build):
             return f"its kernels are not built: {reason}"
     return None
 
 
 @functools.cache
-def _needed(
-    kernels: frozenset[str], key_dim: int, value_dim: int, dtype: str, state_dtype: str | None
-) -> tuple[tuple[str, Any], ...]:
+def _needed(kernels: frozenset[str], **sizes: Any) -> tuple[tuple[str, Any], ...]:
     """(name, Config) of all packaged kernels with these names, for these sizes."""
-    sizes = {"key_dim": key_dim, "value_dim": value_dim, "dtype": dtype, "state_dtype": state_dtype}
 
     def fits(config: Any) -> bool:
         return all(sizes.get(field, value) == value for field, value in store.config_fields(config).items())
@@ -131,12 +127,13 @@ def forward(
     asked_rows: int | None = None,
 ) -> tuple[jax.Array, jax.Array | None, Residuals | None]:
     """o, final_state and residuals; the contract is `dispatch.forward`'s, whose choice asks for pieces of `asked_rows`.
-    `precision` is not used.
 
     Without residuals, the final state takes the memory of the initial one, but on a shard.
     """
     shard = None if pieces is None else cut
-    call = _Call(q, k, v, segments, l2norm=l2norm, shard=shard, rows=piece_rows, asked_rows=asked_rows)
+    call = _Call(
+        q, k, v, segments, l2norm=l2norm, precision=precision, shard=shard, rows=piece_rows, asked_rows=asked_rows
+    )
     inputs = call.flat(q=q, k=k, v=v, g=g, beta=beta) | call.tables | {"initial_state": call.states(initial_state)}
     tokens, value_heads, value_dim = call.tokens, call.value_heads, v.shape[3]
     outputs = {
@@ -199,9 +196,20 @@ def backward(
     precision: Any = None,
     asked_rows: int | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array, jax.Array | None]:
-    """Gradients; the contract is `dispatch.backward`'s, `asked_rows` as in `forward`. `precision` is not used."""
+    """Gradients; the contract is `dispatch.backward`'s, `asked_rows` as in `forward`."""
     shard = None if pieces is None else cut
-    call = _Call(q, k, v, segments, l2norm=l2norm, shard=shard, rows=piece_rows, asked_rows=asked_rows, backward=True)
+    call = _Call(
+        q,
+        k,
+        v,
+        segments,
+        l2norm=l2norm,
+        precision=precision,
+        shard=shard,
+        rows=piece_rows,
+        asked_rows=asked_rows,
+        backward=True,
+    )
     if do is None:
         do = jnp.zeros_like(v)
     a, gamma, between = residuals
@@ -225,7 +233,7 @@ def backward(
     initial, final = ({"initial_state": "entering"}, {"d_final_state": "leaving"}) if call.cut else ({}, {})
     if chunk_states is None:
         steps = [*call.table_steps, *steps, call.step(states_kernel, rename=initial)]
-        of_pieces |= ChunkStates.shapes(call.parts, v, call.key_dim)
+        of_pieces |= ChunkStates.shapes(call.parts, v, call.key_dim, precision)
     group = policy.key_heads_together(-(-call.tokens // CHUNK), call.key_heads, call.value_heads)
     results = launch(
         [
@@ -241,7 +249,7 @@ def backward(
             "dg": gates,
             "dbeta": gates,
             "d_initial_state": call.state_shape(initial_state is not None),
-            "dh": ChunkStates.shapes(call.parts, v, call.key_dim)["h"],
+            "dh": ChunkStates.shapes(call.parts, v, call.key_dim, precision)["h"],
         }
         | of_pieces
         | call.table_shapes,
@@ -301,13 +309,12 @@ def summary(
     l2norm: bool = False,
     precision: Any = None,
 ) -> tuple[jax.Array, jax.Array, Residuals | None, Pieces | None]:
-    """Transition and response of each sequence, and what is kept; the contract is `dispatch.summary`'s. `precision` is
-    not used.
+    """Transition and response of each sequence, and what is kept; the contract is `dispatch.summary`'s.
 
     N by `compose` from the initial state. M by the reversed one from the identity, as the product of the transposes,
     with nothing added between: so the two run side by side.
     """
-    call = _Call(q, k, v, segments, l2norm=l2norm, whole=True)
+    call = _Call(q, k, v, segments, l2norm=l2norm, precision=precision, whole=True)
     shapes = Pieces.shapes(call.sequences, cut.pieces, call.value_heads, call.key_dim, call.value_dim)
     products = jax.ShapeDtypeStruct((*shapes["transition"].shape[:2], call.key_dim, call.key_dim), jnp.float32)
     inputs = call.flat(k=k, v=v, g=g, beta=beta) | call.tables | call.shard_tables(segments, cut)
@@ -360,11 +367,9 @@ def state_gradient(
     l2norm: bool = False,
     precision: Any = None,
 ) -> tuple[jax.Array, jax.Array | None]:
-    """The gradient of the initial states, and what is kept; the contract is `dispatch.state_gradient`'s. `precision` is
-    not used.
-    """
+    """The gradient of the initial states, and what is kept; the contract is `dispatch.state_gradient`'s."""
     del g, initial_state
-    call = _Call(q, k, v, segments, l2norm=l2norm, whole=True)
+    call = _Call(q, k, v, segments, l2norm=l2norm, precision=precision, whole=True)
     shapes = Pieces.shapes(call.sequences, cut.pieces, call.value_heads, call.key_dim, call.value_dim)
     inputs = call.flat(q=q, k=k, v=v, beta=beta, do=jnp.zeros_like(v) if do is None else do)
     inputs |= call.flat(a=residuals[0], gamma=residuals[1]) | call.shard_tables(segments, cut)
@@ -402,14 +407,14 @@ def chunk_states(
     l2norm: bool = False,
     precision: Any = None,
 ) -> ChunkStates:
-    """The contract is `dispatch.chunk_states`'s. `precision` is not used."""
+    """The contract is `dispatch.chunk_states`'s."""
     del g
-    call = _Call(q, k, v, segments, l2norm=l2norm, shard=cut)
+    call = _Call(q, k, v, segments, l2norm=l2norm, precision=precision, shard=cut)
     inputs = call.flat(k=k, v=v, beta=beta, a=residuals[0], gamma=residuals[1]) | call.tables | pieces._asdict()
     inputs |= {"initial_state": call.states(initial_state)}
     steps, of_pieces, _ = call.entering_states(known=True)
     steps.append(call.step(states_kernel, rename={"initial_state": "entering"}))
-    results = launch(steps, inputs, of_pieces | ChunkStates.shapes(call.parts, v, call.key_dim))
+    results = launch(steps, inputs, of_pieces | ChunkStates.shapes(call.parts, v, call.key_dim, precision))
     return ChunkStates(*(results[name] for name in ChunkStates._fields))
 
 
@@ -427,6 +432,7 @@ class _Call:
         segments: jax.Array | None,
         *,
         l2norm: bool,
+        precision: Any,
         whole: bool = False,
         shard: policy.Cut | None = None,
         rows: int | None = None,
@@ -440,6 +446,8 @@ class _Call:
         self.tokens = self.batch * self.length
         self.dtype = q.dtype.name
         self.l2norm = l2norm
+        self.split = splits(precision, q.dtype)
+        self.residual_shapes = Residuals.shapes(v, precision)
         packed = segments is not None
         self.sequences = segments.shape[0] if segments is not None else self.batch
         if rows is None and shard is None and not whole:
@@ -455,7 +463,7 @@ class _Call:
         recurrences = max(self.parts - self.sequences, self.sequences) if packed and rows is not None else self.parts
         if shard is not None:  # two more pieces a sequence, which are empty
             self.parts, recurrences = self.sequences * (shard.pieces + 2), self.sequences * shard.pieces
-        self.value_tile = policy.value_tile(recurrences * self.value_heads, self.value_dim)
+        self.value_tile = 64 if self.split else policy.value_tile(recurrences * self.value_heads, self.value_dim)
         bounds = tables.dense_segments(self.batch, self.length) if segments is None else segments
         self.tables = {"bounds": jnp.asarray(bounds, jnp.int32)}
         """Operands from which the kernels know where sequences and pieces lie, ..."""
@@ -487,9 +495,9 @@ class _Call:
 
     def prepared_shapes(self) -> dict[str, jax.ShapeDtypeStruct]:
         """What `prepare` writes: residuals, and lengths for the kernels of the forward pass."""
+        flat = (self.tokens, self.value_heads)
         shapes = {
-            "a": jax.ShapeDtypeStruct((self.tokens, self.value_heads, CHUNK), self.dtype),
-            "gamma": jax.ShapeDtypeStruct((self.tokens, self.value_heads), jnp.float32),
+            name: jax.ShapeDtypeStruct((*flat, *x.shape[3:]), x.dtype) for name, x in self.residual_shapes.items()
         }
         if self.l2norm:
             shapes["lengths"] = jax.ShapeDtypeStruct((self.tokens, self.key_heads), jnp.float32)
@@ -505,7 +513,9 @@ class _Call:
             awaits, whole, rename = forward_kernel.STATE, self.value_heads, {"initial_state": "entering"}
         else:
             awaits, rename = forward_kernel.PREPARED, {}
-            whole = policy.whole_heads(self.sequences, self.value_heads, self.value_dim)
+            whole = self.value_heads
+            if not self.split:
+                whole = policy.whole_heads(self.sequences, self.value_heads, self.value_dim)
         options: dict[str, Any] = {"rename": rename, "scale": scale}
         steps = [self.step(forward_kernel, first_head=0, heads=whole, awaits=awaits, **options)]
         if (rest := self.value_heads - whole) > 0:
@@ -597,7 +607,7 @@ class _Call:
         these it may have those of every call.
         """
         sizes = {"key_dim": self.key_dim, "value_dim": self.value_dim, "dtype": self.dtype}
-        values = sizes | {"value_tile": self.value_tile, "l2norm": self.l2norm} | options
+        values = sizes | {"value_tile": self.value_tile, "l2norm": self.l2norm, "split": self.split} | options
         values["columns"] = policy.composed_columns(
             self.sequences * self.value_heads, options.get("value_dim", self.value_dim)
         )

@@ -17,7 +17,6 @@ import jax.numpy as jnp
 
 from jax_qla import policy
 from jax_qla.implementations import Between, Choice, ChunkStates, Pieces, Residuals, load
-from jax_qla.kernels.common import CHUNK
 from jax_qla.l2norm import normalize, normalize_gradient
 from jax_qla.refusal import refuse
 from jax_qla.segments import piece_count, rows_of_pieces
@@ -74,7 +73,7 @@ def forward(
         piece_rows: from `policy.kept_rows`: sequences are cut so, which `jax.vmap` does not change then, and the
             residuals say what lies between the pieces. None lets the implementation cut, and keeps nothing of it.
         l2norm: whether q and k are to be divided by sqrt(|x|^2 + 1e-6), over K.
-        precision: of the matrix products of "xla".
+        precision: of the matrix products, as the API has it.
 
     Returns:
         o [B, T, Hv, V] in v's dtype; final_state [N, Hv, K, V] float32 or None; the residuals, or None where they were
@@ -85,7 +84,8 @@ def forward(
 
     def local(*operands: Any) -> Any:
         if _nothing_to_do(operands[2], operands[6]):
-            return _forward_of_nothing(*operands, output_final_state=output_final_state, with_residuals=with_residuals)
+            kept = {"with_residuals": with_residuals, "precision": precision}
+            return _forward_of_nothing(*operands, output_final_state=output_final_state, **kept)
         return _on_platform(choice, "forward", operands, options, l2norm)
 
     if not with_residuals or pieces is not None:
@@ -268,7 +268,7 @@ def chunk_states(
 
     def local(*operands: Any) -> Any:
         if _nothing_to_do(operands[2], None):
-            return _chunk_states_of_nothing(*operands)
+            return _chunk_states_of_nothing(*operands, precision=precision)
         return _on_platform(choice, "chunk_states", operands, options, l2norm)
 
     # Slots of chunks are no multiple of the batch: for `jax.vmap`, which drops them again, one by one.
@@ -470,6 +470,7 @@ def _forward_of_nothing(
     *,
     output_final_state: bool,
     with_residuals: bool,
+    precision: Any,
 ) -> tuple[jax.Array, jax.Array | None, Residuals | None]:
     del pieces
     batch, _, value_heads, value_dim = v.shape
@@ -478,7 +479,7 @@ def _forward_of_nothing(
     if output_final_state:
         shape = (sequences, value_heads, q.shape[3], value_dim)
         state = jnp.zeros(shape, jnp.float32) if initial_state is None else initial_state
-    residuals = _empty_residuals(v, g) if with_residuals else None
+    residuals = _empty_residuals(v, precision) if with_residuals else None
     o, state, residuals = match_varying(
         (jnp.zeros_like(v), state, residuals), (q, k, v, g, beta, initial_state, segments)
     )
@@ -513,19 +514,22 @@ def _zero_states(q: jax.Array, v: jax.Array, segments: jax.Array | None) -> jax.
     return jnp.zeros((sequences, v.shape[2], q.shape[3], v.shape[3]), jnp.float32)
 
 
-def _empty_residuals(v: jax.Array, g: jax.Array) -> Residuals:
-    return Residuals(jnp.zeros((*g.shape, CHUNK), v.dtype), jnp.zeros_like(g))
+def _empty_residuals(v: jax.Array, precision: Any) -> Residuals:
+    a, gamma = (jnp.zeros(x.shape, x.dtype) for x in Residuals.shapes(v, precision).values())
+    return Residuals(a, gamma)
 
 
 def _summary_of_nothing(*operands: Any, cut: policy.Cut, with_residuals: bool, precision: Any) -> Any:
-    del precision
-    q, _, v, g, _, initial_state, segments, _ = operands
+    q, _, v, _, _, initial_state, segments, _ = operands
     response = _zero_states(q, v, segments) if initial_state is None else initial_state
     identity = jnp.broadcast_to(jnp.eye(q.shape[3], dtype=jnp.float32), (*response.shape[:3], q.shape[3]))
     kept: Any = (None, None)
     if with_residuals and segments is None:
         shapes = Pieces.shapes(v.shape[0], cut.pieces, v.shape[2], q.shape[3], v.shape[3])
-        kept = _empty_residuals(v, g), Pieces(**{name: jnp.zeros(x.shape, x.dtype) for name, x in shapes.items()})
+        kept = (
+            _empty_residuals(v, precision),
+            Pieces(**{name: jnp.zeros(x.shape, x.dtype) for name, x in shapes.items()}),
+        )
     return match_varying((identity, response, *kept), operands)
 
 
@@ -536,7 +540,7 @@ def _state_gradient_of_nothing(*operands: Any) -> tuple[jax.Array, jax.Array | N
     return gradient, of_pieces
 
 
-def _chunk_states_of_nothing(*operands: Any) -> ChunkStates:
+def _chunk_states_of_nothing(*operands: Any, precision: Any) -> ChunkStates:
     k, v, pieces = operands[1], operands[2], operands[-1]
-    shapes = ChunkStates.shapes(pieces.forgotten.shape[0], v, k.shape[3])
+    shapes = ChunkStates.shapes(pieces.forgotten.shape[0], v, k.shape[3], precision)
     return match_varying(ChunkStates(**{name: jnp.zeros(x.shape, x.dtype) for name, x in shapes.items()}), operands)

@@ -19,6 +19,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_qla import driver, store
+from jax_qla.kernels.common import CHUNK
 from jax_qla.segments import slot_count
 
 NAMES = ("cuda", "xla", "reference")
@@ -55,11 +56,36 @@ class Residuals(NamedTuple):
     """What forward keeps for backward."""
 
     a: jax.Array
-    """[B, T, Hv, 64] in v's dtype, rows of the gated inverse of the row's chunk."""
+    """[B, T, Hv, 64] in v's dtype, rows of the gated inverse of the row's chunk; [B, T, Hv, 128], their high and their
+    low parts, where operands are split (`splits`)."""
     gamma: jax.Array
     """[B, T, Hv] float32, the cumulative sum of g within the chunk."""
     between: Between | None = None
     """Where sequences have been cut into pieces, unless backward is to compute it again."""
+
+    @staticmethod
+    def shapes(v: Any, precision: Any) -> dict[str, jax.ShapeDtypeStruct]:
+        """Of a and gamma by field, of rows v [..., Hv, V]."""
+        columns = CHUNK * (2 if splits(precision, v.dtype) else 1)
+        return {
+            "a": jax.ShapeDtypeStruct((*v.shape[:-1], columns), v.dtype),
+            "gamma": jax.ShapeDtypeStruct(v.shape[:-1], jnp.float32),
+        }
+
+
+def precision_of_kernels(precision: Any) -> jax.lax.Precision | None:
+    """What the option of the same name is to "cuda": DEFAULT or HIGH, or None: nothing that its kernels have."""
+    try:
+        named = jax.lax.Precision(precision)
+    except ValueError:  # a pair, or an algorithm
+        return None
+    return None if named == jax.lax.Precision.HIGHEST else named
+
+
+def splits(precision: Any, dtype: Any) -> bool:
+    """Whether the kernels take what meets a chunk's inverse as the sum of two numbers (kernels/common.py): with HIGH
+    precision in bfloat16. The numbers of float16 are an eighth as far apart as those of bfloat16, and are not split."""
+    return precision_of_kernels(precision) == jax.lax.Precision.HIGH and jnp.dtype(dtype) == jnp.bfloat16
 
 
 class Pieces(NamedTuple):
@@ -88,16 +114,17 @@ class ChunkStates(NamedTuple):
     h: jax.Array
     """The state before each chunk, transposed, in v's dtype; one [Hv, V, K] a chunk slot."""
     vd: jax.Array
-    """[B T, Hv, V] in v's dtype, what each token writes to the state."""
+    """[B T, Hv, V] in v's dtype, what each token writes to the state; [B T, Hv, 2 V], its high and its low part, where
+    operands are split."""
 
     @staticmethod
-    def shapes(pieces: int, v: jax.Array, key_dim: int) -> dict[str, jax.ShapeDtypeStruct]:
+    def shapes(pieces: int, v: jax.Array, key_dim: int, precision: Any) -> dict[str, jax.ShapeDtypeStruct]:
         """By field, of rows v [B, T, Hv, V] in `pieces` pieces altogether."""
         batch, length, heads, value_dim = v.shape
-        slots = slot_count(batch * length, pieces)
+        slots, parts = slot_count(batch * length, pieces), 2 if splits(precision, v.dtype) else 1
         return {
             "h": jax.ShapeDtypeStruct((slots, heads, value_dim, key_dim), v.dtype),
-            "vd": jax.ShapeDtypeStruct((batch * length, heads, value_dim), v.dtype),
+            "vd": jax.ShapeDtypeStruct((batch * length, heads, value_dim * parts), v.dtype),
         }
 
 
@@ -152,7 +179,7 @@ def choose(
     Args:
         q, k, v: arrays or ShapeDtypeStructs, already checked against each other.
         implementation: a name, a sequence of names in order of preference, or None for ("cuda", "xla").
-        precision: the option of the same name; only "xla" has it.
+        precision: the option of the same name; "reference" has none, and "cuda" no 'highest'.
         recurrent: given for a call of `recurrent_gated_delta_rule`, where "xla" is the recurrence in plain JAX.
         piece_rows: the option of the same name, already checked; only "cuda" has it.
 
@@ -221,8 +248,10 @@ def _objection(
     name: str, q: Any, k: Any, v: Any, precision: Any, recurrent: RecurrentCall | None, *, alternatives: bool
 ) -> str | None:
     """Why `name` cannot compute the call, or None."""
-    if name != "xla" and precision is not None:
-        return f"precision is an option of 'xla' only, got precision={precision!r}"
+    if name == "reference" and precision is not None:
+        return f"precision is an option of 'cuda' and 'xla' only, got precision={precision!r}"
+    if name == "cuda" and precision_of_kernels(precision) is None:
+        return f"the precision of the kernels of 'cuda' is None, 'default' or 'high', got precision={precision!r}"
     if name == "reference" or (name == "xla" and recurrent is not None):
         return None
     try:
@@ -232,6 +261,8 @@ def _objection(
     why_not = module.why_not
     if recurrent is not None:
         why_not = functools.partial(module.why_not_recurrent, call=recurrent)
+    elif name == "cuda":
+        why_not = functools.partial(why_not, precision=precision)
     if name != "cuda" or not alternatives:
         return why_not(q, k, v)
     # A card that cannot run the kernels, and kernels that would have to be built where nothing runs them, count only

@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -336,6 +337,7 @@ def forward(
         structure that all implementations share, filled with zeros: this backward recomputes what it needs.
     """
     del residuals, pieces, cut
+    kept = Residuals.shapes(v, precision)
     precision = _precision(precision, v)
     batch, tokens, key_heads, k_dim = q.shape
     value_heads, v_dim = v.shape[2:]
@@ -381,7 +383,7 @@ def forward(
 
     empty = None
     if with_residuals:
-        empty = _empty_residuals(v, g, zero)
+        empty = _empty_residuals(kept, zero)
         if piece_rows is not None:
             parts = piece_count(batch * tokens, sequences, piece_rows, packed=segments is not None)
             shapes = Between.shapes(parts, value_heads, k_dim, v_dim)
@@ -392,8 +394,9 @@ def forward(
     return o, final.reshape(sequences, value_heads, k_dim, v_dim), empty
 
 
-def _empty_residuals(v: jax.Array, g: jax.Array, zero: jax.Array) -> Residuals:
-    return Residuals(jnp.broadcast_to(zero.astype(v.dtype), (*g.shape, CHUNK)), jnp.broadcast_to(zero, g.shape))
+def _empty_residuals(shapes: Mapping[str, jax.ShapeDtypeStruct], zero: jax.Array) -> Residuals:
+    a, gamma = (jnp.broadcast_to(zero.astype(x.dtype), x.shape) for x in shapes.values())
+    return Residuals(a, gamma)
 
 
 def _gradients(
@@ -578,6 +581,7 @@ def summary(
         residuals and pieces of the structure that all implementations share, filled with zeros.
     """
     del residuals
+    kept = Residuals.shapes(v, precision)
     precision = _precision(precision, v)
     batch, tokens, key_heads, k_dim = k.shape
     value_heads, v_dim = v.shape[2:]
@@ -615,7 +619,7 @@ def summary(
         return transition, of_zero, None, None
     shapes = Pieces.shapes(sequences, cut.pieces, value_heads, k_dim, v_dim)
     pieces = Pieces(**{name: jnp.broadcast_to(zero.astype(x.dtype), x.shape) for name, x in shapes.items()})
-    return transition, of_zero, _empty_residuals(v, g, zero), pieces
+    return transition, of_zero, _empty_residuals(kept, zero), pieces
 
 
 def state_gradient(
@@ -695,7 +699,7 @@ def chunk_states(
     precision: Precision = None,
 ) -> ChunkStates:
     """For the structure that all implementations share, zeros: `backward` does not read it."""
-    del segments, residuals, cut, precision
+    del segments, residuals, cut
     zero = _zero(q, k, v, g, beta, initial_state)
-    shapes = ChunkStates.shapes(pieces.forgotten.shape[0], v, k.shape[3])
+    shapes = ChunkStates.shapes(pieces.forgotten.shape[0], v, k.shape[3], precision)
     return ChunkStates(**{name: jnp.broadcast_to(zero.astype(x.dtype), x.shape) for name, x in shapes.items()})

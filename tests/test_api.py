@@ -449,10 +449,16 @@ def test_choice_on_hopper() -> None:
         assert jax_qla.which_implementation(*SHAPES) == ("cuda", "its kernels can take these inputs")
         assert jax_qla.which_implementation(*SHAPES, implementation="cuda") == ("cuda", "it was asked for")
         assert jax_qla.which_implementation(*SHAPES, implementation=("xla", "cuda")).name == "xla"
-        assert jax_qla.which_implementation(*SHAPES, precision="high") == (
-            "xla",
-            "'cuda' was passed over: precision is an option of 'xla' only, got precision='high'",
-        )
+        for known in (None, "default", "high", jax.lax.Precision.HIGH):
+            assert jax_qla.which_implementation(*SHAPES, precision=known).name == "cuda"
+        unknown: tuple[Any, ...] = ("highest", ("high", "high"))
+        for precision in unknown:
+            name, reason = jax_qla.which_implementation(*SHAPES, precision=precision)
+            assert name == "xla"
+            assert reason == (
+                "'cuda' was passed over: the precision of the kernels of 'cuda' is None, 'default' or 'high', "
+                f"got precision={precision!r}"
+            )
         # An array says by its device where it will be computed.
         assert jax_qla.which_implementation(*map(jnp.asarray, tokens(1, 5))).name == "xla"
 

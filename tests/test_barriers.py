@@ -53,7 +53,10 @@ def configurations() -> list[Any]:
         options: list[dict[str, Any]] = [{"l2norm": False}, {"l2norm": True}]
         if name == "compose":
             options = [{"reverse": False}, {"reverse": True}, {"columns": 32}, {"columns": 64, "reverse": True}]
+        if name in ("summaries", "adjoint_summaries", "prepare"):
+            options += [{"split": True}]
         if name in ("forward", "states", "state_gradients"):
+            options += [{"value_tile": 64, "split": True}]
             options += [{"value_tile": 64}, {"key_dim": 64, "value_dim": 64, "value_tile": 64, "l2norm": True}]
         elif name != "prepare":
             options += [{"key_dim": 64, "value_dim": 64}]

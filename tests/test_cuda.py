@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
 import re
 from collections.abc import Iterator
@@ -35,11 +36,20 @@ def _pieces(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def cuda(
-    q: Any, k: Any, v: Any, g: Any, beta: Any, initial_state: Any, segments: Any, scale: float, l2norm: bool = False
+    q: Any,
+    k: Any,
+    v: Any,
+    g: Any,
+    beta: Any,
+    initial_state: Any,
+    segments: Any,
+    scale: float,
+    l2norm: bool = False,
+    precision: str | None = None,
 ) -> Any:
     """The kernels as a function of the battery's signature."""
-    choice = implementations.choose(q, k, v, implementation="cuda", precision=None)
-    options = vjp.Options(choice, scale, output_final_state=True, l2norm=l2norm)
+    choice = implementations.choose(q, k, v, implementation="cuda", precision=precision)
+    options = vjp.Options(choice, scale, output_final_state=True, l2norm=l2norm, precision=precision)
     if segments is None:
         return vjp.gated_delta_rule(options, q, k, v, g, beta, initial_state, None)
     # vjp wants the sequences of every row of a packed batch; the battery has one row.
@@ -47,6 +57,10 @@ def cuda(
     o, final_state = vjp.gated_delta_rule(options, q, k, v, g, beta, states, segments[None])
     assert final_state is not None
     return o, final_state[0]
+
+
+in_high_precision = functools.partial(cuda, precision="high")
+"""The same with what meets the inverse as sums of two numbers."""
 
 
 def _cases() -> Iterator[battery.Case]:
@@ -114,6 +128,13 @@ def test_battery(
         request.applymarker(pytest.mark.xfail(reason=f"limits not reached: {missed}", strict=True))
     limits = IDENTICAL if case.keys.startswith("identical") else LIMITS
     measured[f"{case}, rows of a piece: {os.environ[policy.OVERRIDE]}"] = battery.check(case, cuda, limits)
+
+
+@pytest.mark.parametrize("case", [case for case in (*CASES, NORMALISED) if case.dtype == "bfloat16"], ids=str)
+def test_battery_in_high_precision(case: battery.Case, measured: dict[str, dict[str, battery.Error]]) -> None:
+    limits = IDENTICAL if case.keys.startswith("identical") else LIMITS
+    name = f"{case}, high precision, rows of a piece: {os.environ[policy.OVERRIDE]}"
+    measured[name] = battery.check(case, in_high_precision, limits)
 
 
 def _run(case: battery.Case) -> dict[str, np.ndarray]:

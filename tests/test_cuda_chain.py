@@ -196,10 +196,44 @@ def test_forward_and_backward(packed: bool, states: bool, kept: bool) -> None:
         _close(found, right, name)
 
 
-def _rule(choice: Choice, *operands: Any, layout: sharding.Layout = sharding.LOCAL, l2norm: bool = False) -> Any:
+@pytest.mark.usefixtures("_chain")
+@pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
+def test_high_precision(packed: bool) -> None:
+    """In bf16 with beta near 2: states and their gradients, all of whose error comes of the rounding of `a` here."""
+    x, segments = _case(packed)
+    x["beta"] = jnp.full_like(x["beta"], 1.9)
+    low: Any = {name: x[name].astype(jnp.bfloat16) for name in ("q", "k", "v", "do")}
+    others = (x["g"], x["beta"], x["initial_state"], segments)
+
+    @functools.partial(jax.jit, static_argnums=(0, 1))
+    def states(module: Any, precision: str | None, rows: Any) -> tuple[Any, Any, Any]:
+        operands = (rows["q"], rows["k"], rows["v"], *others)
+        options = {"scale": 0.25, "precision": precision}
+        _, final, residuals = module.forward(*operands, output_final_state=True, with_residuals=True, **options)
+        *_, d_initial = module.backward(*operands, residuals, rows["do"], x["d_final_state"], **options)
+        return residuals.a.shape, final, d_initial
+
+    wide = {name: rows.astype(jnp.float32) for name, rows in low.items()}
+    right = states(xla, None, wide)[1:]
+    for precision, parts in ((None, 1), ("default", 1), ("high", 2)):
+        shape, *found = states(cuda, precision, low)
+        assert tuple(map(int, shape)) == (*x["v"].shape[:3], 64 * parts)
+        for a, b in zip(found, right, strict=True):
+            error = float(jnp.linalg.norm(a - b) / jnp.linalg.norm(b))
+            assert error < TOLERANCE if precision == "high" else error > 10 * TOLERANCE
+
+
+def _rule(
+    choice: Choice,
+    *operands: Any,
+    layout: sharding.Layout = sharding.LOCAL,
+    l2norm: bool = False,
+    precision: str | None = None,
+) -> Any:
     """o and final states, differentiable, of the operands of `sharding.forward` up to segments."""
     rule: Any = vjp.gated_delta_rule
-    return rule(vjp.Options(choice, 0.25, output_final_state=True, layout=layout, l2norm=l2norm), *operands)
+    options: dict[str, Any] = {"layout": layout, "l2norm": l2norm, "precision": precision}
+    return rule(vjp.Options(choice, 0.25, output_final_state=True, **options), *operands)
 
 
 def _batched(packed: bool, members: int) -> tuple[tuple[jax.Array, ...], jax.Array | None, tuple[jax.Array, ...]]:
@@ -303,13 +337,21 @@ OF_XLA = Choice("xla", "xla", "", "")
 
 
 def _with_l2norm(
-    choice: Choice, operands: Sequence[Any], segments: Any, cotangents: Any, *, l2norm: bool = True
+    choice: Choice,
+    operands: Sequence[Any],
+    segments: Any,
+    cotangents: Any,
+    *,
+    l2norm: bool = True,
+    precision: str | None = None,
 ) -> tuple[Any, ...]:
     """Results and gradients of `_rule`."""
 
     @jax.jit
     def both(operands: Any, segments: Any, cotangents: Any) -> Any:
-        results, transpose = jax.vjp(lambda *x: _rule(choice, *x, segments, l2norm=l2norm), *operands)
+        results, transpose = jax.vjp(
+            lambda *x: _rule(choice, *x, segments, l2norm=l2norm, precision=precision), *operands
+        )
         return *results, *transpose(cotangents)
 
     stand_in.forget_traces()
@@ -374,13 +416,14 @@ NOT_OF_ROWS = ("layout", "compose")
 """Kernels that read no keys."""
 
 
+@pytest.mark.parametrize("precision", [None, "default", "high"])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.usefixtures("_in_pieces")
-def test_either_platform_normalises(dtype: str) -> None:
+def test_either_platform_normalises(dtype: str, precision: str | None) -> None:
     """The choice between them is left to the platform: both are traced, and agree in types; here it is "xla"."""
     given = _to_be_normalised(True, dtype)
-    found = _with_l2norm(Choice("cuda", "xla", "", ""), *given)
-    for a, b in zip(found, _with_l2norm(OF_XLA, *given), strict=True):
+    found = _with_l2norm(Choice("cuda", "xla", "", ""), *given, precision=precision)
+    for a, b in zip(found, _with_l2norm(OF_XLA, *given, precision=precision), strict=True):
         np.testing.assert_array_equal(a, b)
 
 

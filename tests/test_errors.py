@@ -143,9 +143,15 @@ CASES: list[tuple[str, dict[str, Any], type[Exception], str]] = [
     ("precision type", {"precision": 3}, ValueError, "precision must be None or one that jax.lax.dot takes.* got 3"),
     (
         "precision and cuda",
-        BF16 | {"precision": "high", "implementation": "cuda"},
+        BF16 | {"precision": "highest", "implementation": "cuda"},
         NotImplementedError,
-        "precision is an option of 'xla' only",
+        "the precision of the kernels of 'cuda' is None, 'default' or 'high', got precision='highest'",
+    ),
+    (
+        "two precisions and cuda",
+        BF16 | {"precision": ("high", "high"), "implementation": "cuda"},
+        NotImplementedError,
+        "the precision of the kernels of 'cuda' is None, 'default' or 'high', got precision=\\('high', 'high'\\)",
     ),
     ("piece_rows type", {"piece_rows": 64.0}, TypeError, "piece_rows must be None or a Python integer, got 64.0"),
     ("piece_rows flag", {"piece_rows": True}, TypeError, "piece_rows must be None or a Python integer, got True"),
@@ -159,15 +165,15 @@ CASES: list[tuple[str, dict[str, Any], type[Exception], str]] = [
     ),
     (
         "piece_rows and precision",
-        {"piece_rows": 64, "precision": "high"},
+        {"piece_rows": 64, "precision": "highest"},
         NotImplementedError,
-        "'cuda': precision is an option of 'xla' only, .*'xla': piece_rows is an option of 'cuda' only",
+        "'cuda': the precision of the kernels .*'xla': piece_rows is an option of 'cuda' only",
     ),
     (
         "precision and reference",
         {"precision": "high", "implementation": "reference"},
         NotImplementedError,
-        "precision is an option of 'xla' only",
+        "precision is an option of 'cuda' and 'xla' only, got precision='high'",
     ),
 ]
 

@@ -100,13 +100,20 @@ SUMMARIES = (
 )
 
 
-@functools.partial(jax.jit, static_argnames=("tokens", "piece_rows", "l2norm"))
+@functools.partial(jax.jit, static_argnames=("tokens", "piece_rows", "l2norm", "split"))
 def chain(
-    given: Mapping[str, Any], segments: Any, *, tokens: int, piece_rows: int | None = None, l2norm: int = 0
+    given: Mapping[str, Any],
+    segments: Any,
+    *,
+    tokens: int,
+    piece_rows: int | None = None,
+    l2norm: int = 0,
+    split: int = 0,
 ) -> Arrays:
     """Results of all kernels by name, each kernel fed by name: dense batches flattened, as in `jax_qla.cuda`.
 
-    With `piece_rows`, sequences are cut into pieces of so many rows; with `l2norm`, q and k are to be normalised.
+    With `piece_rows`, sequences are cut into pieces of so many rows; with `l2norm`, q and k are to be normalised; with
+    `split`, the inverse is kept in two parts.
     """
     ratio = given["v"].shape[2] // given["k"].shape[2]
     have = {name: x if name in STATES else x.reshape(tokens, *x.shape[2:]) for name, x in given.items()}
@@ -134,6 +141,8 @@ def chain(
         operands, results = (part.split() for part in names.split("->"))
         with_scale = kernel in (forward, adjoint_summaries, state_gradients, gradients)
         scalars = {"ratio": ratio, "l2norm": l2norm} | ({"scale": SCALE} if with_scale else {})
+        if kernel is prepare:
+            scalars["split"] = split
         specification: Any = kernel.specification
         outputs = specification(*(have[name] for name in operands), **scalars)
         have |= dict(zip(results, outputs if len(results) > 1 else (outputs,), strict=True))
@@ -251,6 +260,26 @@ def test_pieces(gates: str, l2norm: int) -> None:
     forgotten = np.asarray(found["forgotten"])[np.asarray(found["pieces"])[:, 3] == 0]
     assert forgotten.shape[0] == 4
     assert np.all(forgotten == (gates == "strong"))
+
+
+@pytest.mark.parametrize("piece_rows", [None, 128])
+def test_split_inverse(piece_rows: int | None) -> None:
+    """In bf16 `a` has twice the columns, whose sum gives outputs as of float32 where 16 bits do not."""
+    bounds = [(0, 100), (100, 300)]
+    segments = jnp.asarray(bounds, jnp.int32)
+    given = inputs(1, TOKENS, len(bounds), HEADS["grouped"])
+    given["beta"] = jnp.full_like(given["beta"], 1.9)
+    exact = {name: x.astype(jnp.bfloat16 if name == "k" else jnp.float32) for name, x in given.items()}
+    right = expected({name: x.astype(jnp.float64) for name, x in exact.items()}, segments, packed=True, l2norm=0)
+
+    def error(split: int) -> float:
+        found = chain(exact, segments, tokens=TOKENS, piece_rows=piece_rows, split=split)
+        assert (found["a"].dtype, found["a"].shape) == (jnp.bfloat16, (TOKENS, 6, 64 * (1 + split)))
+        difference = found["o"].reshape(right["o"].shape) - right["o"]
+        return float(jnp.linalg.norm(difference) / jnp.linalg.norm(right["o"]))
+
+    assert error(1) < 3e-5
+    assert error(0) > 1e-3
 
 
 def test_pieces_of_a_dense_batch() -> None:

@@ -25,11 +25,12 @@ from frameworks import FRAMEWORKS, Framework, assert_close, random_weights
 
 import jax_qla.nn.equinox
 import jax_qla.nn.flax
-from jax_qla.nn import LOGICAL_AXES, GatedDeltaNetCache, GatedDeltaNetConfig, empty_cache, parameter_shapes
+from jax_qla.nn import LOGICAL_AXES, GatedDeltaNetCache, GatedDeltaNetConfig, empty_cache, mixer, parameter_shapes
 from jax_qla.nn.convolution import causal_convolution, tail_after
 from jax_qla.nn.gates import log_decay, update_strength
 from jax_qla.nn.normalization import gated_rms_norm
 from jax_qla.nn.parameters import initial_a_log, initial_dt_bias
+from jax_qla.nn.projections import Projected
 
 CONFIG = GatedDeltaNetConfig(16, num_key_heads=2, num_value_heads=4, key_head_dim=8, value_head_dim=6)
 WEIGHTS = random_weights(CONFIG)
@@ -148,6 +149,34 @@ def test_layer_follows_its_formulas(framework: Framework, projections: Any) -> N
             heads[t, head] = q[t, head // 2] @ state * 8**-0.5
     normed = heads / np.sqrt((heads**2).mean(-1, keepdims=True) + 1e-6) * w["norm"] * silu(z)
     assert_close(y[0], normed.reshape(5, -1) @ w["out_proj"], LIMIT)
+
+
+@pytest.mark.parametrize(
+    ("allow_neg_eigval", "dtype", "implementation", "expected"),
+    [
+        (True, "bfloat16", None, "high"),
+        (True, "bfloat16", ("cuda", "xla"), "high"),
+        (True, "bfloat16", "reference", None),
+        (True, "float32", None, None),
+        (False, "bfloat16", None, None),
+    ],
+)
+def test_strengths_above_one_ask_for_high_precision(
+    allow_neg_eigval: bool, dtype: str, implementation: Any, expected: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = dataclasses.replace(CONFIG, allow_neg_eigval=allow_neg_eigval)
+    sizes = (config.conv_channels, config.value_size, config.num_value_heads, config.num_value_heads)
+    projected = Projected(*(random_array(1, 5, size).astype(dtype) for size in sizes))
+    weights = mixer.MixerWeights(*(jnp.asarray(WEIGHTS[name]) for name in mixer.MixerWeights._fields))
+    asked = []
+
+    def rule(q: Any, k: Any, v: Any, g: Any, beta: Any, **options: Any) -> Any:
+        asked.append(options["precision"])
+        return v, None
+
+    monkeypatch.setattr(mixer, "_chunk_gated_delta_rule", rule)
+    mixer.mix(projected, weights, config, implementation=implementation)
+    assert asked == [expected]
 
 
 def test_prefill_in_pieces_and_steps_equal_the_whole(framework: Framework) -> None:

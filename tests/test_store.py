@@ -444,7 +444,7 @@ def test_kernels_asked_for_by_name_are_not_passed_over(builds: Builds) -> None:
 
 
 def test_kernels_that_are_at_hand_are_taken(builds: Builds, packaged: Path) -> None:
-    needed = cuda._needed(cuda._CHUNKED, 64, 128, "bfloat16", None)
+    needed = cuda._needed(cuda._CHUNKED, key_dim=64, value_dim=128, dtype="bfloat16", split=False)
     assert {name for name, _ in needed} == {name for name, _ in PACKAGED} - {"recurrent"}
     entries = {}
     for name, config in needed:
@@ -460,9 +460,10 @@ def test_kernels_that_are_at_hand_are_taken(builds: Builds, packaged: Path) -> N
     store.write_manifest(packaged, entries)
     assert choose().on_cuda == "cuda"
     assert choose().elsewhere == "xla"
-    # Other sizes need other kernels.
-    other = implementations.choose(*operands(128), implementation=None, precision=None)
-    assert other.why_on_cuda == NOT_BUILT
+    # Other sizes need other kernels, and so does another precision.
+    for size, precision in ((128, None), (64, "high")):
+        other = implementations.choose(*operands(size), implementation=None, precision=precision)
+        assert other.why_on_cuda == NOT_BUILT
     assert builds.done == []
 
 
@@ -493,10 +494,13 @@ def test_every_kernel_that_a_call_can_ask_for_is_packaged(piece_rows: str, monke
     shape: Any = jax.ShapeDtypeStruct
     for key_dim, value_dim, dtype in itertools.product(cuda.HEAD_DIMS, cuda.HEAD_DIMS, cuda.DTYPES):
         ways = (False, True) if dtype in cuda.L2NORM_DTYPES else (False,)
-        for heads, packed, l2norm in itertools.product((1, 33, 66, 67, 1000), (False, True), ways):
+        precisions = (None, "high")
+        for heads, packed, l2norm, precision in itertools.product(
+            (1, 33, 66, 67, 1000), (False, True), ways, precisions
+        ):
             k, v = (shape((1, 200, heads, dim), dtype) for dim in (key_dim, value_dim))
             g, segments = shape((1, 200, heads), "float32"), shape((3, 2), "int32") if packed else None
-            common: dict[str, Any] = {"scale": 1.0, "l2norm": l2norm}
+            common: dict[str, Any] = {"scale": 1.0, "l2norm": l2norm, "precision": precision}
 
             def both(k: Any, v: Any, g: Any, segments: Any, common: dict[str, Any] = common) -> Any:
                 options = common | {"output_final_state": True, "with_residuals": True}
@@ -525,6 +529,7 @@ def test_every_decoding_kernel_that_a_call_can_ask_for_is_packaged(monkeypatch: 
         g, state = shape((1, 1, 2), jnp.float32), shape((1, 2, key_dim, value_dim), state_dtype)
         function = functools.partial(cuda.recurrent, scale=1.0, output_final_state=True)
         jax.eval_shape(function, k, k, v, g, g, state)
-        ((name, config),) = cuda._needed(cuda._RECURRENT, key_dim, value_dim, dtype, state_dtype)
+        sizes_of_call = {"key_dim": key_dim, "value_dim": value_dim, "dtype": dtype, "state_dtype": state_dtype}
+        ((name, config),) = cuda._needed(cuda._RECURRENT, **sizes_of_call)
         assert (name, config) in asked
     assert asked == {(name, config) for name, config in PACKAGED if name == "recurrent"}

@@ -35,7 +35,15 @@ from jax_qla.kernels.common import (
     REACH_PRELUDE,
     macros,
 )
-from jax_qla.kernels.specification import decay, gather_chunks, inverse_length, last_row, reach, scan_slots
+from jax_qla.kernels.specification import (
+    decay,
+    gather_chunks,
+    gather_parts,
+    inverse_length,
+    last_row,
+    reach,
+    scan_slots,
+)
 
 __all__ = ["PASS_CONFIGS", "Config", "program", "specification"]
 
@@ -43,12 +51,13 @@ __all__ = ["PASS_CONFIGS", "Config", "program", "specification"]
 @dataclass(frozen=True)
 class Config:
     """Sizes this program is specialised for: `key_dim`, `value_dim` 64 or 128, `dtype` "bfloat16" or "float16"; `l2norm`: whether q and k
-    are to be normalised."""
+    are to be normalised; `split` (kernels/common.py): with bfloat16 only."""
 
     key_dim: int = 128
     value_dim: int = 128
     dtype: str = "bfloat16"
     l2norm: bool = False
+    split: bool = False
 
 
 def program(config: Config):
@@ -57,7 +66,7 @@ def program(config: Config):
 
     C, K, V, dtype = CHUNK, config.key_dim, config.value_dim, config.dtype
     tiles = V // 64  # blocks a piece and head
-    l2norm = config.l2norm
+    l2norm, split = config.l2norm, config.split
     stages = 3
     m = macros()
     tokens, key_heads, value_heads, parts = T.dynamic("tokens, key_heads, value_heads, parts")
@@ -68,7 +77,7 @@ def program(config: Config):
         q: T.Tensor((tokens, key_heads, K), dtype),
         k: T.Tensor((tokens, key_heads, K), dtype),
         do: T.Tensor((tokens, value_heads, V), dtype),
-        a: T.Tensor((tokens, value_heads, C), dtype),
+        a: T.Tensor((tokens, value_heads, C * (1 + split)), dtype),
         gamma: T.Tensor((tokens, value_heads), "float32"),
         beta: T.Tensor((tokens, value_heads), "float32"),
         d_final_state: T.Tensor((final_states, value_heads, K, V), "float32"),
@@ -118,6 +127,8 @@ def program(config: Config):
             k_s = T.alloc_shared((stages, C, K), dtype)
             do_s = T.alloc_shared((stages, C, 64), dtype)
             a_s = T.alloc_shared((stages, C, C), dtype)  # without its diagonal
+            if split:
+                low_s = T.alloc_shared((stages, C, C), dtype)  # its low part
             p_s = T.alloc_shared((2, C, C), dtype)
             gamma_s = T.alloc_shared((stages, C), "float32")
             rise_s = T.alloc_shared((stages, C), "float32")
@@ -135,6 +146,7 @@ def program(config: Config):
                 q_s=q_s,
                 k_s=k_s,
                 a_s=a_s,
+                low_s=low_s if split else None,
                 do_s=do_s,
                 p_s=p_s,
                 gamma_s=gamma_s,
@@ -167,6 +179,8 @@ def program(config: Config):
                 from_output = T.alloc_fragment((64, C), "float32")  # P^T dO
                 dvd_b = T.alloc_fragment((64, C), dtype)
                 dw_b = T.alloc_fragment((64, C), dtype)
+                if split:
+                    low = T.alloc_fragment((64, C), dtype)  # of dVd, then of exp(gamma) beta dX
                 do_t = T.alloc_fragment((64, C), dtype)
                 do_b = T.alloc_fragment((64, C), dtype)  # dO^T diag(scale exp(gamma))
                 whole = T.alloc_var("float32")
@@ -193,7 +207,12 @@ def program(config: Config):
                         u[i, j] = u[i, j] * fall_s[at, j] + from_output[i, j]
                     T.copy(u, dvd_b)
                     # dX = A^T dVd, on the diagonal (of ones), which a_s lacks, without the rounding of dVd
+                    if split:
+                        m.keep_low(u, dvd_b, low)
                     T.wgmma_gemm(dvd_b, a_s[at, :, :], u)
+                    if split:
+                        T.wgmma_gemm(low, a_s[at, :, :], u)
+                        T.wgmma_gemm(dvd_b, low_s[at, :, :], u)
                     whole = rise_s[at, T.min(end - (start + (count - 1 - c) * C), C) - 1]
                     for i, j in T.Parallel(64, K):
                         d[i, j] = d[i, j] * whole
@@ -203,6 +222,10 @@ def program(config: Config):
                     for i, j in T.Parallel(64, C):
                         dw_b[i, j] = T.cast(u[i, j] * drop_s[at, j], dtype)
                     T.wgmma_gemm(dw_b, k_s[at, :, :], d)
+                    if split:
+                        for i, j in T.Parallel(64, C):
+                            low[i, j] = T.cast(u[i, j] * drop_s[at, j] - T.cast(dw_b[i, j], "float32"), dtype)
+                        T.wgmma_gemm(low, k_s[at, :, :], d)
                     T.wait_wgmma(0)
                     T.barrier_arrive(free[at])
                 if position % LAST != FIRST:
@@ -230,7 +253,8 @@ def specification(
 ) -> jax.Array:
     """The adjoint response [P, Hv, K, V] of P pieces, whose chunk table `chunks` is; not a number where there is none."""
     keys, queries = (jnp.repeat(gather_chunks(x, chunks), ratio, axis=2) for x in (k, q))
-    gradient, inverse, gates, strength = (gather_chunks(x, chunks) for x in (do, a, gamma, beta))
+    gradient, gates, strength = (gather_chunks(x, chunks) for x in (do, gamma, beta))
+    inverse = gather_parts(a, chunks, CHUNK)
     strength = strength * inverse_length(keys, l2norm) ** 2
     scales = scale * inverse_length(queries, l2norm)
     p = scales[:, :, None] * jnp.einsum("sihk,sjhk->sijh", queries, keys) * decay(gates)

@@ -15,6 +15,12 @@ keys; Vd and dX between kernels are |k| times less and more. What gradients kern
 constant become the whole ones by dk - k <k, dk> / |k|^2. `forward` and `summaries` read the lengths of keys that `prepare` has written or,
 in a call without it (jax_qla/cuda.py), XLA; all others come from the kernel's own tiles. In bfloat16 only: lengths far from 1 would leave
 float16's range. (By a run-time flag, calls without it took 6 to 15 % longer where a block's latency is all that counts.)
+
+With `split`, what meets the inverse of a chunk enters products as the sum of two bf16 numbers, high and low: `a`, X and Vd, of the
+backward pass dVd and exp(gamma) beta dX. Between kernels `a` and Vd then have twice their columns, the low parts behind the high ones. Of a
+product of two such sums that of the low parts is left out. Where beta comes near 2 or keys are much alike, the inverse is large and what it
+is multiplied by cancels: the rounding of these operands is then most of a result's error, and that of states, P and what enters once is
+little (docs/performance.md).
 """
 
 CHUNK = 64
@@ -78,6 +84,13 @@ __device__ __forceinline__ unsigned jax_qla_round(float x, float y) {
   }
   return pair;
 }
+__device__ __forceinline__ float jax_qla_low_half(unsigned pair) { return __uint_as_float(pair << 16); }
+__device__ __forceinline__ float jax_qla_high_half(unsigned pair) { return __uint_as_float(pair & 0xffff0000u); }
+// x and y as the sum high + low of pairs of bf16.
+__device__ __forceinline__ void jax_qla_split(unsigned& high, unsigned& low, float x, float y) {
+  high = jax_qla_round<true>(x, y);
+  low = jax_qla_round<true>(x - jax_qla_low_half(high), y - jax_qla_high_half(high));
+}
 // c [16, 8] += a [16, 16] b [16, 8]
 template <bool bf16>
 __device__ __forceinline__ void jax_qla_mma(float* c, const unsigned* a, unsigned b0, unsigned b1) {
@@ -112,7 +125,7 @@ __device__ __forceinline__ void jax_qla_inverse_lengths_by_warp(const void* tile
       const unsigned pairs[4] = {x.x, x.y, x.z, x.w};
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
-        const float low = __uint_as_float(pairs[e] << 16), high = __uint_as_float(pairs[e] & 0xffff0000u);
+        const float low = jax_qla_low_half(pairs[e]), high = jax_qla_high_half(pairs[e]);
         sum[e % 2 * 2] += low * low;
         sum[e % 2 * 2 + 1] += high * high;
       }
@@ -439,6 +452,12 @@ def macros():
                 )
 
     @T.macro
+    def keep_low(x, high, low):
+        """low = x - high, elements of a fragment [64, 64] in float32 and of its rounding."""
+        for i, j in T.Parallel(64, C):
+            low[i, j] = T.cast(x[i, j] - T.cast(high[i, j], "float32"), low.dtype)
+
+    @T.macro
     def store_rows(tiles, stage, target, row, rows, head, first, part, thread):
         """A warpgroup writes columns part..part + 64 of rows 0..`rows` of tile `stage` of tiles [stages, 64, width] in shared memory
         to `target[row.., head, first + part..]` by ordinary stores."""
@@ -461,6 +480,8 @@ def macros():
                 q, start + (count - 1 - c) * C, key_head, 0, shared.q_s.shape[2], shared.q_s, c % stages, shared.loaded
             )
             load_rows(a, start + (count - 1 - c) * C, head, 0, C, shared.a_s, c % stages, shared.loaded)
+            if shared.low_s is not None:
+                load_rows(a, start + (count - 1 - c) * C, head, C, C, shared.low_s, c % stages, shared.loaded)
             load_rows(
                 do,
                 start + (count - 1 - c) * C,
@@ -478,7 +499,7 @@ def macros():
         """A warpgroup makes ready for the gradient of the state what `load_last_first` loads. `shared` holds a kernel's tiles, vectors and barriers by
         their names: `a` loses its diagonal, rows beyond the sequence become 0; P, gates, and of them drop = -exp(gamma) beta, over |k|^2 if keys
         are `normed`, lift = scale exp(gamma), over |q| if queries are, and, unless it is None, `out_s`: the factor of dX in dv. P has two
-        stages, free when `taken`."""
+        stages, free when `taken`. `low_s`, unless it is None, holds the low part of `a`, whose diagonal is 0."""
         fetched = T.alloc_local((3,), "float32")  # gates of the chunk to come
         p = T.alloc_fragment((C, C), "float32")
         if count > 0:
@@ -512,6 +533,8 @@ def macros():
                 zero_tail(shared.q_s, at, rows, shared.q_s.shape[2], thread, 128)
                 zero_tail(shared.k_s, at, rows, shared.k_s.shape[2], thread, 128)
                 zero_tail(shared.a_s, at, rows, C, thread, 128)
+                if shared.low_s is not None:
+                    zero_tail(shared.low_s, at, rows, C, thread, 128)
                 zero_tail(shared.do_s, at, rows, shared.do_s.shape[2], thread, 128)
                 T.fence_proxy_async()
             T.sync_threads(3, 128)
@@ -547,6 +570,7 @@ def macros():
         inverse_lengths_by_warp=inverse_lengths_by_warp,
         load_rows=load_rows,
         zero_tail=zero_tail,
+        keep_low=keep_low,
         store_rows=store_rows,
         load_last_first=load_last_first,
         prepare_last_first=prepare_last_first,

@@ -100,11 +100,7 @@ __device__ __forceinline__ void jax_qla_share(unsigned to, const float* c) {
     const unsigned at = to ^ (i << 5);
     unsigned high[4], low[4];
 #pragma unroll
-    for (int j = 0; j < 4; ++j) {
-      const float x = c[i * 8 + j * 2], y = c[i * 8 + j * 2 + 1];
-      high[j] = jax_qla_round<true>(x, y);
-      low[j] = jax_qla_round<true>(x - __uint_as_float(high[j] << 16), y - __uint_as_float(high[j] & 0xffff0000u));
-    }
+    for (int j = 0; j < 4; ++j) jax_qla_split(high[j], low[j], c[i * 8 + j * 2], c[i * 8 + j * 2 + 1]);
     jax_qla_store_matrices<false>(at, high[0], high[1], high[2], high[3]);
     jax_qla_store_matrices<false>(at + key_dim * columns * 2, low[0], low[1], low[2], low[3]);
   }

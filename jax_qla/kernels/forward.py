@@ -41,7 +41,10 @@ Where the sequences are pieces of longer ones, only the state after a sequence's
 A block begins while the kernel before it still runs elsewhere (STATE, PREPARED, NOTHING). Where the last round of blocks would leave most of the card idle,
 a second launch computes its heads, in halves of their value columns (policy.whole_heads).
 
-Operations a chunk and head at K = V = 128: 10.5 MFLOP, 1.75 us of an SM's share of 790 TFLOP/s.
+With `split` X, Vd and `a` are sums of two numbers: Vd takes three products instead of one, and O and the state two each of Vd. A stage has
+a tile more, for the low part of `a`, and a block 64 value columns.
+
+Operations a chunk and head at K = V = 128: 10.5 MFLOP, 1.75 us of an SM's share of 790 TFLOP/s; 16.8 with `split`, P computed twice included.
 """
 
 from dataclasses import dataclass
@@ -54,6 +57,7 @@ from jax_qla.kernels.specification import (
     decay,
     gather_chunks,
     gather_lengths,
+    gather_parts,
     inverse_length,
     last_row,
     scan_slots,
@@ -116,13 +120,14 @@ heads, which has awaited what both need."""
 class Config:
     """Sizes this program is specialised for: `key_dim`, `value_dim` 64 or 128, `dtype` "bfloat16" or "float16", and
     `value_tile`, the value columns of a block: 64, or 128 where V is; `l2norm`: whether q and k
-    are to be normalised."""
+    are to be normalised; `split` (kernels/common.py): with bfloat16 and blocks of 64 columns only."""
 
     key_dim: int = 128
     value_dim: int = 128
     dtype: str = "bfloat16"
     value_tile: int = 128
     l2norm: bool = False
+    split: bool = False
 
 
 def program(config: Config):
@@ -134,7 +139,7 @@ def program(config: Config):
     tiles = V // W  # blocks a head
     parts = W // 64  # warpgroups that hold the state
     stages = 3
-    l2norm = config.l2norm
+    l2norm, split = config.l2norm, config.split
     S = 128 * parts  # threads that hold the state
     m = macros()
     tokens, key_heads, value_heads, sequences = T.dynamic("tokens, key_heads, value_heads, sequences")
@@ -146,7 +151,7 @@ def program(config: Config):
         q: T.Tensor((tokens, key_heads, K), dtype),
         k: T.Tensor((tokens, key_heads, K), dtype),
         v: T.Tensor((tokens, value_heads, V), dtype),
-        a: T.Tensor((tokens, value_heads, C), dtype),
+        a: T.Tensor((tokens, value_heads, C * (1 + split)), dtype),
         gamma: T.Tensor((tokens, value_heads), "float32"),
         beta: T.Tensor((tokens, value_heads), "float32"),
         lengths: T.Tensor((tokens, key_heads), "float32"),  # 1 / |k|, with `l2norm` only
@@ -190,6 +195,8 @@ def program(config: Config):
             # which nothing else here asks for
             T.annotate_layout({x: make_full_bank_swizzled_layout(x) for x in (v_s, o_s)})
             a_s = T.alloc_shared((stages, C, C), dtype)
+            if split:
+                low_s = T.alloc_shared((stages, C, C), dtype)  # the low part of a
             p_s = T.alloc_shared((stages, C, C), dtype)
             gamma_s = T.alloc_shared((stages, C), "float32")
             rise_s = T.alloc_shared((stages, C), "float32")
@@ -230,6 +237,8 @@ def program(config: Config):
                             if awaits == PREPARED:
                                 T.pdl_sync()
                         m.load_rows(a, start + c * C, head, 0, C, a_s, at, loaded)
+                        if split:
+                            m.load_rows(a, start + c * C, head, C, C, low_s, at, loaded)
                         T.barrier_arrive(loaded[at])
                 elif l2norm:
                     if tx < S + 224:
@@ -287,6 +296,8 @@ def program(config: Config):
                         for part in T.unroll(parts):
                             m.zero_tail(v_s, at * parts + part, rows, 64, tx - S, 128)
                         m.zero_tail(a_s, at, rows, C, tx - S, 128)
+                        if split:
+                            m.zero_tail(low_s, at, rows, C, tx - S, 128)
                         T.fence_proxy_async()
                     T.barrier_arrive(gated[at])
                     T.sync_threads(3, 128)
@@ -315,6 +326,9 @@ def program(config: Config):
                         vk_b = T.alloc_fragment((64, C), dtype)
                         acc = T.alloc_fragment((64, C), "float32")
                         v_t = T.alloc_fragment((64, C), dtype)
+                        if split:
+                            low = T.alloc_fragment((64, C), dtype)  # of X, then of Vd
+                            low_vk = T.alloc_fragment((64, C), dtype)
                         T.annotate_layout({v_t: accumulator_layout(C), acc: accumulator_layout(C, wg * 128)})
                         whole = T.alloc_var("float32")
                         if awaits == STATE:
@@ -362,16 +376,25 @@ def program(config: Config):
                             # U = S^T K^T is there. S^T Q^T
                             T.wgmma_gemm(state_b, q_s[at, :, :], acc, transpose_B=True, clear_accum=True)
                             # X = beta (V^T - exp(gamma) U)
-                            for i, j in T.Parallel(64, C):
-                                x_b[i, j] = beta_s[at, j] * (T.cast(v_t[i, j], "float32") - rise_s[at, j] * u[i, j])
+                            if split:
+                                for i, j in T.Parallel(64, C):
+                                    u[i, j] = beta_s[at, j] * (T.cast(v_t[i, j], "float32") - rise_s[at, j] * u[i, j])
+                                T.copy(u, x_b)
+                                m.keep_low(u, x_b, low)
+                            else:
+                                for i, j in T.Parallel(64, C):
+                                    x_b[i, j] = beta_s[at, j] * (T.cast(v_t[i, j], "float32") - rise_s[at, j] * u[i, j])
                             # Vd = X A^T
                             T.wgmma_gemm(x_b, a_s[at, :, :], u, transpose_B=True, clear_accum=True)
+                            if split:
+                                T.wgmma_gemm(low, a_s[at, :, :], u, transpose_B=True)
+                                T.wgmma_gemm(x_b, low_s[at, :, :], u, transpose_B=True)
                             whole = whole_s[at]
                             for i, j in T.Parallel(64, K):
                                 state[i, j] = state[i, j] * whole
                             T.tma_store_wait(0)
                             T.sync_threads(4 + wg, 128)  # by now the previous chunk's outputs have left
-                            T.wait_wgmma(1)
+                            T.wait_wgmma(1 + 2 * split)
                             for i, j in T.Parallel(64, C):
                                 acc[i, j] = acc[i, j] * scaled_s[at, j]
                             T.wait_wgmma(0)
@@ -380,13 +403,21 @@ def program(config: Config):
                             T.copy(u, vd_b)
                             # S = exp(gamma_C) S + (exp(gamma_C - gamma) Vd) K and O = scale exp(gamma) S^T Q^T + Vd P^T
                             T.wgmma_gemm(vk_b, k_s[at, :, :], state)
+                            if split:
+                                m.keep_low(u, vd_b, low)
+                                for i, j in T.Parallel(64, C):
+                                    u[i, j] = u[i, j] * fall_s[at, j]
+                                m.keep_low(u, vk_b, low_vk)
+                                T.wgmma_gemm(low_vk, k_s[at, :, :], state)
                             T.barrier_wait(ready[at], (c // stages) % 2)
                             T.wgmma_gemm(vd_b, p_s[at, :, :], acc, transpose_B=True)
+                            if split:
+                                T.wgmma_gemm(low, p_s[at, :, :], acc, transpose_B=True)
                             # The next chunk's U begins before O leaves; after the last chunk it is of whatever lies there, and unused.
                             if c + 1 < count:
                                 T.barrier_wait(gated[after], ((c + 1) // stages) % 2)
                                 T.barrier_wait(loaded[after], ((c + 1) // stages) % 2)
-                            T.wait_wgmma(1)
+                            T.wait_wgmma(1 + split)
                             T.copy(state, state_b)
                             T.wgmma_gemm(state_b, k_s[after, :, :], u, transpose_B=True, clear_accum=True)
                             T.wait_wgmma(1)
@@ -455,7 +486,8 @@ def specification(
     `segments` are sequences or, with `pieces` and `spans`, their pieces; without, these are empty.
     """
     keys, queries = (jnp.repeat(gather_chunks(x, chunks), ratio, axis=2) for x in (k, q))
-    values, inverse, gates, strength = (gather_chunks(x, chunks) for x in (v, a, gamma, beta))
+    values, gates, strength = (gather_chunks(x, chunks) for x in (v, gamma, beta))
+    inverse = gather_parts(a, chunks, CHUNK)
     scales = scale * inverse_length(queries, l2norm)
     if l2norm:
         of_key = gather_lengths(lengths, chunks, ratio)

@@ -51,6 +51,9 @@ it needs first of a head, K, Vd and D, is there before, and what must wait for a
 A barrier is waited for by everybody who must not be two phases behind it, or only by those who let its next phase begin: a warp that is late
 by two phases waits for ever (tests/test_barriers.py).
 
+With `split` Vd is the sum of two numbers, for which E, F and Y take a product more, and so is E where K multiplies it. The tiles of Vd, its
+low part and D have one stage then.
+
 M + M^T goes through shared memory as one symmetric tile, so that one product with K gives both. dQ and dK go from registers to memory.
 
 Operations a chunk and head at K = V = 128: 13.6 MFLOP, 2.3 us of an SM's share of 790 TFLOP/s. Bytes: 112 KiB read, and of a key head
@@ -73,7 +76,7 @@ from jax_qla.kernels.common import (
     accumulator_layout,
     macros,
 )
-from jax_qla.kernels.specification import decay, gather_chunks, inverse_length, last_row, scatter_chunks
+from jax_qla.kernels.specification import decay, gather_chunks, gather_parts, inverse_length, last_row, scatter_chunks
 
 __all__ = ["PASS_CONFIGS", "Config", "program", "specification"]
 
@@ -470,12 +473,13 @@ __device__ __forceinline__ void jax_qla_project(void* registers, const void* til
 @dataclass(frozen=True)
 class Config:
     """Sizes this program is specialised for: `key_dim`, `value_dim` 64 or 128, `dtype` "bfloat16" or "float16"; `l2norm`: whether q and k
-    are to be normalised."""
+    are to be normalised; `split` (kernels/common.py): with bfloat16 only."""
 
     key_dim: int = 128
     value_dim: int = 128
     dtype: str = "bfloat16"
     l2norm: bool = False
+    split: bool = False
 
 
 def program(config: Config):
@@ -485,8 +489,17 @@ def program(config: Config):
     C, K, V, dtype = CHUNK, config.key_dim, config.value_dim, config.dtype
     ctype = {"bfloat16": "bfloat16_t", "float16": "half_t"}[dtype]
     m = macros()
-    l2norm, normed = config.l2norm, "true" if config.l2norm else "false"
+    l2norm, normed, split = config.l2norm, "true" if config.l2norm else "false", config.split
+    row_stages = 1 if split else 2  # of Vd and D
     tokens, key_heads, value_heads, sequences, slots = T.dynamic("tokens, key_heads, value_heads, sequences, slots")
+
+    def tile_of(stage):
+        """Where the rows of a value head lie, from its number modulo 2."""
+        return 0 if split else stage
+
+    def turn_of(n):
+        """The phase in which the rows of the block's n-th value head are there, and are free."""
+        return n % 2 if split else n // 2 % 2
 
     @T.macro
     def finish_rows(tiles, stage, lengths, line, rows, thread):
@@ -534,7 +547,7 @@ def program(config: Config):
         gamma: T.Tensor((tokens, value_heads), "float32"),
         beta: T.Tensor((tokens, value_heads), "float32"),
         do: T.Tensor((tokens, value_heads, V), dtype),
-        vd: T.Tensor((tokens, value_heads, V), dtype),
+        vd: T.Tensor((tokens, value_heads, V * (1 + split)), dtype),
         d: T.Tensor((tokens, value_heads, V), dtype),  # D; may be dv itself
         h: T.Tensor((slots, value_heads, V, K), dtype),
         dh: T.Tensor((slots, value_heads, V, K), dtype),
@@ -578,8 +591,11 @@ def program(config: Config):
             q_s = T.alloc_shared((1, C, K), dtype)
             k_s = T.alloc_shared((2, C, K), dtype)
             do_s = T.alloc_shared((1, C, V), dtype)
-            vd_s = T.alloc_shared((2, C, V), dtype)
-            dv_s = T.alloc_shared((2, C, V), dtype)
+            vd_s = T.alloc_shared((row_stages, C, V), dtype)
+            dv_s = T.alloc_shared((row_stages, C, V), dtype)
+            if split:
+                low_s = T.alloc_shared((1, C, V), dtype)  # the low part of Vd
+                e_low_s = T.alloc_shared((C, C), dtype)  # and that of E, for dQ
             h_s = T.alloc_shared((V, K), dtype)
             dh_s = T.alloc_shared((V, K), dtype)
             e_s = T.alloc_shared((C, C), dtype)  # scale (dO Vd^T o G)
@@ -624,8 +640,8 @@ def program(config: Config):
             q_free = T.alloc_barrier([256])
             do_loaded = T.alloc_barrier([32])
             do_free = T.alloc_barrier([128])
-            rows_loaded = T.alloc_barrier([32] * 2)
-            rows_free = T.alloc_barrier([384] * 2)
+            rows_loaded = T.alloc_barrier([32] * row_stages)
+            rows_free = T.alloc_barrier([384] * row_stages)
             gates_ready = T.alloc_barrier([64] * 2)
             h_loaded = T.alloc_barrier([32])
             dh_loaded = T.alloc_barrier([32])
@@ -714,6 +730,8 @@ def program(config: Config):
                         m.load_rows(k, row, first, 0, K, k_s, 0, k_loaded)
                         T.barrier_arrive(k_loaded[0])
                         m.load_rows(vd, row, first * ratio, 0, V, vd_s, 0, rows_loaded)
+                        if split:
+                            m.load_rows(vd, row, first * ratio, V, V, low_s, 0, rows_loaded)
                         m.load_rows(d, row, first * ratio, 0, V, dv_s, 0, rows_loaded)
                         T.barrier_arrive(rows_loaded[0])
                         m.load_rows(do, row, first * ratio, 0, V, do_s, 0, do_loaded)
@@ -722,10 +740,11 @@ def program(config: Config):
                         T.barrier_arrive(q_loaded[0])
                         load_states(h, h_s, slot, first * ratio, h_loaded)
                         load_states(dh, dh_s, slot, first * ratio, dh_loaded)
-                        if heads > 1:
-                            m.load_rows(vd, row, first * ratio + 1, 0, V, vd_s, 1, rows_loaded)
-                            m.load_rows(d, row, first * ratio + 1, 0, V, dv_s, 1, rows_loaded)
-                            T.barrier_arrive(rows_loaded[1])
+                        if not split:
+                            if heads > 1:
+                                m.load_rows(vd, row, first * ratio + 1, 0, V, vd_s, 1, rows_loaded)
+                                m.load_rows(d, row, first * ratio + 1, 0, V, dv_s, 1, rows_loaded)
+                                T.barrier_arrive(rows_loaded[1])
                         if keys > 1:
                             m.load_rows(k, row, first + 1, 0, K, k_s, 1, k_loaded)
                             T.barrier_arrive(k_loaded[1])
@@ -744,11 +763,17 @@ def program(config: Config):
                                     T.barrier_wait(q_free[0], key_l % 2)
                                     m.load_rows(q, row, first + key_l + 1, 0, K, q_s, 0, q_loaded)
                                     T.barrier_arrive(q_loaded[0])
-                                if n + 2 < heads:
-                                    T.barrier_wait(rows_free[n % 2], n // 2 % 2)
-                                    m.load_rows(vd, row, first * ratio + n + 2, 0, V, vd_s, n % 2, rows_loaded)
-                                    m.load_rows(d, row, first * ratio + n + 2, 0, V, dv_s, n % 2, rows_loaded)
-                                    T.barrier_arrive(rows_loaded[n % 2])
+                                if n + row_stages < heads:
+                                    T.barrier_wait(rows_free[tile_of(n % 2)], turn_of(n))
+                                    m.load_rows(
+                                        vd, row, first * ratio + n + row_stages, 0, V, vd_s, tile_of(n % 2), rows_loaded
+                                    )
+                                    if split:
+                                        m.load_rows(vd, row, first * ratio + n + 1, V, V, low_s, 0, rows_loaded)
+                                    m.load_rows(
+                                        d, row, first * ratio + n + row_stages, 0, V, dv_s, tile_of(n % 2), rows_loaded
+                                    )
+                                    T.barrier_arrive(rows_loaded[tile_of(n % 2)])
                             if key_l + 2 < keys:
                                 T.barrier_wait(k_free[key_l % 2], key_l // 2 % 2)
                                 m.load_rows(k, row, first + key_l + 2, 0, K, k_s, key_l % 2, k_loaded)
@@ -780,19 +805,19 @@ def program(config: Config):
                             )
                             T.barrier_arrive(h_free[0])
                             T.barrier_arrive(dh_free[0])
-                            T.barrier_wait(rows_loaded[at], (key * ratio + r) // 2 % 2)
+                            T.barrier_wait(rows_loaded[tile_of(at)], turn_of(key * ratio + r))
                             T.call_extern(
                                 "handle",
                                 f"jax_qla_row_dots<{ctype}, {V}>",
-                                T.address_of(dv_s[at, 0, 0]),
-                                T.address_of(vd_s[at, 0, 0]),
+                                T.address_of(dv_s[tile_of(at), 0, 0]),
+                                T.address_of(vd_s[tile_of(at), 0, 0]),
                                 T.address_of(dot_s[at, 0]),
                             )
                             if faint_s[at, 0] + faint_s[at, 1] > 0:
                                 T.call_extern(
                                     "handle",
                                     f"jax_qla_scale_faint_rows<{ctype}, {V}>",
-                                    T.address_of(dv_s[at, 0, 0]),
+                                    T.address_of(dv_s[tile_of(at), 0, 0]),
                                     T.address_of(beta_s[at, 0]),
                                     rows,
                                     value_heads,
@@ -801,13 +826,13 @@ def program(config: Config):
                                 T.call_extern(
                                     "handle",
                                     f"jax_qla_dots<{ctype}, {V}>",
-                                    T.address_of(dv_s[at, 0, 0]),
+                                    T.address_of(dv_s[tile_of(at), 0, 0]),
                                     T.address_of(v[row, head, 0]),
                                     rows,
                                     value_heads,
                                     T.address_of(dot_v_s[at, 0]),
                                 )
-                            T.barrier_arrive(rows_free[at])
+                            T.barrier_arrive(rows_free[tile_of(at)])
                             T.barrier_arrive(dots_ready[at])
                 for x in T.serial(fill):
                     for key in T.serial(keys):
@@ -844,8 +869,16 @@ def program(config: Config):
                         for r_k in T.serial(ratio):
                             at_k = (key_k * ratio + r_k) % 2
                             T.barrier_wait(gates_ready[at_k], (key_k * ratio + r_k) // 2 % 2)
-                            T.barrier_wait(rows_loaded[at_k], (key_k * ratio + r_k) // 2 % 2)
-                            T.wgmma_gemm(dv_s[at_k, :, :], vd_s[at_k, :, :], s_k, transpose_B=True, clear_accum=True)
+                            T.barrier_wait(rows_loaded[tile_of(at_k)], turn_of(key_k * ratio + r_k))
+                            T.wgmma_gemm(
+                                dv_s[tile_of(at_k), :, :],
+                                vd_s[tile_of(at_k), :, :],
+                                s_k,
+                                transpose_B=True,
+                                clear_accum=True,
+                            )
+                            if split:
+                                T.wgmma_gemm(dv_s[0, :, :], low_s[0, :, :], s_k, transpose_B=True)
                             T.wgmma_gemm(
                                 k_s[key_k % 2, :, :], k_s[key_k % 2, :, :], kk, transpose_B=True, clear_accum=True
                             )
@@ -883,8 +916,10 @@ def program(config: Config):
                             # Z and Y by turns: one is computed while the other is used
                             # "r": behind pointers that may be written to TileLang puts a fence (0.1 us) before the next wgmma. No
                             # wgmma and no TMA reads what is written here.
-                            T.wgmma_gemm(dv_s[at_k, :, :], h_s[:, 0:64], z_k, clear_accum=True)
-                            T.wgmma_gemm(vd_s[at_k, :, :], dh_s[:, 0:64], y_k, clear_accum=True)
+                            T.wgmma_gemm(dv_s[tile_of(at_k), :, :], h_s[:, 0:64], z_k, clear_accum=True)
+                            T.wgmma_gemm(vd_s[tile_of(at_k), :, :], dh_s[:, 0:64], y_k, clear_accum=True)
+                            if split:
+                                T.wgmma_gemm(low_s[0, :, :], dh_s[:, 0:64], y_k)
                             T.call_extern(
                                 "handle",
                                 "jax_qla_write_sums",
@@ -899,7 +934,7 @@ def program(config: Config):
                                     T.address_of(key_pairs[0]),
                                     T.access_ptr(k_s[key_k % 2, 0, part * 64], "r"),
                                 )
-                                T.wait_wgmma(1)
+                                T.wait_wgmma(1 + split)
                                 T.call_extern(
                                     "handle",
                                     f"jax_qla_add_rows<{ctype}, {normed}>",
@@ -912,7 +947,7 @@ def program(config: Config):
                                     T.address_of(dots[0]),
                                 )
                                 if part + 1 < K // 64:
-                                    T.wgmma_gemm(dv_s[at_k, :, :], h_s[:, 64:128], z_k, clear_accum=True)
+                                    T.wgmma_gemm(dv_s[tile_of(at_k), :, :], h_s[:, 64:128], z_k, clear_accum=True)
                                     T.wait_wgmma(1)
                                 else:
                                     T.wait_wgmma(0)
@@ -928,7 +963,9 @@ def program(config: Config):
                                     T.address_of(dots[2]),
                                 )
                                 if part + 1 < K // 64:
-                                    T.wgmma_gemm(vd_s[at_k, :, :], dh_s[:, 64:128], y_k, clear_accum=True)
+                                    T.wgmma_gemm(vd_s[tile_of(at_k), :, :], dh_s[:, 64:128], y_k, clear_accum=True)
+                                    if split:
+                                        T.wgmma_gemm(low_s[0, :, :], dh_s[:, 64:128], y_k)
                             T.barrier_arrive(h_free[0])
                             T.barrier_arrive(dh_free[0])
                             T.call_extern(
@@ -944,7 +981,7 @@ def program(config: Config):
                                 T.access_ptr(y_dots_s[at_k, 0], "r"),
                             )
                             T.barrier_arrive(parts_ready[at_k])
-                            T.barrier_arrive(rows_free[at_k])  # what follows reads neither rows nor gates
+                            T.barrier_arrive(rows_free[tile_of(at_k)])  # what follows reads neither rows nor gates
                             T.barrier_wait(e_ready[0], at_k)
                             T.wgmma_gemm(f_s, k_s[key_k % 2, :, :], dk_f)
                             if r_k == 0:
@@ -991,12 +1028,16 @@ def program(config: Config):
                         for r_q in T.serial(ratio):
                             at_q = (key_q * ratio + r_q) % 2
                             T.barrier_wait(gates_ready[at_q], (key_q * ratio + r_q) // 2 % 2)
-                            T.barrier_wait(rows_loaded[at_q], (key_q * ratio + r_q) // 2 % 2)
+                            T.barrier_wait(rows_loaded[tile_of(at_q)], turn_of(key_q * ratio + r_q))
                             T.barrier_wait(do_loaded[0], (key_q * ratio + r_q) % 2)
-                            T.wgmma_gemm(do_s[0, :, :], vd_s[at_q, :, :], s_q, transpose_B=True, clear_accum=True)
+                            T.wgmma_gemm(
+                                do_s[0, :, :], vd_s[tile_of(at_q), :, :], s_q, transpose_B=True, clear_accum=True
+                            )
+                            if split:
+                                T.wgmma_gemm(do_s[0, :, :], low_s[0, :, :], s_q, transpose_B=True)
                             T.wgmma_gemm(q_s[0, :, :], k_s[key_q % 2, :, :], p, transpose_B=True, clear_accum=True)
                             T.wait_wgmma(0)
-                            T.barrier_arrive(rows_free[at_q])
+                            T.barrier_arrive(rows_free[tile_of(at_q)])
                             # E = scale (dO Vd^T o G)
                             T.call_extern(
                                 "handle",
@@ -1016,10 +1057,22 @@ def program(config: Config):
                             T.call_extern(
                                 "handle", "jax_qla_store_tile", T.address_of(s_q[0, 0]), T.address_of(e_s[0, 0])
                             )
+                            if split:
+                                for i_q, j_q in T.Parallel(C, C):
+                                    s_q[i_q, j_q] = s_q[i_q, j_q] - T.cast(T.cast(s_q[i_q, j_q], dtype), "float32")
+                                T.sync_threads(1, 128)  # no product of the head before reads it any more
+                                T.call_extern(
+                                    "handle",
+                                    "jax_qla_store_tile",
+                                    T.address_of(s_q[0, 0]),
+                                    T.address_of(e_low_s[0, 0]),
+                                )
                             T.fence_proxy_async()
                             T.sync_threads(1, 128)
                             T.barrier_arrive(e_ready[0])
                             T.wgmma_gemm(e_s, k_s[key_q % 2, :, :], dq_f)
+                            if split:
+                                T.wgmma_gemm(e_low_s, k_s[key_q % 2, :, :], dq_f)
                             T.call_extern(
                                 "handle",
                                 "jax_qla_write_sums",
@@ -1106,7 +1159,8 @@ def specification(
     tokens, key_heads = q.shape[:2]
     chunks = jnp.asarray(chunk_table(segments, tokens))
     keys, queries = (jnp.repeat(gather_chunks(x, chunks), ratio, axis=2) for x in (k, q))
-    values, gates, strength, output, corrected, d = (gather_chunks(x, chunks) for x in (v, gamma, beta, do, vd, d))
+    values, gates, strength, output, d = (gather_chunks(x, chunks) for x in (v, gamma, beta, do, d))
+    corrected = gather_parts(vd, chunks, v.shape[-1])
     used = chunks[:, 2, None, None, None] > 0
     h, dh = (jnp.where(used, x, 0).astype(keys.dtype) for x in (h, dh))
     end = last_row(gates, chunks)

@@ -23,22 +23,28 @@ from jax_qla.kernels import (
 )
 
 _HEAD_DIMS = (64, 128)
-_DTYPES = (("bfloat16", False), ("bfloat16", True), ("float16", False))
-"""With whether q and k are normalised there (kernels/common.py says why not in float16)."""
+_DTYPES = (
+    ("bfloat16", False, False),
+    ("bfloat16", True, False),
+    ("float16", False, False),
+    ("bfloat16", False, True),
+    ("bfloat16", True, True),
+)
+"""With whether q and k are normalised there, and whether operands are split (kernels/common.py says why not in float16)."""
 _STATE_DTYPES = ("float32", "bfloat16")  # for decoding, where the state is what there is to read
 
 
 def _packaged() -> tuple[tuple[str, Any], ...]:
     kernels: list[tuple[str, Any]] = [("layout", layout.Config())]
-    for dtype, l2norm in _DTYPES:
+    for dtype, l2norm, split in _DTYPES:
         for key_dim in _HEAD_DIMS:
-            kernels.append(("prepare", prepare.Config(key_dim, dtype, l2norm)))
+            kernels.append(("prepare", prepare.Config(key_dim, dtype, l2norm, split)))
         for key_dim, value_dim in itertools.product(_HEAD_DIMS, _HEAD_DIMS):
-            kernels.append(("gradients", gradients.Config(key_dim, value_dim, dtype, l2norm)))
-            kernels.append(("summaries", summaries.Config(key_dim, value_dim, dtype, l2norm)))
-            kernels.append(("adjoint_summaries", adjoint_summaries.Config(key_dim, value_dim, dtype, l2norm)))
-            for value_tile in sorted({64, value_dim}):
-                sizes = (key_dim, value_dim, dtype, value_tile, l2norm)
+            kernels.append(("gradients", gradients.Config(key_dim, value_dim, dtype, l2norm, split)))
+            kernels.append(("summaries", summaries.Config(key_dim, value_dim, dtype, l2norm, split)))
+            kernels.append(("adjoint_summaries", adjoint_summaries.Config(key_dim, value_dim, dtype, l2norm, split)))
+            for value_tile in (64,) if split else sorted({64, value_dim}):
+                sizes = (key_dim, value_dim, dtype, value_tile, l2norm, split)
                 kernels.append(("forward", forward.Config(*sizes)))
                 kernels.append(("states", states.Config(*sizes)))
                 kernels.append(("state_gradients", state_gradients.Config(*sizes)))

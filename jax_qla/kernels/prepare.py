@@ -32,7 +32,8 @@ The inverse X, in blocks of 16x16: X_ii = (I + L_ii)^{-1} by forward substitutio
 from left to right, so that no operand needs to be transposed: K K^T is symmetric, so its upper blocks, scaled, are L^T in the layout
 of an accumulator, which is L in that of a right operand of mma; sums and X_ij are accumulators and become left operands where they
 are. Only the X_ii go through shared memory, 16 bits high and 16 low. Operands are split into two bf16 numbers each (three products:
-16 bits of mantissa). A head takes 160 + 96 mma, 148 FMA and 78 splits of pairs.
+16 bits of mantissa). A head takes 160 + 96 mma, 148 FMA and 78 splits of pairs. With `split` the low parts, which are there, are stored too, by
+way of a tile of their own, so that 5 blocks share a multiprocessor.
 """
 
 from dataclasses import dataclass
@@ -50,7 +51,7 @@ from jax_qla.kernels.common import (
     PASS_CONFIGS,
     STRETCHES,
 )
-from jax_qla.kernels.specification import decay, gather_chunks, inverse_length, mark, scatter_chunks
+from jax_qla.kernels.specification import decay, gather_chunks, inverse_length, mark, part_columns, scatter_chunks
 
 __all__ = ["PASS_CONFIGS", "Config", "program", "specification"]
 
@@ -58,11 +59,12 @@ __all__ = ["PASS_CONFIGS", "Config", "program", "specification"]
 @dataclass(frozen=True)
 class Config:
     """Sizes this program is specialised for: `key_dim` 64 or 128, `dtype` "bfloat16" or "float16"; `l2norm`: whether q and k
-    are to be normalised."""
+    are to be normalised; `split` (kernels/common.py): with bfloat16 only."""
 
     key_dim: int = 128
     dtype: str = "bfloat16"
     l2norm: bool = False
+    split: bool = False
 
 
 PRELUDE = (
@@ -80,17 +82,10 @@ constexpr float kLimit = 2.001f;
 // What is made of them. A 16x16 block is held by a warp as an accumulator, two 16x8 tiles: element 4 n + 2 h + e of lane l is that
 // of row 8 h + l / 4, column 8 n + 2 (l % 4) + e.
 
-__device__ __forceinline__ float jax_qla_low_half(unsigned pair) { return __uint_as_float(pair << 16); }
-__device__ __forceinline__ float jax_qla_high_half(unsigned pair) { return __uint_as_float(pair & 0xffff0000u); }
-
 // A 16x16 block as high + low, both pairs of bf16; as a left operand `high` is a0, .., a3, as a right one b0, b1 of each 8 columns.
 struct Split {
   unsigned high[4], low[4];
 };
-__device__ __forceinline__ void jax_qla_split(unsigned& high, unsigned& low, float x, float y) {
-  high = jax_qla_round<true>(x, y);
-  low = jax_qla_round<true>(x - jax_qla_low_half(high), y - jax_qla_high_half(high));
-}
 // An accumulator as a left operand.
 __device__ __forceinline__ void jax_qla_left(Split& s, const float* c) {
 #pragma unroll
@@ -316,9 +311,9 @@ __device__ __forceinline__ void jax_qla_pack(unsigned* r, const float* c) {
 __device__ __forceinline__ void jax_qla_put(unsigned to, int i, int j, const unsigned* r) {
   jax_qla_store_matrices<false>((to ^ (j << 5)) + i * 2048, r[0], r[1], r[2], r[3]);
 }
-// The same of an inverted block on the diagonal, a left operand, and zeros to the right of it.
-template <bool bf16>
-__device__ __forceinline__ void jax_qla_put_diagonal(unsigned to, int i, const Split& s) {
+// The same of an inverted block on the diagonal, a left operand, and zeros to the right of it; if `split`, also to the tile of low parts.
+template <bool bf16, bool split>
+__device__ __forceinline__ void jax_qla_put_diagonal(unsigned to, unsigned to_low, int i, const Split& s) {
   const unsigned zeros[4] = {};
   unsigned r[4];
   float c[8];
@@ -331,12 +326,18 @@ __device__ __forceinline__ void jax_qla_put_diagonal(unsigned to, int i, const S
   jax_qla_put(to, i, i, bf16 ? s.high : r);  // the high part is what rounding to bf16 gives
 #pragma unroll
   for (int j = i + 1; j < 4; ++j) jax_qla_put(to, i, j, zeros);
+  if constexpr (split) {
+    jax_qla_put(to_low, i, i, s.low);
+#pragma unroll
+    for (int j = i + 1; j < 4; ++j) jax_qla_put(to_low, i, j, zeros);
+  }
 }
 
-// kk (jax_qla_products) -> a, in the swizzled `tile`, and `last_gamma` with its mark -> marked[at]; one warp. gamma in units of log2.
-template <bool bf16>
+// kk (jax_qla_products) -> a, in the swizzled `tile`, if `split` its low part in tile_low, and `last_gamma` with its mark -> marked[at]; one
+// warp. gamma in units of log2.
+template <bool bf16, bool split>
 __device__ __forceinline__ void jax_qla_invert(const void* products, const float* gamma, const float* beta, float* scratch, void* tile,
-                                               float* marked, int at, float last_gamma) {
+                                               void* tile_low, float* marked, int at, float last_gamma) {
   const float* kk = static_cast<const float*>(products);
   const int lane = threadIdx.x & 31;
   Split lower[6];
@@ -346,11 +347,12 @@ __device__ __forceinline__ void jax_qla_invert(const void* products, const float
   jax_qla_substitute(scratch);
   const unsigned from =
       jax_qla_address(scratch) + ((lane >> 4) * 8 + (lane & 7)) * 32 + ((((lane >> 3) ^ (lane >> 2)) & 1) << 4);
-  const unsigned to = jax_qla_address(tile) + (lane & 15) * 128 + (((lane >> 4) ^ (lane & 7)) << 4);
+  const unsigned within = (lane & 15) * 128 + (((lane >> 4) ^ (lane & 7)) << 4);
+  const unsigned to = jax_qla_address(tile) + within, to_low = split ? jax_qla_address(tile_low) + within : 0;
   Split before, behind;  // inverted blocks as a left and a right operand
   Split x[6];            // blocks of a below the diagonal as left operands, numbered as those of L^T
   jax_qla_load_inverse<true>(before, from);
-  jax_qla_put_diagonal<bf16>(to, 0, before);
+  jax_qla_put_diagonal<bf16, split>(to, to_low, 0, before);
 #pragma unroll
   for (int distance = 1; distance < 4; ++distance) {
     // A step at a time for all blocks, since no instruction that reads shared memory passes one that writes it. The last blocks that
@@ -364,7 +366,7 @@ __device__ __forceinline__ void jax_qla_invert(const void* products, const float
       jax_qla_multiply(sum[j], before, lower[jax_qla_above(j, i)]);
 #pragma unroll
       for (int k = j + 1; k < i; ++k) jax_qla_multiply(sum[j], x[jax_qla_above(k, i)], lower[jax_qla_above(j, k)]);
-      if (distance == 1) jax_qla_put_diagonal<bf16>(to, i, before);
+      if (distance == 1) jax_qla_put_diagonal<bf16, split>(to, to_low, i, before);
     }
 #pragma unroll
     for (int j = 3 - distance; j >= 0; --j) {
@@ -377,7 +379,10 @@ __device__ __forceinline__ void jax_qla_invert(const void* products, const float
       jax_qla_pack<bf16>(rounded[j], block);
     }
 #pragma unroll
-    for (int j = 0; j + distance < 4; ++j) jax_qla_put(to, j + distance, j, rounded[j]);
+    for (int j = 0; j + distance < 4; ++j) {
+      jax_qla_put(to, j + distance, j, rounded[j]);
+      if constexpr (split) jax_qla_put(to_low, j + distance, j, x[jax_qla_above(j, j + distance)].low);
+    }
   }
 }
 
@@ -401,7 +406,7 @@ def program(config: Config):
 
     C, K, dtype = CHUNK, config.key_dim, config.dtype
     bf16 = "true" if dtype == "bfloat16" else "false"
-    l2norm = config.l2norm
+    l2norm, split = config.l2norm, config.split
     tokens, key_heads, value_heads, value_dim, sequences = T.dynamic(
         "tokens, key_heads, value_heads, value_dim, sequences"
     )
@@ -413,7 +418,7 @@ def program(config: Config):
         g: T.Tensor((tokens, value_heads), "float32"),
         beta: T.Tensor((tokens, value_heads), "float32"),
         bounds: T.Tensor((sequences, 2), "int32"),
-        a: T.Tensor((tokens, value_heads, C), dtype),
+        a: T.Tensor((tokens, value_heads, C * (1 + split)), dtype),
         gamma: T.Tensor((tokens, value_heads), "float32"),
         lengths: T.Tensor((tokens, key_heads), "float32"),  # 1 / |k|, with `l2norm` only
         o: T.Tensor((tokens, value_heads, value_dim), dtype),
@@ -449,12 +454,14 @@ def program(config: Config):
             heads = ratio - pair * 2  # from there on
 
             tiles_s = T.alloc_shared((2, C, 64), dtype)  # K, 64 columns each; then a of each head
+            low_s = T.alloc_shared((2, C, 64), dtype) if split else tiles_s  # its low part
             scratch_s = T.alloc_shared((2, 1040), "float32")  # four times kBlock bytes
             gamma_s = T.alloc_shared((2, C + 16), "float32")  # kGates
             log2_gamma_s = T.alloc_shared((2, C), "float32")  # gamma in units of log2
             beta_s = T.alloc_shared((2, C + 16), "float32")
+            parts = ((0, tiles_s), (C, low_s)) if split else ((0, tiles_s),)  # columns of a, and where they lie
             loaded = T.alloc_barrier(32)
-            T.annotate_layout({tiles_s: make_full_bank_swizzled_layout(tiles_s)})
+            T.annotate_layout({x: make_full_bank_swizzled_layout(x) for x in (tiles_s, low_s)})
 
             if half < heads:
                 for i in T.serial(fill):
@@ -524,29 +531,35 @@ def program(config: Config):
                         )
                     T.call_extern(
                         "handle",
-                        f"jax_qla_invert<{bf16}>",
+                        f"jax_qla_invert<{bf16}, {'true' if split else 'false'}>",
                         T.address_of(kk[0]),
                         T.address_of(log2_gamma_s[half, 0]),
                         T.address_of(beta_s[half, 0]),
                         T.address_of(scratch_s[half, 0]),
                         T.address_of(tiles_s[half, 0, 0]),
+                        T.address_of(low_s[half, 0, 0]),
                         T.address_of(gamma[row, 0]),
                         (rows - 1) * value_heads + head,
                         gamma_s[half, rows - 1],
                     )
                     T.fence_proxy_async()
                     T.sync_warp()
-                    if rows == C:
-                        T.tma_copy(tiles_s[half, :, :], a[row : row + C, head, 0:C], leader_scope_threads=32)
-                    else:
-                        T.call_extern(
-                            "handle",
-                            "jax_qla_store_rows",
-                            T.address_of(a[row, head, 0]),
-                            T.address_of(tiles_s[half, 0, 0]),
-                            value_heads * C,
-                            rows,
-                        )
+                    for first_column, part_s in parts:
+                        if rows == C:
+                            T.tma_copy(
+                                part_s[half, :, :],
+                                a[row : row + C, head, first_column : first_column + C],
+                                leader_scope_threads=32,
+                            )
+                        else:
+                            T.call_extern(
+                                "handle",
+                                "jax_qla_store_rows",
+                                T.address_of(a[row, head, first_column]),
+                                T.address_of(part_s[half, 0, 0]),
+                                value_heads * (C * len(parts)),
+                                rows,
+                            )
                     T.tma_store_wait(0)
             T.pdl_sync()  # So what follows, which waits for this kernel alone, has waited for `layout` too. Nothing here has.
 
@@ -554,9 +567,9 @@ def program(config: Config):
 
 
 def specification(
-    k: jax.Array, g: jax.Array, beta: jax.Array, bounds: jax.Array, *, ratio: int, l2norm: int = 0
+    k: jax.Array, g: jax.Array, beta: jax.Array, bounds: jax.Array, *, ratio: int, l2norm: int = 0, split: int = 0
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """(a [tokens, Hv, 64] in k's dtype, gamma [tokens, Hv], lengths [tokens, Hk]) of sequences `bounds` [N, 2]; `o` is not a result, only
+    """(a [tokens, Hv, 64] in k's dtype, or with `split` [tokens, Hv, 128], gamma [tokens, Hv], lengths [tokens, Hk]) of sequences `bounds` [N, 2]; `o` is not a result, only
     its unused rows are zeroed."""
     from jax_qla.segments import chunk_table  # which takes the constants of kernels/common.py
 
@@ -572,7 +585,10 @@ def specification(
     inverse = jax.lax.linalg.triangular_solve(
         lower + identity, identity, left_side=True, lower=True, unit_diagonal=True
     )
-    a = scatter_chunks(jnp.moveaxis(inverse, 1, 2), chunks, k.shape[0], k.dtype)
+    inverse = jnp.moveaxis(inverse, 1, 2)
+    if split:
+        inverse = part_columns(inverse)
+    a = scatter_chunks(inverse, chunks, k.shape[0], k.dtype)
     stretches = jnp.any(strength * jnp.einsum("sihk,sihk->sih", keys, keys) > 2.001, axis=1)
     is_last = jnp.arange(CHUNK) == chunks[:, 2, None] - 1
     gamma = jnp.where(is_last[..., None], mark(gamma, stretches[:, None]), gamma)

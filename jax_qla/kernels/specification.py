@@ -47,6 +47,18 @@ def gather_lengths(lengths: jax.Array, chunks: jax.Array, ratio: int) -> jax.Arr
     return jnp.where(found > 0, found, 1)
 
 
+def gather_parts(x: jax.Array, chunks: jax.Array, columns: int) -> jax.Array:
+    """`gather_chunks` of what may be a high and a low part side by side, [tokens, heads, 2 columns]: their sum."""
+    found = gather_chunks(x, chunks)
+    return jnp.sum(found.reshape(*found.shape[:-1], -1, columns), axis=-2)
+
+
+def part_columns(x: jax.Array) -> jax.Array:
+    """[..., columns] -> [..., 2 columns]: bf16's part of each, and what that leaves."""
+    high = x.astype(jnp.bfloat16).astype(x.dtype)
+    return jnp.concatenate([high, x - high], axis=-1)
+
+
 def decay(gamma: jax.Array, strict: bool = False) -> jax.Array:
     """G [slots, 64, 64, Hv]: exp(gamma_i - gamma_j) for i >= j (i > j if strict), else 0, from gamma [slots, 64, Hv]."""
     lower = jnp.tril(jnp.ones((CHUNK, CHUNK), bool), -1 if strict else 0)[:, :, None]
@@ -140,7 +152,7 @@ def reach(
     return forgotten.astype(jnp.int32), matter == counts[:, None], matters
 
 
-def split(x: jax.Array) -> jax.Array:
+def stack_parts(x: jax.Array) -> jax.Array:
     """[..., K, K] as the sum of two bf16 numbers, [..., 2, K, K]."""
     high = x.astype(jnp.bfloat16)
     return jnp.stack([high, (x - high.astype(x.dtype)).astype(jnp.bfloat16)], axis=-3)

@@ -41,7 +41,15 @@ import jax
 import jax.numpy as jnp
 
 from jax_qla.kernels.common import CHUNK, FAINT, P_PRELUDE, PASS_CONFIGS, macros
-from jax_qla.kernels.specification import decay, gather_chunks, inverse_length, last_row, scan_slots, scatter_chunks
+from jax_qla.kernels.specification import (
+    decay,
+    gather_chunks,
+    gather_parts,
+    inverse_length,
+    last_row,
+    scan_slots,
+    scatter_chunks,
+)
 
 __all__ = ["PASS_CONFIGS", "Config", "program", "specification"]
 
@@ -50,13 +58,14 @@ __all__ = ["PASS_CONFIGS", "Config", "program", "specification"]
 class Config:
     """Sizes this program is specialised for: `key_dim`, `value_dim` 64 or 128, `dtype` "bfloat16" or "float16", and
     `value_tile`, the value columns of a block: 64, or 128 where V is; `l2norm`: whether q and k
-    are to be normalised."""
+    are to be normalised; `split` (kernels/common.py): with bfloat16 and blocks of 64 columns only."""
 
     key_dim: int = 128
     value_dim: int = 128
     dtype: str = "bfloat16"
     value_tile: int = 128
     l2norm: bool = False
+    split: bool = False
 
 
 def program(config: Config):
@@ -65,7 +74,7 @@ def program(config: Config):
 
     C, K, V, W, dtype = CHUNK, config.key_dim, config.value_dim, config.value_tile, config.dtype
     tiles = V // W  # blocks a head
-    l2norm = config.l2norm
+    l2norm, split = config.l2norm, config.split
     stages = 3
     S = 2 * W  # threads that hold the gradient: one warpgroup for every 64 value columns
     m = macros()
@@ -77,7 +86,7 @@ def program(config: Config):
         q: T.Tensor((tokens, key_heads, K), dtype),
         k: T.Tensor((tokens, key_heads, K), dtype),
         do: T.Tensor((tokens, value_heads, V), dtype),
-        a: T.Tensor((tokens, value_heads, C), dtype),
+        a: T.Tensor((tokens, value_heads, C * (1 + split)), dtype),
         gamma: T.Tensor((tokens, value_heads), "float32"),
         beta: T.Tensor((tokens, value_heads), "float32"),
         d_final_state: T.Tensor((final_states, value_heads, K, V), "float32"),
@@ -108,6 +117,8 @@ def program(config: Config):
             k_s = T.alloc_shared((stages, C, K), dtype)
             do_s = T.alloc_shared((stages, C, W), dtype)  # dO, then dv on its way out
             a_s = T.alloc_shared((stages, C, C), dtype)  # without its diagonal
+            if split:
+                low_s = T.alloc_shared((stages, C, C), dtype)  # its low part
             p_s = T.alloc_shared((2, C, C), dtype)  # a third would not fit
             dh_s = T.alloc_shared((W // 64, 64, K), dtype)
             gamma_s = T.alloc_shared((stages, C), "float32")
@@ -127,6 +138,7 @@ def program(config: Config):
                 q_s=q_s,
                 k_s=k_s,
                 a_s=a_s,
+                low_s=low_s if split else None,
                 do_s=do_s,
                 p_s=p_s,
                 gamma_s=gamma_s,
@@ -162,6 +174,8 @@ def program(config: Config):
                         from_output = T.alloc_fragment((64, C), "float32")  # P^T dO
                         dvd_b = T.alloc_fragment((64, C), dtype)
                         dw_b = T.alloc_fragment((64, C), dtype)
+                        if split:
+                            low = T.alloc_fragment((64, C), dtype)  # of dVd, then of exp(gamma) beta dX
                         do_t = T.alloc_fragment((64, C), dtype)
                         do_b = T.alloc_fragment((64, C), dtype)  # dO^T diag(scale exp(gamma))
                         of_column = T.alloc_fragment(
@@ -222,7 +236,12 @@ def program(config: Config):
                                 u[i, j] = u[i, j] * fall_s[at, j] + from_output[i, j]
                             T.copy(u, dvd_b)
                             # dX = A^T dVd, on the diagonal (of ones), which a_s lacks, without the rounding of dVd
+                            if split:
+                                m.keep_low(u, dvd_b, low)
                             T.wgmma_gemm(dvd_b, a_s[at, :, :], u)
+                            if split:
+                                T.wgmma_gemm(low, a_s[at, :, :], u)
+                                T.wgmma_gemm(dvd_b, low_s[at, :, :], u)
                             whole = rise_s[at, lines - 1]
                             for i, j in T.Parallel(64, K):
                                 d[i, j] = d[i, j] * whole
@@ -234,7 +253,11 @@ def program(config: Config):
                             for i, j in T.Parallel(64, C):
                                 dw_b[i, j] = T.cast(u[i, j] * of_column[j], dtype)
                             T.wgmma_gemm(dw_b, k_s[at, :, :], d)
-                            T.wait_wgmma(1)  # dO is no longer needed
+                            if split:
+                                for i, j in T.Parallel(64, C):
+                                    low[i, j] = T.cast(u[i, j] * of_column[j] - T.cast(dw_b[i, j], "float32"), dtype)
+                                T.wgmma_gemm(low, k_s[at, :, :], d)
+                            T.wait_wgmma(1 + split)  # dO is no longer needed
                             for i, j in T.Parallel(64, C):
                                 u[i, j] = u[i, j] * out_s[at, j]
                             T.sync_threads(4 + wg, 128)
@@ -285,7 +308,8 @@ def specification(
     dh of a slot without rows is not defined.
     """
     keys, queries = (jnp.repeat(gather_chunks(x, chunks), ratio, axis=2) for x in (k, q))
-    output, inverse, gates, strength = (gather_chunks(x, chunks) for x in (do, a, gamma, beta))
+    output, gates, strength = (gather_chunks(x, chunks) for x in (do, gamma, beta))
+    inverse = gather_parts(a, chunks, CHUNK)
     of_key = inverse_length(keys, l2norm)
     factor = of_key * jnp.where(jnp.abs(strength) < FAINT, 1, strength)
     strength = strength * of_key**2

@@ -23,7 +23,15 @@ import jax
 import jax.numpy as jnp
 
 from jax_qla.kernels.common import CHUNK, PASS_CONFIGS, TILE_PRELUDE, macros
-from jax_qla.kernels.specification import gather_chunks, inverse_length, last_row, scan_slots, scatter_chunks
+from jax_qla.kernels.specification import (
+    gather_chunks,
+    gather_parts,
+    inverse_length,
+    last_row,
+    part_columns,
+    scan_slots,
+    scatter_chunks,
+)
 
 __all__ = ["PASS_CONFIGS", "Config", "program", "specification"]
 
@@ -32,22 +40,24 @@ __all__ = ["PASS_CONFIGS", "Config", "program", "specification"]
 class Config:
     """Sizes this program is specialised for: `key_dim`, `value_dim` 64 or 128, `dtype` "bfloat16" or "float16", and
     `value_tile`, the value columns of a block: 64, or 128 where V is; `l2norm`: whether q and k
-    are to be normalised."""
+    are to be normalised; `split` (kernels/common.py): with bfloat16 and blocks of 64 columns only."""
 
     key_dim: int = 128
     value_dim: int = 128
     dtype: str = "bfloat16"
     value_tile: int = 128
     l2norm: bool = False
+    split: bool = False
 
 
 def program(config: Config):
     """The TileLang program. Numbers of tokens, heads, sequences and chunk slots are run-time values."""
     import tilelang.language as T
+    from tilelang.layout import make_full_bank_swizzled_layout
 
     C, K, V, W, dtype = CHUNK, config.key_dim, config.value_dim, config.value_tile, config.dtype
     tiles = V // W  # blocks a head
-    l2norm = config.l2norm
+    l2norm, split = config.l2norm, config.split
     stages = 3
     S = 2 * W  # threads that hold the state: one warpgroup for every 64 value columns
     m = macros()
@@ -58,13 +68,13 @@ def program(config: Config):
     def states(
         k: T.Tensor((tokens, key_heads, K), dtype),
         v: T.Tensor((tokens, value_heads, V), dtype),
-        a: T.Tensor((tokens, value_heads, C), dtype),
+        a: T.Tensor((tokens, value_heads, C * (1 + split)), dtype),
         gamma: T.Tensor((tokens, value_heads), "float32"),
         beta: T.Tensor((tokens, value_heads), "float32"),
         initial_state: T.Tensor((initial_states, value_heads, K, V), "float32"),
         segments: T.Tensor((sequences, 2), "int32"),
         h: T.Tensor((slots, value_heads, V, K), dtype),
-        vd: T.Tensor((tokens, value_heads, V), dtype),
+        vd: T.Tensor((tokens, value_heads, V * (1 + split)), dtype),
         ratio: T.int32,
     ):
         with T.Kernel(sequences * tiles, value_heads, threads=S + 128, prelude=TILE_PRELUDE) as (block, head):
@@ -86,7 +96,10 @@ def program(config: Config):
 
             k_s = T.alloc_shared((stages, C, K), dtype)
             v_s = T.alloc_shared((stages, C, W), dtype)  # V, then Vd on its way out
+            T.annotate_layout({v_s: make_full_bank_swizzled_layout(v_s)})  # with `split` nothing else here asks for it
             a_s = T.alloc_shared((stages, C, C), dtype)
+            if split:
+                low_s = T.alloc_shared((stages, C, C), dtype)  # the low part of a
             h_s = T.alloc_shared((W // 64, 64, K), dtype)
             gamma_s = T.alloc_shared((stages, C), "float32")
             rise_s = T.alloc_shared((stages, C), "float32")
@@ -114,6 +127,8 @@ def program(config: Config):
                         if tx < S + 32:
                             m.load_rows(k, start + step * C, key_head, 0, K, k_s, step % stages, loaded)
                             m.load_rows(a, start + step * C, head, 0, C, a_s, step % stages, loaded)
+                            if split:
+                                m.load_rows(a, start + step * C, head, C, C, low_s, step % stages, loaded)
                             m.load_rows(v, start + step * C, head, first, W, v_s, step % stages, loaded)
                             T.barrier_arrive(loaded[step % stages])
                     if step > 0:
@@ -128,6 +143,8 @@ def program(config: Config):
                             m.zero_tail(k_s, stage, rows, K, tx - S, 128)
                             m.zero_tail(v_s, stage, rows, W, tx - S, 128)
                             m.zero_tail(a_s, stage, rows, C, tx - S, 128)
+                            if split:
+                                m.zero_tail(low_s, stage, rows, C, tx - S, 128)
                             T.fence_proxy_async()
                         if l2norm:
                             T.sync_threads(3, 128)
@@ -151,6 +168,8 @@ def program(config: Config):
                         x_b = T.alloc_fragment((64, C), dtype)
                         vk_b = T.alloc_fragment((64, C), dtype)
                         v_t = T.alloc_fragment((64, C), dtype)
+                        if split:
+                            low = T.alloc_fragment((64, C), dtype)  # of X, then of Vd
                         v_beta = T.alloc_fragment((64, C), "float32")
                         of_column = T.alloc_fragment(
                             (C,), "float32"
@@ -181,7 +200,7 @@ def program(config: Config):
                                 T.address_of(v_s[at, 0, part]),
                             )
                             # the state before the chunk leaves while the product runs; the one before has left
-                            T.tma_store_wait(1)
+                            T.tma_store_wait(1 + split)
                             T.sync_threads(4 + wg, 128)
                             T.copy(state_b, h_s[wg, :, :])
                             T.fence_proxy_async()
@@ -201,10 +220,19 @@ def program(config: Config):
                                 of_column[j] = drop_s[at, j]
                             T.wait_wgmma(0)
                             # X = beta V^T - beta exp(gamma) U
-                            for i, j in T.Parallel(64, C):
-                                x_b[i, j] = v_beta[i, j] + of_column[j] * u[i, j]
+                            if split:
+                                for i, j in T.Parallel(64, C):
+                                    u[i, j] = v_beta[i, j] + of_column[j] * u[i, j]
+                                T.copy(u, x_b)
+                                m.keep_low(u, x_b, low)
+                            else:
+                                for i, j in T.Parallel(64, C):
+                                    x_b[i, j] = v_beta[i, j] + of_column[j] * u[i, j]
                             # Vd = X A^T
                             T.wgmma_gemm(x_b, a_s[at, :, :], u, transpose_B=True, clear_accum=True)
+                            if split:
+                                T.wgmma_gemm(low, a_s[at, :, :], u, transpose_B=True)
+                                T.wgmma_gemm(x_b, low_s[at, :, :], u, transpose_B=True)
                             whole = rise_s[at, lines - 1]
                             for i, j in T.Parallel(64, K):
                                 state[i, j] = state[i, j] * whole
@@ -215,8 +243,20 @@ def program(config: Config):
                                 vk_b[i, j] = u[i, j] * of_column[j]
                             # S = exp(gamma_C) S + (exp(gamma_C - gamma) Vd) K
                             T.wgmma_gemm(vk_b, k_s[at, :, :], state)
+                            if split:
+                                for i, j in T.Parallel(64, C):
+                                    low[i, j] = T.cast(u[i, j] * of_column[j] - T.cast(vk_b[i, j], "float32"), dtype)
+                                T.wgmma_gemm(low, k_s[at, :, :], state)
                             T.sync_warp()  # V was read by other lanes
                             T.call_extern("handle", "jax_qla_store_transposed", u.data, T.address_of(v_s[at, 0, part]))
+                            if split:
+                                # Vd's low part takes the place of a's, when no warp's product reads that any more
+                                for i, j in T.Parallel(64, C):
+                                    u[i, j] = u[i, j] - T.cast(T.cast(u[i, j], dtype), "float32")
+                                T.sync_threads(4 + wg, 128)
+                                T.call_extern(
+                                    "handle", "jax_qla_store_transposed", u.data, T.address_of(low_s[at, 0, 0])
+                                )
                             T.fence_proxy_async()
                             T.sync_threads(4 + wg, 128)
                             if lines == C:
@@ -225,8 +265,16 @@ def program(config: Config):
                                     vd[line : line + C, head, first + part : first + part + 64],
                                     leader_scope_threads=128,
                                 )
+                                if split:
+                                    T.tma_copy(
+                                        low_s[at, :, :],
+                                        vd[line : line + C, head, V + first : V + first + 64],
+                                        leader_scope_threads=128,
+                                    )
                             else:
                                 m.store_rows(v_s, at, vd, line, lines, head, first, part, tx - wg * 128)
+                                if split:
+                                    m.store_rows(low_s, at, vd, line, lines, head, V + first, 0, tx)
                             T.wait_wgmma(0)
                         T.tma_store_wait(0)
 
@@ -246,9 +294,11 @@ def specification(
     ratio: int,
     l2norm: int = 0,
 ) -> tuple[jax.Array, jax.Array]:
-    """(h [slots, Hv, V, K] in v's dtype, vd [tokens, Hv, V] in v's dtype); h of a slot without rows is not defined."""
+    """(h [slots, Hv, V, K], vd [tokens, Hv, V] or, where `a` has two parts, [tokens, Hv, 2 V], in v's dtype); h of a slot without rows is not
+    defined."""
     keys = jnp.repeat(gather_chunks(k, chunks), ratio, axis=2)
-    values, inverse, gates, strength = (gather_chunks(x, chunks) for x in (v, a, gamma, beta))
+    values, gates, strength = (gather_chunks(x, chunks) for x in (v, gamma, beta))
+    inverse = gather_parts(a, chunks, CHUNK)
     of_key = inverse_length(keys, l2norm)
     strength, values = strength * of_key**2, values / of_key[..., None]
 
@@ -261,4 +311,6 @@ def specification(
 
     xs = (keys, values, inverse, gates, strength, last_row(gates, chunks))
     _, (h, vd) = scan_slots(step, initial_state, segments, chunks, xs)
+    if a.shape[-1] > CHUNK:
+        vd = part_columns(vd)
     return h.astype(v.dtype), scatter_chunks(vd, chunks, v.shape[0], v.dtype)

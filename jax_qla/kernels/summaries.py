@@ -45,7 +45,15 @@ from jax_qla.kernels.common import (
     accumulator_layout,
     macros,
 )
-from jax_qla.kernels.specification import gather_chunks, gather_lengths, last_row, reach, scan_slots, split
+from jax_qla.kernels.specification import (
+    gather_chunks,
+    gather_lengths,
+    gather_parts,
+    last_row,
+    reach,
+    scan_slots,
+    stack_parts,
+)
 
 __all__ = ["PASS_CONFIGS", "Config", "program", "specification"]
 
@@ -53,12 +61,13 @@ __all__ = ["PASS_CONFIGS", "Config", "program", "specification"]
 @dataclass(frozen=True)
 class Config:
     """Sizes this program is specialised for: `key_dim`, `value_dim` 64 or 128, `dtype` "bfloat16" or "float16"; `l2norm`: whether q and k
-    are to be normalised."""
+    are to be normalised; `split` (kernels/common.py): with bfloat16 only."""
 
     key_dim: int = 128
     value_dim: int = 128
     dtype: str = "bfloat16"
     l2norm: bool = False
+    split: bool = False
 
 
 def program(config: Config):
@@ -69,7 +78,7 @@ def program(config: Config):
     C, K, V, dtype = CHUNK, config.key_dim, config.value_dim, config.dtype
     value_tiles = V // 64
     tiles = value_tiles + K // 64  # blocks a piece and head
-    l2norm = config.l2norm
+    l2norm, split = config.l2norm, config.split
     stages = 3
     m = macros()
     tokens, key_heads, value_heads, parts = T.dynamic("tokens, key_heads, value_heads, parts")
@@ -79,7 +88,7 @@ def program(config: Config):
     def summaries(
         k: T.Tensor((tokens, key_heads, K), dtype),
         v: T.Tensor((tokens, value_heads, V), dtype),
-        a: T.Tensor((tokens, value_heads, C), dtype),
+        a: T.Tensor((tokens, value_heads, C * (1 + split)), dtype),
         gamma: T.Tensor((tokens, value_heads), "float32"),
         beta: T.Tensor((tokens, value_heads), "float32"),
         lengths: T.Tensor((tokens, key_heads), "float32"),  # 1 / |k|, with `l2norm` only
@@ -141,6 +150,8 @@ def program(config: Config):
             v_s = T.alloc_shared((stages, C, 64), dtype)
             T.annotate_layout({v_s: make_full_bank_swizzled_layout(v_s)})  # which nothing else here asks for
             a_s = T.alloc_shared((stages, C, C), dtype)
+            if split:
+                low_s = T.alloc_shared((stages, C, C), dtype)  # the low part of a
             gamma_s = T.alloc_shared((stages, C), "float32")
             rise_s = T.alloc_shared((stages, C), "float32")
             fall_s = T.alloc_shared((stages, C), "float32")
@@ -158,6 +169,8 @@ def program(config: Config):
                             T.barrier_wait(free[c % stages], (c // stages + 1) % 2)
                         m.load_rows(k, start + c * C, key_head, 0, K, k_s, c % stages, loaded)
                         m.load_rows(a, start + c * C, head, 0, C, a_s, c % stages, loaded)
+                        if split:
+                            m.load_rows(a, start + c * C, head, C, C, low_s, c % stages, loaded)
                         if tile < value_tiles:
                             m.load_rows(v, start + c * C, head, tile * 64, 64, v_s, c % stages, loaded)
                         T.barrier_arrive(loaded[c % stages])
@@ -188,6 +201,8 @@ def program(config: Config):
                             m.zero_tail(k_s, at, rows, K, i, 64)
                             m.zero_tail(v_s, at, rows, 64, i, 64)
                             m.zero_tail(a_s, at, rows, C, i, 64)
+                            if split:
+                                m.zero_tail(low_s, at, rows, C, i, 64)
                             T.fence_proxy_async()
                         T.barrier_arrive(ready[at])
             else:
@@ -198,6 +213,8 @@ def program(config: Config):
                 x_b = T.alloc_fragment((64, C), dtype)
                 vk_b = T.alloc_fragment((64, C), dtype)
                 v_t = T.alloc_fragment((64, C), dtype)
+                if split:
+                    low = T.alloc_fragment((64, C), dtype)  # of X, then of Vd
                 T.annotate_layout({v_t: accumulator_layout(C)})
                 v_beta = T.alloc_fragment((64, C), "float32")
                 of_column = T.alloc_fragment((C,), "float32")  # factors of u's columns, read while a product runs
@@ -231,10 +248,19 @@ def program(config: Config):
                         of_column[j] = drop_s[at, j]
                     T.wait_wgmma(0)
                     # X = beta V^T - beta exp(gamma) U
-                    for i, j in T.Parallel(64, C):
-                        x_b[i, j] = v_beta[i, j] + of_column[j] * u[i, j]
+                    if split:
+                        for i, j in T.Parallel(64, C):
+                            u[i, j] = v_beta[i, j] + of_column[j] * u[i, j]
+                        T.copy(u, x_b)
+                        m.keep_low(u, x_b, low)
+                    else:
+                        for i, j in T.Parallel(64, C):
+                            x_b[i, j] = v_beta[i, j] + of_column[j] * u[i, j]
                     # Vd = X A^T
                     T.wgmma_gemm(x_b, a_s[at, :, :], u, transpose_B=True, clear_accum=True)
+                    if split:
+                        T.wgmma_gemm(low, a_s[at, :, :], u, transpose_B=True)
+                        T.wgmma_gemm(x_b, low_s[at, :, :], u, transpose_B=True)
                     whole = rise_s[at, T.min(end - (start + c * C), C) - 1]
                     for i, j in T.Parallel(64, K):
                         state[i, j] = state[i, j] * whole
@@ -245,6 +271,10 @@ def program(config: Config):
                         vk_b[i, j] = u[i, j] * of_column[j]
                     # S = exp(gamma_C) S + (exp(gamma_C - gamma) Vd) K
                     T.wgmma_gemm(vk_b, k_s[at, :, :], state)
+                    if split:
+                        for i, j in T.Parallel(64, C):
+                            low[i, j] = T.cast(u[i, j] * of_column[j] - T.cast(vk_b[i, j], "float32"), dtype)
+                        T.wgmma_gemm(low, k_s[at, :, :], state)
                     T.wait_wgmma(0)
                     T.barrier_arrive(free[at])
                 if tile < value_tiles:
@@ -284,7 +314,8 @@ def specification(
     `chunks` is the chunk table of the pieces. What the kernel does not write is not a number here.
     """
     keys = jnp.repeat(gather_chunks(k, chunks), ratio, axis=2)
-    values, inverse, gates, strength = (gather_chunks(x, chunks) for x in (v, a, gamma, beta))
+    values, gates, strength = (gather_chunks(x, chunks) for x in (v, gamma, beta))
+    inverse = gather_parts(a, chunks, CHUNK)
     if l2norm:
         of_key = gather_lengths(lengths, chunks, ratio)
         strength, values = strength * of_key**2, values / of_key[..., None]
@@ -311,4 +342,4 @@ def specification(
     forgotten = jnp.maximum(forgotten, (first | last)[:, None].astype(jnp.int32))
     transition = jnp.where(forgotten[..., None, None] != 0, jnp.nan, transition)
     response = jnp.where(last[:, None, None, None], jnp.nan, response)
-    return response, split(jnp.swapaxes(transition, -1, -2)), forgotten
+    return response, stack_parts(jnp.swapaxes(transition, -1, -2)), forgotten

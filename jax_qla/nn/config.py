@@ -40,7 +40,8 @@ class GatedDeltaNetConfig:
     outputs are grouped by key head (Qwen3-Next)."""
     allow_neg_eigval: bool = False
     """Doubles beta, so that it lies in (0, 2) and the state's transition may have negative eigenvalues (Grazzi et al.,
-    arXiv 2411.12537)."""
+    arXiv 2411.12537). In bfloat16 whole sequences are then computed with precision "high" (`chunk_gated_delta_rule`),
+    which "reference", always exact, has not."""
 
     def __post_init__(self) -> None:
         sizes = (
