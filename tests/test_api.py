@@ -400,6 +400,21 @@ def test_recurrent_packed_and_differentiated() -> None:
     assert_close(recurrent, with_gradients(partial(jax_qla.chunk_gated_delta_rule, **packed), *operands))
 
 
+def test_halves_of_another_precision() -> None:
+    """The inverse has two parts in high precision; residuals of one precision are refused in the other."""
+    q, k, v, g, beta = tokens(1, 5)
+    x = (*(y.astype(jnp.bfloat16) for y in (q, k, v)), g, beta)
+    with stand_in.kernels(), on_hopper():
+        for made, columns, asked in (("high", 128, None), (None, 64, "high")):
+            o, _, residuals = jax_qla.chunk_gated_delta_rule_fwd(*x, precision=made)
+            assert residuals is not None
+            assert residuals[0].shape == (*v.shape[:3], columns)
+            jax_qla.chunk_gated_delta_rule_bwd(*x, residuals, o, precision=made)
+            sentence = rf"residuals\[0\] must have shape \(1, 5, 4, {192 - columns}\)"
+            with pytest.raises(ValueError, match=sentence):
+                jax_qla.chunk_gated_delta_rule_bwd(*x, residuals, o, precision=asked)
+
+
 def test_precision() -> None:
     """It reaches the matrix products of "xla"."""
     operands = tokens(1, 5)

@@ -137,33 +137,35 @@ def test_battery_in_high_precision(case: battery.Case, measured: dict[str, dict[
     measured[name] = battery.check(case, in_high_precision, limits)
 
 
-def _run(case: battery.Case) -> dict[str, np.ndarray]:
-    return battery.run(case, cuda)
+BOTH_PRECISIONS = pytest.mark.parametrize("function", [cuda, in_high_precision], ids=["default", "high"])
 
 
+@BOTH_PRECISIONS
 @pytest.mark.parametrize("case", [MANY_HEADS, LAST_IN_HALVES, CASES[-1], NORMALISED], ids=str)
-def test_bitwise_repeatable(case: battery.Case) -> None:
-    first = _run(case)
+def test_bitwise_repeatable(case: battery.Case, function: battery.Function) -> None:
+    first = battery.run(case, function)
     for _ in range(50):
-        again = _run(case)
+        again = battery.run(case, function)
         assert all(again[name].tobytes() == first[name].tobytes() for name in first)
 
 
+@BOTH_PRECISIONS
 @pytest.mark.parametrize("case", [CASES[-1], NORMALISED], ids=str)
-def test_poisoned_memory(case: battery.Case) -> None:
+def test_poisoned_memory(case: battery.Case, function: battery.Function) -> None:
     """Results do not depend on what the memory of workspaces and results held before."""
-    first = _run(case)
+    first = battery.run(case, function)
     for value in (np.nan, np.inf):
         # Freed at once: the next call's workspaces and results are cut from these.
         poison = [jnp.full((64, 1 << 20), value, jnp.bfloat16) for _ in range(8)]
         jax.block_until_ready(poison)
         del poison
-        again = _run(case)
+        again = battery.run(case, function)
         assert all(again[name].tobytes() == first[name].tobytes() for name in first)
 
 
+@pytest.mark.parametrize("precision", [None, "high"], ids=["default", "high"])
 @pytest.mark.parametrize("cu_seqlens", [[0, 700, 100, 5000], [-5, 64, 64, 1 << 30], [500, 400, 300, 0]])
-def test_lying_cu_seqlens_stay_in_bounds(cu_seqlens: list[int]) -> None:
+def test_lying_cu_seqlens_stay_in_bounds(cu_seqlens: list[int], precision: str | None) -> None:
     """Under compute-sanitizer this finds any access outside the buffers; here, that the call ends and is finite."""
     x = battery.inputs(MANY_HEADS)
     q, k, v, g, beta = (jnp.asarray(y) for y in x[:5])
@@ -171,7 +173,7 @@ def test_lying_cu_seqlens_stay_in_bounds(cu_seqlens: list[int]) -> None:
 
     def loss(*operands: Any) -> jax.Array:
         o, state = jax_qla.chunk_gated_delta_rule(
-            *operands, cu_seqlens=lies, output_final_state=True, implementation="cuda"
+            *operands, cu_seqlens=lies, output_final_state=True, implementation="cuda", precision=precision
         )
         assert state is not None
         return jnp.sum(o.astype(jnp.float32)) + jnp.sum(state)
