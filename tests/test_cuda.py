@@ -107,7 +107,7 @@ MISSED = {
     "identical keys, beta 2": "o 1.2: reflections never forget a rounding",
     "identical keys, beta 2, K and V 128": "o 8.0e-2: reflections never forget a rounding",
 }
-"""Cases whose limits the kernels do not keep, with what was measured (docs/performance.md)."""
+"""Cases whose limits the kernels do not keep unless in high precision, with what was measured (docs/performance.md)."""
 
 MISSED_IN_PIECES = {"length 1000, K and V 128": "dg 6.8e-3 of its terms, 4.0e-3 with whole sequences"}
 """Further ones with sequences in pieces."""

@@ -30,7 +30,7 @@ _DTYPES = (
     ("bfloat16", False, True),
     ("bfloat16", True, True),
 )
-"""With whether q and k are normalised there, and whether operands are split (kernels/common.py says why not in float16)."""
+"""With whether q and k are normalised there (kernels/common.py says why not in float16), and whether operands are split."""
 _STATE_DTYPES = ("float32", "bfloat16")  # for decoding, where the state is what there is to read
 
 

@@ -15,6 +15,8 @@ Vd^T stay in registers as the A operands of the next wgmma:
                                through V's tile
     last            40         warp 0 loads K, V, a with TMA; all: gates
     (barriers as in kernels/forward.py)
+
+With `split` Vd leaves in two parts, the low one by way of the tile that held a's.
 """
 
 from dataclasses import dataclass
