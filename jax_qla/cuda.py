@@ -13,9 +13,10 @@ computes what the latter needs of the forward pass.
 Intermediate results (h, dh, Vd, lengths of keys, states between pieces) are results of the call that are dropped here.
 
 Memory of the backward besides its operands and results, in elements of v's dtype: h and dh, ceil(T / 64) * Hv * K * V
-each, and Vd, as v. Rows of dv where |beta| is tiny are dX until the gradients kernel scales them. In pieces: six times
-K V in float32 per piece and value head (three where the forward pass has kept two), three times in the forward pass,
-five in `summary`.
+each, and Vd, as v (twice v where operands are split); of one group of heads at a time (policy.head_groups), whose three
+kernels take the memory of the group before. Rows of dv where |beta| is tiny are dX until the gradients kernel scales
+them. In pieces: five times K V in float32 per piece and value head (two where the forward pass has kept two), three
+times in the forward pass, five in `summary`.
 """
 
 from __future__ import annotations
@@ -141,7 +142,7 @@ def forward(
         "final_state": call.state_shape(output_final_state, whole=pieces is None),
     }
     if pieces is not None or not call.cut:  # each of what the kernels take for sequences has a final state
-        inputs |= {"pieces": jnp.zeros((0, 4), jnp.int32), "spans": jnp.zeros((0, 2), jnp.int32)}
+        inputs |= call.no_pieces()
     steps = []
     if residuals is None or pieces is None:
         steps.append(call.step(prepare_kernel))
@@ -230,17 +231,32 @@ def backward(
         steps, of_pieces, with_lengths = call.entering_states(adjoint=True, known=pieces is not None, scale=scale)
         if with_lengths:
             inputs |= call.lengths(k)
+    if pieces is not None or not call.cut:  # each of what the kernels take for sequences has an initial state
+        inputs |= call.no_pieces()
     initial, final = ({"initial_state": "entering"}, {"d_final_state": "leaving"}) if call.cut else ({}, {})
+    groups = 1
     if chunk_states is None:
-        steps = [*call.table_steps, *steps, call.step(states_kernel, rename=initial)]
-        of_pieces |= ChunkStates.shapes(call.parts, v, call.key_dim, precision)
-    group = policy.key_heads_together(-(-call.tokens // CHUNK), call.key_heads, call.value_heads)
+        groups = policy.head_groups(
+            -(-call.tokens // CHUNK),
+            call.recurrences,
+            call.key_heads,
+            call.value_heads,
+            call.key_dim,
+            call.value_dim,
+        )
+        steps = [*call.table_steps, *steps]
+    heads = call.value_heads // groups
+    chunk_shapes = ChunkStates.shapes(call.parts, v, call.key_dim, precision, heads=heads)
+    of_pieces |= {"dh": chunk_shapes["h"]} | (chunk_shapes if chunk_states is None else {})
+    together = policy.key_heads_together(-(-call.tokens // CHUNK), call.key_heads // groups, heads)
+    for first in range(0, call.value_heads, heads):
+        of: dict[str, Any] = {"first_head": first, "value_tile": call.value_tile_of(heads)}
+        if chunk_states is None:
+            steps.append(call.step(states_kernel, rename=initial, **of))
+        steps.append(call.step(state_gradients_kernel, rename=final, scale=scale, **of))
+        steps.append(call.step(gradients_kernel, rename={"d": "dv"}, scale=scale, group=together, first_head=first))
     results = launch(
-        [
-            *steps,
-            call.step(state_gradients_kernel, rename=final, scale=scale),
-            call.step(gradients_kernel, rename={"d": "dv"}, scale=scale, group=group),
-        ],
+        steps,
         inputs,
         {
             "dq": flat_shape["q"],
@@ -248,14 +264,17 @@ def backward(
             "dv": flat_shape["v"],
             "dg": gates,
             "dbeta": gates,
-            "d_initial_state": call.state_shape(initial_state is not None),
-            "dh": ChunkStates.shapes(call.parts, v, call.key_dim, precision)["h"],
+            "d_initial_state": call.state_shape(initial_state is not None, whole=pieces is None),
         }
         | of_pieces
         | call.table_shapes,
     )
     dq, dk, dv, dg, dbeta = (call.unflat(results[name]) for name in ("dq", "dk", "dv", "dg", "dbeta"))
-    d_initial_state = None if initial_state is None else call.of_first_pieces(results["d_initial_state"], results)
+    d_initial_state = None
+    if initial_state is not None:
+        d_initial_state = results["d_initial_state"]
+        if pieces is not None:
+            d_initial_state = call.of_first_pieces(d_initial_state)
     return dq, dk, dv, dg, dbeta, d_initial_state
 
 
@@ -413,8 +432,9 @@ def chunk_states(
     inputs = call.flat(k=k, v=v, beta=beta, a=residuals[0], gamma=residuals[1]) | call.tables | pieces._asdict()
     inputs |= {"initial_state": call.states(initial_state)}
     steps, of_pieces, _ = call.entering_states(known=True)
-    steps.append(call.step(states_kernel, rename={"initial_state": "entering"}))
-    results = launch(steps, inputs, of_pieces | ChunkStates.shapes(call.parts, v, call.key_dim, precision))
+    steps.append(call.step(states_kernel, rename={"initial_state": "entering"}, first_head=0))
+    shapes = ChunkStates.shapes(call.parts, v, call.key_dim, precision, heads=call.value_heads)
+    results = launch(steps, inputs, of_pieces | shapes)
     return ChunkStates(*(results[name] for name in ChunkStates._fields))
 
 
@@ -460,10 +480,12 @@ class _Call:
         self.parts = self.sequences
         if rows is not None:
             self.parts = tables.piece_count(self.tokens, self.sequences, rows, packed=packed)
-        recurrences = max(self.parts - self.sequences, self.sequences) if packed and rows is not None else self.parts
+        self.recurrences = self.parts  # of a head
+        if packed and rows is not None:
+            self.recurrences = max(self.parts - self.sequences, self.sequences)
         if shard is not None:  # two more pieces a sequence, which are empty
-            self.parts, recurrences = self.sequences * (shard.pieces + 2), self.sequences * shard.pieces
-        self.value_tile = 64 if self.split else policy.value_tile(recurrences * self.value_heads, self.value_dim)
+            self.parts, self.recurrences = self.sequences * (shard.pieces + 2), self.sequences * shard.pieces
+        self.value_tile = self.value_tile_of(self.value_heads)
         bounds = tables.dense_segments(self.batch, self.length) if segments is None else segments
         self.tables = {"bounds": jnp.asarray(bounds, jnp.int32)}
         """Operands from which the kernels know where sequences and pieces lie, ..."""
@@ -485,6 +507,10 @@ class _Call:
             pieces, spans = tables.dense_pieces(self.batch, self.length, rows)
             constants = {"segments": pieces[:, :2], "pieces": pieces, "spans": spans}
             self.tables |= {name: jnp.asarray(x, jnp.int32) for name, x in constants.items()}
+
+    def value_tile_of(self, heads: int) -> int:
+        """Value columns of a block where so many heads are computed at once."""
+        return 64 if self.split else policy.value_tile(self.recurrences * heads, self.value_dim)
 
     def shard_tables(self, segments: jax.Array | None, cut: policy.Cut) -> dict[str, jax.Array]:
         """Pieces of all sequences and how to go through them, for what is computed before first states are known."""
@@ -567,11 +593,13 @@ class _Call:
         ]
         return steps, {"adjoint_response": states, "leaving": states}
 
-    def of_first_pieces(self, states: jax.Array, results: Mapping[str, jax.Array]) -> jax.Array:
-        """States of all pieces, of those that a sequence begins with: [P, ...] -> [N, ...]."""
-        if self.shard is not None:
-            return self._of_rows(states)[:, 1]
-        return states[self._spans(results)[:, 0]] if self.cut else states
+    def no_pieces(self) -> dict[str, jax.Array]:
+        """Tables of pieces for kernels that are to take each of their sequences for one."""
+        return {"pieces": jnp.zeros((0, 4), jnp.int32), "spans": jnp.zeros((0, 2), jnp.int32)}
+
+    def of_first_pieces(self, states: jax.Array) -> jax.Array:
+        """States of all pieces of a shard, of those that a sequence begins with: [P, ...] -> [N, ...]."""
+        return self._of_rows(states)[:, 1]
 
     def of_last_pieces(self, states: jax.Array) -> jax.Array:
         """States of all pieces of a shard, of those that a sequence ends with: [P, ...] -> [N, ...]."""
@@ -580,9 +608,6 @@ class _Call:
     def _of_rows(self, states: jax.Array) -> jax.Array:
         """[P, ...] of a dense batch's pieces, summarised before, by rows of the batch: [B, count + 2, ...]."""
         return states.reshape(self.batch, -1, *states.shape[1:])
-
-    def _spans(self, results: Mapping[str, jax.Array]) -> jax.Array:
-        return results["spans"] if self.table_steps else self.tables["spans"]
 
     def flat(self, **arrays: jax.Array) -> dict[str, jax.Array]:
         """[B, T, ...] -> [B T, ...]."""

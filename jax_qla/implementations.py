@@ -108,8 +108,8 @@ class Pieces(NamedTuple):
 
 
 class ChunkStates(NamedTuple):
-    """What the backward pass of "cuda" recomputes of the forward one, of a dense batch whose pieces have been
-    summarised; the first part of it, which does not wait for the gradient of the state after the rows."""
+    """What the backward pass of "cuda" recomputes of the forward one, for Hv value heads; the first part of it, which
+    does not wait for the gradient of the state after the rows."""
 
     h: jax.Array
     """The state before each chunk, transposed, in v's dtype; one [Hv, V, K] a chunk slot."""
@@ -118,9 +118,11 @@ class ChunkStates(NamedTuple):
     operands are split."""
 
     @staticmethod
-    def shapes(pieces: int, v: jax.Array, key_dim: int, precision: Any) -> dict[str, jax.ShapeDtypeStruct]:
-        """By field, of rows v [B, T, Hv, V] in `pieces` pieces altogether."""
-        batch, length, heads, value_dim = v.shape
+    def shapes(
+        pieces: int, v: jax.Array, key_dim: int, precision: Any, *, heads: int
+    ) -> dict[str, jax.ShapeDtypeStruct]:
+        """By field, for so many heads of rows v [B, T, .., V] in `pieces` pieces altogether."""
+        batch, length, _, value_dim = v.shape
         slots, parts = slot_count(batch * length, pieces), 2 if splits(precision, v.dtype) else 1
         return {
             "h": jax.ShapeDtypeStruct((slots, heads, value_dim, key_dim), v.dtype),

@@ -5,8 +5,10 @@ ended; so when a kernel has ended, all before it have. Patient kernels wait befo
 then knows that all before the patient one has ended. Others let it begin at once.
 
 What a kernel uses before it waits must have been written before the last patient kernel that precedes it, or be
-written by none of the sequence. Otherwise it may begin only when the one before it has ended. Results that several
-kernels of a sequence write, each elements of its own, which none of them reads, are no reason to wait (`_APART`).
+written by none of the sequence. What it writes before it waits must have been used for the last time before that
+patient kernel: one that a sequence has twice writes the same results twice. Otherwise it may begin only when the one
+before it has ended. Results that several kernels of a sequence write, each elements of its own, which none of them
+reads, are no reason to wait (`_APART`).
 
 What is said of the kernels here, tests/test_barriers.py sees in their programs.
 """
@@ -63,14 +65,22 @@ def early_starts(steps: Sequence[Step], plans: Sequence[Mapping[str, Any]], resu
         results: what is written; whoever has it first writes it.
     """
     writers: dict[str, int] = {}
+    written: set[tuple[str, str]] = set()  # by which kernel, and its name for it
+    used: dict[str, int] = {}
     last_patient = -1
     found = []
     for index, (step, plan) in enumerate(zip(steps, plans, strict=True)):
         names = [operand["name"] for operand in plan["operands"]]
         buffers = {name: step.rename.get(name, name) for name in names}
-        early = [buffer for name, buffer in buffers.items() if uses_early(step, name) and name not in _APART]
-        found.append(index > 0 and all(writers.get(buffer, -2) < last_patient for buffer in early))
+        written |= {
+            (step.kernel, name) for name, buffer in buffers.items() if buffer in results and buffer not in writers
+        }
+        early = {name: buffer for name, buffer in buffers.items() if uses_early(step, name) and name not in _APART}
+        awaited = [writers.get(buffer, -2) for buffer in early.values()]
+        awaited += [used.get(buffer, -2) for name, buffer in early.items() if (step.kernel, name) in written]
+        found.append(index > 0 and all(which < last_patient for which in awaited))
         for buffer in buffers.values():
+            used[buffer] = index
             if buffer in results:
                 writers.setdefault(buffer, index)
         if patient(step):

@@ -39,6 +39,8 @@ _STATES = 0.15
 """Moving what is kept of a piece and head: response, transition, the states that enter and leave it."""
 _HEAD, _FIRST_HEAD = 6.1, 1.0
 """A value head of one chunk in kernels/gradients.py, and what a block's first one takes longer."""
+_GROUP = 15.0
+"""From the end of one group of heads to the next one's full card."""
 _BETWEEN = 3.0
 """From one of the kernels of pieces to the next, together."""
 _OVERHEAD = 8.0
@@ -57,6 +59,14 @@ _LENGTHS = tuple(n << shift for shift in range(10) for n in (8, 12))
 OVERRIDE = "JAX_QLA_PIECE_ROWS"
 """Environment variable, read when a call that does not say it itself is traced: rows of a piece (a multiple of 64), or
 0 for no pieces."""
+
+
+GROUPS_OVERRIDE = "JAX_QLA_HEAD_GROUPS"
+"""Environment variable, read when a backward pass is traced: groups of heads that it computes one after another; if so
+many do not divide its key heads, the next number below that does."""
+
+_FREE, _LITTLE = 0.02, 0.07
+"""By how much longer more groups of heads may take in any case, and where memory calls for them."""
 
 
 class Cut(NamedTuple):
@@ -110,13 +120,55 @@ def key_heads_together(chunks: int, key_heads: int, value_heads: int) -> int:
         chunks: of all sequences.
         key_heads, value_heads: of all of them.
     """
-    ratio = value_heads // key_heads
+    return min(_divisors(key_heads), key=lambda n: _gradients(chunks, key_heads, value_heads, n))
 
-    def time(together: int) -> float:
-        blocks = chunks * -(-key_heads // together)
-        return _rounds(blocks, 1) * (together * ratio * _HEAD + _FIRST_HEAD)
 
-    return min((n for n in range(1, key_heads + 1) if key_heads % n == 0), key=time)
+def head_groups(chunks: int, recurrences: int, key_heads: int, value_heads: int, key_dim: int, value_dim: int) -> int:
+    """Groups of heads that the backward pass computes one after the other. Most of its memory, the states before every
+    chunk and their gradients, is that of one group.
+
+    As many as take no longer than one; and where their memory exceeds that of operands and results, as few more as mend
+    this, if that takes little longer.
+
+    Args:
+        chunks: of all sequences.
+        recurrences: of a head: sequences, or the pieces of them that are computed side by side.
+        key_heads, value_heads, key_dim, value_dim: Hk, Hv, K and V.
+    """
+    if override := os.environ.get(GROUPS_OVERRIDE):
+        if not override.isdecimal() or int(override) == 0:
+            raise ValueError(f"{GROUPS_OVERRIDE} must be a positive integer, got {override!r}")
+        return max(n for n in _divisors(key_heads) if n <= int(override))
+    length = -(-chunks // max(recurrences, 1))
+
+    def time(groups: int) -> float:
+        heads = value_heads // groups
+        tile = value_tile(recurrences * heads, value_dim)
+        together = key_heads_together(chunks, key_heads // groups, heads)
+        of_group = _whole_back(length, recurrences * heads, tile, value_dim)
+        of_group += _gradients(chunks, key_heads // groups, heads, together)
+        return groups * of_group + (groups - 1) * _GROUP
+
+    # Of a token, in elements of v's dtype; gates are float32. States are those of a chunk's 64 tokens.
+    given = 4 * (key_heads * key_dim + value_heads * value_dim) + 8 * value_heads
+
+    def takes(groups: int) -> float:
+        return value_heads * CHUNK + value_heads * (2 * key_dim * value_dim / CHUNK + value_dim) / groups
+
+    longer = {n: time(n) / max(time(1), 1.0) - 1 for n in _divisors(key_heads)}
+    groups = max(n for n, more in longer.items() if more <= _FREE)
+    mended = [n for n, more in longer.items() if n > groups and takes(n) <= given and more <= _LITTLE]
+    return min(mended) if takes(groups) > given and mended else groups
+
+
+def _divisors(n: int) -> list[int]:
+    return [divisor for divisor in range(1, n + 1) if n % divisor == 0]
+
+
+def _gradients(chunks: int, key_heads: int, value_heads: int, together: int) -> float:
+    """Microseconds of the kernel `gradients`, whose blocks take `together` key heads each."""
+    blocks = chunks * -(-key_heads // together)
+    return _rounds(blocks, 1) * (together * value_heads // key_heads * _HEAD + _FIRST_HEAD)
 
 
 def piece_rows(

@@ -76,6 +76,7 @@ def test_no_order_of_events_stops_a_kernel(
     module = importlib.import_module(f"jax_qla.kernels.{name}")
     for chunks, rows, ratio, key_heads in SEQUENCES:
         sizes = dict.fromkeys(("sequences", "initial_states", "final_states", "cut_sequences"), 1) | {
+            "heads": key_heads * ratio,
             "cut_pieces": 2,
             "tokens": max(chunks, 1) * CHUNK,
             "key_heads": key_heads,
@@ -118,7 +119,7 @@ def test_who_has_waited_when_the_next_kernel_may_begin(
     """As jax_qla/overlap.py says, which other kernels rely on."""
     module = importlib.import_module(f"jax_qla.kernels.{kernel}")
     sizes: dict[str, Any] = dict.fromkeys(
-        ("sequences", "initial_states", "final_states", "key_heads", "value_heads", "cut_sequences"), 1
+        ("sequences", "initial_states", "final_states", "key_heads", "value_heads", "heads", "cut_sequences"), 1
     )
     sizes |= {"cut_pieces": 2, "tokens": 2 * CHUNK, "value_dim": 128, "parts": 2, "slots": 1, "chunk": (0, CHUNK, 0)}
     barrier_model.replace_tilelang(monkeypatch, sizes)

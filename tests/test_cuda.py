@@ -150,6 +150,22 @@ def test_bitwise_repeatable(case: battery.Case, function: battery.Function) -> N
 
 
 @BOTH_PRECISIONS
+@pytest.mark.parametrize("case", [MANY_HEADS, LAST_IN_HALVES, CASES[-1], NORMALISED], ids=str)
+def test_groups_of_heads_give_the_same_bits(
+    case: battery.Case, function: battery.Function, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However many there are: they differ in whose states are in memory at once."""
+    monkeypatch.setenv(policy.GROUPS_OVERRIDE, "1")
+    first = battery.run(case, function)
+    for groups in (2, 3, case.key_heads):
+        monkeypatch.setenv(policy.GROUPS_OVERRIDE, str(groups))
+        stand_in.forget_traces()
+        for _ in range(5):
+            again = battery.run(case, function)
+            assert all(again[name].tobytes() == first[name].tobytes() for name in first)
+
+
+@BOTH_PRECISIONS
 @pytest.mark.parametrize("case", [CASES[-1], NORMALISED], ids=str)
 def test_poisoned_memory(case: battery.Case, function: battery.Function) -> None:
     """Results do not depend on what the memory of workspaces and results held before."""

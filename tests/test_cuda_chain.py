@@ -62,6 +62,8 @@ def launch_specifications(
             if parameter.kind == inspect.Parameter.KEYWORD_ONLY:
                 if name == "parts":  # the kernel has it from its results
                     options[name] = outputs["pieces"].shape[0]
+                elif name == "heads" and name not in step.scalars:  # and this
+                    options[name] = outputs[OF_SOME_HEADS[step.kernel]].shape[1]
                 else:
                     options[name] = step.scalars[name] if name in step.scalars else getattr(step.config, name)
                 continue
@@ -83,12 +85,15 @@ def launch_specifications(
             target = step.rename.get(name, name)
             if target in outputs and outputs[target].shape[:1] != (0,):  # an empty one is not wanted
                 assert x.shape == outputs[target].shape, f"{step.kernel}: {target}"
-                if step.kernel == "forward":  # which may be of some heads only
+                if "first_head" in step.scalars:  # perhaps of some heads only
                     x = jnp.where(jnp.isnan(x), have[target], x)
                 have[target] = x.astype(outputs[target].dtype)
     assert takes_lengths or "lengths" not in inputs, "computed for nobody"
     return {name: have[name] for name in outputs}
 
+
+OF_SOME_HEADS = {"states": "h", "state_gradients": "dh"}
+"""Results that have the heads of a launch only."""
 
 OF_PIECES = ("summaries", "adjoint_summaries")
 """Kernels that go by `pieces`. (Specifications go by chunks; no kernel has a table of these.)"""
@@ -194,6 +199,37 @@ def test_forward_and_backward(packed: bool, states: bool, kept: bool) -> None:
     names = ("o", "final_state", "dq", "dk", "dv", "dg", "dbeta", "d_initial_state")
     for name, found, right in zip(names, both(True, segments), both(False, segments), strict=True):
         _close(found, right, name)
+
+
+@pytest.mark.usefixtures("_chain")
+@pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
+def test_groups_of_heads(packed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One after the other they give what all give together, in less memory."""
+    x, segments = _case(packed)
+    operands: Any = [x[name] for name in ("q", "k", "v", "g", "beta", "initial_state")]
+    kernels: list[str] = []
+    sizes: list[int] = []
+    early: list[list[bool]] = []
+
+    def recording(steps: Sequence[Step], inputs: Any, outputs: Any, *more: Any) -> dict[str, jax.Array]:
+        kernels.extend(step.kernel for step in steps if step.kernel in END)
+        sizes.extend(outputs[name].size for name in ("h", "dh", "vd"))
+        plans = [{"operands": [{"name": name} for name in _named(step.kernel)]} for step in steps]
+        early.append(overlap.early_starts(steps, plans, outputs))
+        return launch_specifications(steps, inputs, outputs, *more)
+
+    found = []
+    for groups in (1, 2):
+        monkeypatch.setenv(policy.GROUPS_OVERRIDE, str(groups))
+        monkeypatch.setattr(cuda, "launch", launch_specifications)
+        _, _, residuals = cuda.forward(*operands, segments, output_final_state=True, with_residuals=True, scale=0.25)
+        monkeypatch.setattr(cuda, "launch", recording)
+        found.append(cuda.backward(*operands, segments, residuals, x["do"], x["d_final_state"], scale=0.25))
+    assert kernels == END * 3
+    assert early[1][-len(END) :] == [True] * len(END)
+    assert sizes[:3] == [2 * size for size in sizes[3:]]
+    for name, a, b in zip(("dq", "dk", "dv", "dg", "dbeta", "d_initial_state"), *found, strict=True):
+        _close(a, b, name)
 
 
 @pytest.mark.usefixtures("_chain")

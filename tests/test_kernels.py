@@ -125,7 +125,7 @@ def chain(
         (states, "k v a gamma beta initial_state segments chunks -> h vd"),
         (
             state_gradients,
-            "q k do a gamma beta d_final_state segments chunks -> dh dv d_initial_state",
+            "q k do a gamma beta d_final_state segments pieces spans chunks -> dh dv d_initial_state",
         ),
         (gradients, "q k v g gamma beta do vd dv h dh segments -> dq dk dv dg dbeta"),
     )
@@ -151,8 +151,6 @@ def chain(
             have["initial_state"] = compose.specification(*of)
             of = (of[0], have["adjoint_response"], of[2], have["d_final_state"], spans)
             have["d_final_state"] = compose.specification(*of, reverse=True)
-    if piece_rows is not None:
-        have["d_initial_state"] = have["d_initial_state"][first]
     return have
 
 

@@ -140,6 +140,34 @@ def test_key_heads_of_a_block(chunks: int, key_heads: int, value_heads: int, tog
     assert policy.key_heads_together(chunks, key_heads, value_heads) == together
 
 
+@pytest.mark.parametrize(
+    ("shape", "groups"),
+    [
+        ((512, 4, 16, 64), 2),  # half of the heads fill the card
+        ((1024, 8, 16, 64), 4),
+        ((2048, 16, 16, 32), 4),
+        ((512, 4, 16, 32), 1),  # they do not
+        ((128, 1, 16, 64), 2),  # nor here, but without groups h and dh take more memory than operands and results
+        ((128, 8, 2, 8), 1),  # in which case a fifth more time is too much
+        ((128, 8, 1, 8), 1),
+        ((0, 1, 16, 64), 1),
+    ],
+)
+def test_groups_of_heads(shape: tuple[int, ...], groups: int) -> None:
+    """Of chunks, recurrences of a head, key heads, value heads."""
+    assert policy.head_groups(*shape, 128, 128) == groups
+
+
+def test_groups_of_heads_that_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    for value, groups in (("1", 1), ("2", 2), ("5", 3), ("100", 6)):
+        monkeypatch.setenv(policy.GROUPS_OVERRIDE, value)
+        assert policy.head_groups(128, 1, 6, 12, 128, 128) == groups
+    for wrong in ("0", "-1", "two"):
+        monkeypatch.setenv(policy.GROUPS_OVERRIDE, wrong)
+        with pytest.raises(ValueError, match="positive integer, got"):
+            policy.head_groups(128, 1, 6, 12, 128, 128)
+
+
 def test_length_grows_with_the_sequence() -> None:
     """So that the number of pieces, and with it the serial composition, stays bounded."""
     for tokens in (1 << 15, 1 << 17, 1 << 20):

@@ -20,7 +20,8 @@ before they leave.
 What dg would add and subtract again (the diagonal of R, <Y_j, K_j> of the rows from i on) is left out: where the decay is
 strong, dg is smaller than the rounding of these. R is summed in float32 and never rounded.
 
-Plan, one block per (chunk slot, `group` key heads: policy.key_heads_together), 512 threads, a loop over the key heads and their value heads. K, Vd and D have two
+Plan, of the value heads that h, dh and Vd have, from `first_head` on (policy.head_groups): one block per (chunk slot, `group` key heads:
+policy.key_heads_together), 512 threads, a loop over the key heads and their value heads. K, Vd and D have two
 stages of tiles, Q, dO, h and dh one each, loaded for the next head as soon as their last reader is done. Warpgroup 1 has most to do: what
 it needs first of a head, K, Vd and D, is there before, and what must wait for a free tile it needs last or not at all.
 
@@ -76,7 +77,16 @@ from jax_qla.kernels.common import (
     accumulator_layout,
     macros,
 )
-from jax_qla.kernels.specification import decay, gather_chunks, gather_parts, inverse_length, last_row, scatter_chunks
+from jax_qla.kernels.specification import (
+    among_heads,
+    decay,
+    gather_chunks,
+    gather_parts,
+    inverse_length,
+    last_row,
+    of_heads,
+    scatter_chunks,
+)
 
 __all__ = ["PASS_CONFIGS", "Config", "program", "specification"]
 
@@ -492,6 +502,7 @@ def program(config: Config):
     l2norm, normed, split = config.l2norm, "true" if config.l2norm else "false", config.split
     row_stages = 1 if split else 2  # of Vd and D
     tokens, key_heads, value_heads, sequences, slots = T.dynamic("tokens, key_heads, value_heads, sequences, slots")
+    of_launch = T.dynamic("heads")  # value heads, from first_head on
 
     def tile_of(stage):
         """Where the rows of a value head lie, from its number modulo 2."""
@@ -547,10 +558,10 @@ def program(config: Config):
         gamma: T.Tensor((tokens, value_heads), "float32"),
         beta: T.Tensor((tokens, value_heads), "float32"),
         do: T.Tensor((tokens, value_heads, V), dtype),
-        vd: T.Tensor((tokens, value_heads, V * (1 + split)), dtype),
+        vd: T.Tensor((tokens, of_launch, V * (1 + split)), dtype),
         d: T.Tensor((tokens, value_heads, V), dtype),  # D; may be dv itself
-        h: T.Tensor((slots, value_heads, V, K), dtype),
-        dh: T.Tensor((slots, value_heads, V, K), dtype),
+        h: T.Tensor((slots, of_launch, V, K), dtype),
+        dh: T.Tensor((slots, of_launch, V, K), dtype),
         segments: T.Tensor((sequences, 2), "int32"),
         dq: T.Tensor((tokens, key_heads, K), dtype),
         dk: T.Tensor((tokens, key_heads, K), dtype),
@@ -560,8 +571,12 @@ def program(config: Config):
         ratio: T.int32,
         scale: T.float32,
         group: T.int32,  # key heads of a block
+        first_head: T.int32,
     ):
-        with T.Kernel(slots, T.ceildiv(key_heads, group), threads=512, prelude=PRELUDE) as (slot, part_of_heads):
+        with T.Kernel(slots, T.ceildiv(T.truncdiv(of_launch, ratio), group), threads=512, prelude=PRELUDE) as (
+            slot,
+            part_of_heads,
+        ):
             T.annotate_min_blocks_per_sm(1)
             # One warp for all, and by way of shared memory: registers are few.
             chunk_s = T.alloc_shared((4,), "int32")
@@ -583,9 +598,11 @@ def program(config: Config):
             first = T.alloc_var("int32")  # first key head of this block
             keys = T.alloc_var("int32")  # their number
             heads = T.alloc_var("int32")  # and that of their value heads
-            first = part_of_heads * group
-            keys = T.min(group, key_heads - first)
+            held = T.alloc_var("int32")  # number of the first of these in h, dh and Vd
+            first = T.truncdiv(first_head, ratio) + part_of_heads * group
+            keys = T.min(group, T.truncdiv(of_launch, ratio) - part_of_heads * group)
             heads = keys * ratio
+            held = part_of_heads * group * ratio
             tx = T.get_thread_binding()
 
             q_s = T.alloc_shared((1, C, K), dtype)
@@ -729,20 +746,20 @@ def program(config: Config):
                     if rows > 0:
                         m.load_rows(k, row, first, 0, K, k_s, 0, k_loaded)
                         T.barrier_arrive(k_loaded[0])
-                        m.load_rows(vd, row, first * ratio, 0, V, vd_s, 0, rows_loaded)
+                        m.load_rows(vd, row, held, 0, V, vd_s, 0, rows_loaded)
                         if split:
-                            m.load_rows(vd, row, first * ratio, V, V, low_s, 0, rows_loaded)
+                            m.load_rows(vd, row, held, V, V, low_s, 0, rows_loaded)
                         m.load_rows(d, row, first * ratio, 0, V, dv_s, 0, rows_loaded)
                         T.barrier_arrive(rows_loaded[0])
                         m.load_rows(do, row, first * ratio, 0, V, do_s, 0, do_loaded)
                         T.barrier_arrive(do_loaded[0])
                         m.load_rows(q, row, first, 0, K, q_s, 0, q_loaded)
                         T.barrier_arrive(q_loaded[0])
-                        load_states(h, h_s, slot, first * ratio, h_loaded)
-                        load_states(dh, dh_s, slot, first * ratio, dh_loaded)
+                        load_states(h, h_s, slot, held, h_loaded)
+                        load_states(dh, dh_s, slot, held, dh_loaded)
                         if not split:
                             if heads > 1:
-                                m.load_rows(vd, row, first * ratio + 1, 0, V, vd_s, 1, rows_loaded)
+                                m.load_rows(vd, row, held + 1, 0, V, vd_s, 1, rows_loaded)
                                 m.load_rows(d, row, first * ratio + 1, 0, V, dv_s, 1, rows_loaded)
                                 T.barrier_arrive(rows_loaded[1])
                         if keys > 1:
@@ -756,20 +773,18 @@ def program(config: Config):
                                     m.load_rows(do, row, first * ratio + n + 1, 0, V, do_s, 0, do_loaded)
                                     T.barrier_arrive(do_loaded[0])
                                     T.barrier_wait(h_free[0], n % 2)
-                                    load_states(h, h_s, slot, first * ratio + n + 1, h_loaded)
+                                    load_states(h, h_s, slot, held + n + 1, h_loaded)
                                     T.barrier_wait(dh_free[0], n % 2)
-                                    load_states(dh, dh_s, slot, first * ratio + n + 1, dh_loaded)
+                                    load_states(dh, dh_s, slot, held + n + 1, dh_loaded)
                                 if r_l + 1 == ratio and key_l + 1 < keys:
                                     T.barrier_wait(q_free[0], key_l % 2)
                                     m.load_rows(q, row, first + key_l + 1, 0, K, q_s, 0, q_loaded)
                                     T.barrier_arrive(q_loaded[0])
                                 if n + row_stages < heads:
                                     T.barrier_wait(rows_free[tile_of(n % 2)], turn_of(n))
-                                    m.load_rows(
-                                        vd, row, first * ratio + n + row_stages, 0, V, vd_s, tile_of(n % 2), rows_loaded
-                                    )
+                                    m.load_rows(vd, row, held + n + row_stages, 0, V, vd_s, tile_of(n % 2), rows_loaded)
                                     if split:
-                                        m.load_rows(vd, row, first * ratio + n + 1, V, V, low_s, 0, rows_loaded)
+                                        m.load_rows(vd, row, held + n + 1, V, V, low_s, 0, rows_loaded)
                                     m.load_rows(
                                         d, row, first * ratio + n + row_stages, 0, V, dv_s, tile_of(n % 2), rows_loaded
                                     )
@@ -1152,10 +1167,15 @@ def specification(
     scale: float,
     group: int = 1,
     l2norm: int = 0,
+    first_head: int = 0,
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array]:
-    """(dq, dk [tokens, Hk, K], dv [tokens, Hv, V], dg, dbeta [tokens, Hv]); rows of no sequence are zero."""
+    """(dq, dk [tokens, Hk, K], dv [tokens, Hv, V], dg, dbeta [tokens, Hv]); rows of no sequence are zero; not a number in other heads than those
+    of h, dh and vd, from `first_head` on."""
     from jax_qla.segments import chunk_table  # which takes the constants of kernels/common.py
 
+    heads, all_key_heads, all_heads = h.shape[1], q.shape[1], v.shape[1]
+    q, k = (of_heads(x, first_head // ratio, heads // ratio) for x in (q, k))
+    v, g, gamma, beta, do, d = (of_heads(x, first_head, heads) for x in (v, g, gamma, beta, do, d))
     tokens, key_heads = q.shape[:2]
     chunks = jnp.asarray(chunk_table(segments, tokens))
     keys, queries = (jnp.repeat(gather_chunks(x, chunks), ratio, axis=2) for x in (k, q))
@@ -1204,10 +1224,16 @@ def specification(
         along = inverse_length(given, l2norm) ** 2 * jnp.sum(given * total, axis=-1)
         return total - along[..., None] * given
 
+    def of_keys(x, given):
+        return among_heads(to_tokens(over_value_heads(x, given), given.dtype), first_head // ratio, all_key_heads)
+
+    def of_values(x, dtype):
+        return among_heads(to_tokens(x, dtype), first_head, all_heads)
+
     return (
-        to_tokens(over_value_heads(dq, q), q.dtype),
-        to_tokens(over_value_heads(dk, k), k.dtype),
-        to_tokens(jnp.where(faint, strength, 1)[..., None] * d, v.dtype),
-        to_tokens(dg, g.dtype),
-        to_tokens(dbeta, g.dtype),
+        of_keys(dq, q),
+        of_keys(dk, k),
+        of_values(jnp.where(faint, strength, 1)[..., None] * d, v.dtype),
+        of_values(dg, g.dtype),
+        of_values(dbeta, g.dtype),
     )

@@ -53,6 +53,16 @@ def gather_parts(x: jax.Array, chunks: jax.Array, columns: int) -> jax.Array:
     return jnp.sum(found.reshape(*found.shape[:-1], -1, columns), axis=-2)
 
 
+def of_heads(x: jax.Array, first: int, count: int) -> jax.Array:
+    """[rows, heads, ...], so many of its heads from the first on."""
+    return x[:, first : first + count]
+
+
+def among_heads(x: jax.Array, first: int, heads: int) -> jax.Array:
+    """`of_heads` undone, to so many heads; not a number in others."""
+    return jnp.full((x.shape[0], heads, *x.shape[2:]), jnp.nan, x.dtype).at[:, first : first + x.shape[1]].set(x)
+
+
 def part_columns(x: jax.Array) -> jax.Array:
     """[..., columns] -> [..., 2 columns]: bf16's part of each, and what that leaves."""
     high = x.astype(jnp.bfloat16).astype(x.dtype)

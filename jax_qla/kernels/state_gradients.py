@@ -31,6 +31,9 @@ waited for a stage, then issued, then prepared the next chunk, and the state wai
 dX is not needed as such outside: kernels/gradients.py takes dv, and writes the rows that are dX once more. With `l2norm` dX is that of
 |k| V, so that dv = diag(beta / |k|) dX.
 
+A launch computes as many value heads as dh has room for, from `first_head` on (policy.head_groups). Where the sequences are pieces of
+longer ones, only the gradient before a sequence's first piece is one of an initial state.
+
 The diagonal of a^T dVd is dVd itself, which stays in the accumulator in float32.
 """
 
@@ -42,11 +45,13 @@ import jax.numpy as jnp
 
 from jax_qla.kernels.common import CHUNK, FAINT, P_PRELUDE, PASS_CONFIGS, macros
 from jax_qla.kernels.specification import (
+    among_heads,
     decay,
     gather_chunks,
     gather_parts,
     inverse_length,
     last_row,
+    of_heads,
     scan_slots,
     scatter_chunks,
 )
@@ -79,7 +84,9 @@ def program(config: Config):
     S = 2 * W  # threads that hold the gradient: one warpgroup for every 64 value columns
     m = macros()
     tokens, key_heads, value_heads, sequences, slots = T.dynamic("tokens, key_heads, value_heads, sequences, slots")
+    heads = T.dynamic("heads")  # of this launch, from first_head on
     initial_states, final_states = T.dynamic("initial_states, final_states")  # sequences, or 0: not wanted, not given
+    cut_sequences, cut_pieces = T.dynamic("cut_sequences, cut_pieces")  # or 0: each of `segments` has an initial state
 
     @T.prim_func
     def state_gradients(
@@ -90,27 +97,36 @@ def program(config: Config):
         gamma: T.Tensor((tokens, value_heads), "float32"),
         beta: T.Tensor((tokens, value_heads), "float32"),
         d_final_state: T.Tensor((final_states, value_heads, K, V), "float32"),
-        segments: T.Tensor((sequences, 2), "int32"),
-        dh: T.Tensor((slots, value_heads, V, K), dtype),
+        segments: T.Tensor((sequences, 2), "int32"),  # sequences, or their pieces
+        pieces: T.Tensor((cut_pieces, 4), "int32"),
+        spans: T.Tensor((cut_sequences, 2), "int32"),
+        dh: T.Tensor((slots, heads, V, K), dtype),
         dv: T.Tensor((tokens, value_heads, V), dtype),
         d_initial_state: T.Tensor((initial_states, value_heads, K, V), "float32"),
         ratio: T.int32,
         scale: T.float32,
+        first_head: T.int32,
     ):
-        with T.Kernel(sequences * tiles, value_heads, threads=S + 256, prelude=P_PRELUDE) as (block, head):
+        with T.Kernel(sequences * tiles, heads, threads=S + 256, prelude=P_PRELUDE) as (block, number):
             T.annotate_min_blocks_per_sm(1)
+            head = first_head + number
             T.pdl_trigger()  # `gradients` waits by itself
             n = T.alloc_var("int32")
             start = T.alloc_var("int32")
             end = T.alloc_var("int32")
             count = T.alloc_var("int32")
             key_head = T.alloc_var("int32")
+            target = T.alloc_var("int32")  # where the gradient of the initial state goes, if anywhere
             n = block // tiles
             start = segments[n, 0]
             end = segments[n, 1]
             count = (end - start + C - 1) // C
             key_head = T.truncdiv(head, ratio)
             first = (block % tiles) * W  # first value column of this block
+            target = n
+            if cut_pieces > 0:  # only that of the state before a sequence's first piece
+                target = pieces[n, 2]
+                target = T.Select(n == spans[target, 0], target, -1)
             tx = T.get_thread_binding()
 
             q_s = T.alloc_shared((stages, C, K), dtype)
@@ -215,7 +231,7 @@ def program(config: Config):
                             T.sync_threads(4 + wg, 128)
                             T.tma_copy(
                                 dh_s[wg, :, :],
-                                dh[slot, head, first + part : first + part + 64, 0:K],
+                                dh[slot, number, first + part : first + part + 64, 0:K],
                                 leader_scope_threads=128,
                             )
                             # by now the previous chunk's dv has left too, and its stage may be overwritten
@@ -280,9 +296,9 @@ def program(config: Config):
                                 T.tma_store_wait(0)  # one group less than the waits above count on
                             T.wait_wgmma(0)
                         T.tma_store_wait(0)
-                        if initial_states > 0:
+                        if initial_states > 0 and target >= 0:
                             for i, j in T.Parallel(64, K):
-                                d_initial_state[n, head, j, first + part + i] = d[i, j]
+                                d_initial_state[target, head, j, first + part + i] = d[i, j]
             T.pdl_sync()  # ends after `states`, for `gradients` waits for this kernel alone
 
     return state_gradients
@@ -297,16 +313,25 @@ def specification(
     beta: jax.Array,
     d_final_state: jax.Array,
     segments: jax.Array,
+    pieces: jax.Array,
+    spans: jax.Array,
     chunks: jax.Array,
     *,
     ratio: int,
     scale: float,
     l2norm: int = 0,
+    first_head: int = 0,
+    heads: int | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """(dh [slots, Hv, V, K] in do's dtype, dv [tokens, Hv, V] in do's dtype, d_initial_state [N, Hv, K, V]).
+    """(dh [slots, heads, V, K] in do's dtype, dv [tokens, Hv, V] in do's dtype, d_initial_state [N, Hv, K, V]), of so many value heads from
+    `first_head` on, or of all; dv and d_initial_state are not a number in others.
 
-    dh of a slot without rows is not defined.
+    `segments` are sequences or, with `pieces` and `spans`, their pieces; without, these are empty. dh of a slot without rows is not defined.
     """
+    all_heads = do.shape[1]
+    heads = all_heads if heads is None else heads
+    q, k = (of_heads(x, first_head // ratio, heads // ratio) for x in (q, k))
+    do, a, gamma, beta, d_final_state = (of_heads(x, first_head, heads) for x in (do, a, gamma, beta, d_final_state))
     keys, queries = (jnp.repeat(gather_chunks(x, chunks), ratio, axis=2) for x in (k, q))
     output, gates, strength = (gather_chunks(x, chunks) for x in (do, gamma, beta))
     inverse = gather_parts(a, chunks, CHUNK)
@@ -327,4 +352,7 @@ def specification(
 
     xs = (queries, keys, output, inverse, p, gates, strength, factor, scales, last_row(gates, chunks))
     d_initial_state, (dh, dv) = scan_slots(step, d_final_state, segments, chunks, xs, reverse=True)
-    return dh.astype(do.dtype), scatter_chunks(dv, chunks, do.shape[0], do.dtype), d_initial_state
+    if pieces.shape[0] > 0:
+        d_initial_state = d_initial_state[spans[:, 0]]
+    dv = scatter_chunks(dv, chunks, do.shape[0], do.dtype)
+    return dh.astype(do.dtype), *(among_heads(x, first_head, all_heads) for x in (dv, d_initial_state))

@@ -16,6 +16,8 @@ Vd^T stay in registers as the A operands of the next wgmma:
     last            40         warp 0 loads K, V, a with TMA; all: gates
     (barriers as in kernels/forward.py)
 
+A launch computes as many value heads as h and Vd have room for, from `first_head` on (policy.head_groups).
+
 With `split` Vd leaves in two parts, the low one by way of the tile that held a's.
 """
 
@@ -30,6 +32,7 @@ from jax_qla.kernels.specification import (
     gather_parts,
     inverse_length,
     last_row,
+    of_heads,
     part_columns,
     scan_slots,
     scatter_chunks,
@@ -64,6 +67,7 @@ def program(config: Config):
     S = 2 * W  # threads that hold the state: one warpgroup for every 64 value columns
     m = macros()
     tokens, key_heads, value_heads, sequences, slots = T.dynamic("tokens, key_heads, value_heads, sequences, slots")
+    heads = T.dynamic("heads")  # of this launch, from first_head on
     initial_states = T.dynamic("initial_states")  # sequences, or 0: not given
 
     @T.prim_func
@@ -75,14 +79,16 @@ def program(config: Config):
         beta: T.Tensor((tokens, value_heads), "float32"),
         initial_state: T.Tensor((initial_states, value_heads, K, V), "float32"),
         segments: T.Tensor((sequences, 2), "int32"),
-        h: T.Tensor((slots, value_heads, V, K), dtype),
-        vd: T.Tensor((tokens, value_heads, V * (1 + split)), dtype),
+        h: T.Tensor((slots, heads, V, K), dtype),
+        vd: T.Tensor((tokens, heads, V * (1 + split)), dtype),
         ratio: T.int32,
+        first_head: T.int32,
     ):
-        with T.Kernel(sequences * tiles, value_heads, threads=S + 128, prelude=TILE_PRELUDE) as (block, head):
+        with T.Kernel(sequences * tiles, heads, threads=S + 128, prelude=TILE_PRELUDE) as (block, number):
             T.annotate_min_blocks_per_sm(1)
             T.pdl_sync()  # what comes before has ended
             T.pdl_trigger()  # `state_gradients` reads nothing of this and may run beside it
+            head = first_head + number
             n = T.alloc_var("int32")
             start = T.alloc_var("int32")
             end = T.alloc_var("int32")
@@ -209,7 +215,7 @@ def program(config: Config):
                             T.sync_threads(4 + wg, 128)
                             T.tma_copy(
                                 h_s[wg, :, :],
-                                h[slot, head, first + part : first + part + 64, 0:K],
+                                h[slot, number, first + part : first + part + 64, 0:K],
                                 leader_scope_threads=128,
                             )
                             # by now the previous chunk's Vd has left too, and its stage may be overwritten
@@ -264,19 +270,19 @@ def program(config: Config):
                             if lines == C:
                                 T.tma_copy(
                                     v_s[at, :, part : part + 64],
-                                    vd[line : line + C, head, first + part : first + part + 64],
+                                    vd[line : line + C, number, first + part : first + part + 64],
                                     leader_scope_threads=128,
                                 )
                                 if split:
                                     T.tma_copy(
                                         low_s[at, :, :],
-                                        vd[line : line + C, head, V + first : V + first + 64],
+                                        vd[line : line + C, number, V + first : V + first + 64],
                                         leader_scope_threads=128,
                                     )
                             else:
-                                m.store_rows(v_s, at, vd, line, lines, head, first, part, tx - wg * 128)
+                                m.store_rows(v_s, at, vd, line, lines, number, first, part, tx - wg * 128)
                                 if split:
-                                    m.store_rows(low_s, at, vd, line, lines, head, V + first, 0, tx)
+                                    m.store_rows(low_s, at, vd, line, lines, number, V + first, 0, tx)
                             T.wait_wgmma(0)
                         T.tma_store_wait(0)
 
@@ -295,9 +301,14 @@ def specification(
     *,
     ratio: int,
     l2norm: int = 0,
+    first_head: int = 0,
+    heads: int | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """(h [slots, Hv, V, K], vd [tokens, Hv, V] or, where `a` has two parts, [tokens, Hv, 2 V], in v's dtype); h of a slot without rows is not
-    defined."""
+    """(h [slots, heads, V, K], vd [tokens, heads, V] or, where `a` has two parts, [tokens, heads, 2 V], in v's dtype) of so many value heads from
+    `first_head` on, or of all; h of a slot without rows is not defined."""
+    heads = v.shape[1] if heads is None else heads
+    k = of_heads(k, first_head // ratio, heads // ratio)
+    v, a, gamma, beta, initial_state = (of_heads(x, first_head, heads) for x in (v, a, gamma, beta, initial_state))
     keys = jnp.repeat(gather_chunks(k, chunks), ratio, axis=2)
     values, gates, strength = (gather_chunks(x, chunks) for x in (v, gamma, beta))
     inverse = gather_parts(a, chunks, CHUNK)
