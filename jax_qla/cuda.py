@@ -146,11 +146,11 @@ def forward(
     steps = []
     if residuals is None or pieces is None:
         steps.append(call.step(prepare_kernel))
-        outputs |= call.prepared_shapes()
+        outputs |= call.prepared_shapes(v, precision)
     else:
         inputs |= call.flat(a=residuals[0], gamma=residuals[1]) | pieces._asdict()
         inputs |= call.lengths(k)
-    more_steps, between, _ = call.entering_states(known=pieces is not None)
+    more_steps, between = call.entering_states(known=pieces is not None)
     # Who keeps residuals keeps the initial state with them. A block of `forward` has read its own when it writes the
     # final one; in pieces it waits, before it touches a state, for what reads initial ones: summaries and compose.
     in_place = output_final_state and initial_state is not None and pieces is None and not with_residuals
@@ -228,8 +228,8 @@ def backward(
     elif between is not None:
         steps, of_pieces = call.leaving_gradients(scale)
     else:
-        steps, of_pieces, with_lengths = call.entering_states(adjoint=True, known=pieces is not None, scale=scale)
-        if with_lengths:
+        steps, of_pieces = call.entering_states(adjoint=True, known=pieces is not None, scale=scale)
+        if call.cut and pieces is None:  # which summarises them, and `prepare` does not run
             inputs |= call.lengths(k)
     if pieces is not None or not call.cut:  # each of what the kernels take for sequences has an initial state
         inputs |= call.no_pieces()
@@ -246,7 +246,7 @@ def backward(
         )
         steps = [*call.table_steps, *steps]
     heads = call.value_heads // groups
-    chunk_shapes = ChunkStates.shapes(call.parts, v, call.key_dim, precision, heads=heads)
+    chunk_shapes = ChunkStates.shapes(call.parts, v, call.key_dim, precision, groups=groups)
     of_pieces |= {"dh": chunk_shapes["h"]} | (chunk_shapes if chunk_states is None else {})
     together = policy.key_heads_together(-(-call.tokens // CHUNK), call.key_heads // groups, heads)
     for first in range(0, call.value_heads, heads):
@@ -349,7 +349,9 @@ def summary(
     if residuals is None:
         steps = [call.step(prepare_kernel)]
         # `prepare` writes zeros to the rows of o that no sequence has: of no columns, here.
-        outputs |= call.prepared_shapes() | {"o": jax.ShapeDtypeStruct((call.tokens, call.value_heads, 0), v.dtype)}
+        outputs |= call.prepared_shapes(v, precision) | {
+            "o": jax.ShapeDtypeStruct((call.tokens, call.value_heads, 0), v.dtype)
+        }
     else:
         inputs |= call.flat(a=residuals[0], gamma=residuals[1]) | call.lengths(k)
     of_maps = {"response": "nothing", "initial_state": "identity", "spans": "left", "entering": "products"}
@@ -431,10 +433,9 @@ def chunk_states(
     call = _Call(q, k, v, segments, l2norm=l2norm, precision=precision, shard=cut)
     inputs = call.flat(k=k, v=v, beta=beta, a=residuals[0], gamma=residuals[1]) | call.tables | pieces._asdict()
     inputs |= {"initial_state": call.states(initial_state)}
-    steps, of_pieces, _ = call.entering_states(known=True)
+    steps, of_pieces = call.entering_states(known=True)
     steps.append(call.step(states_kernel, rename={"initial_state": "entering"}, first_head=0))
-    shapes = ChunkStates.shapes(call.parts, v, call.key_dim, precision, heads=call.value_heads)
-    results = launch(steps, inputs, of_pieces | shapes)
+    results = launch(steps, inputs, of_pieces | ChunkStates.shapes(call.parts, v, call.key_dim, precision))
     return ChunkStates(*(results[name] for name in ChunkStates._fields))
 
 
@@ -467,7 +468,6 @@ class _Call:
         self.dtype = q.dtype.name
         self.l2norm = l2norm
         self.split = splits(precision, q.dtype)
-        self.residual_shapes = Residuals.shapes(v, precision)
         packed = segments is not None
         self.sequences = segments.shape[0] if segments is not None else self.batch
         if rows is None and shard is None and not whole:
@@ -519,12 +519,10 @@ class _Call:
         names = ("shard_pieces", "entered", "left")
         return {name: jnp.asarray(x, jnp.int32) for name, x in zip(names, found, strict=True)}
 
-    def prepared_shapes(self) -> dict[str, jax.ShapeDtypeStruct]:
+    def prepared_shapes(self, v: jax.Array, precision: Any) -> dict[str, jax.ShapeDtypeStruct]:
         """What `prepare` writes: residuals, and lengths for the kernels of the forward pass."""
-        flat = (self.tokens, self.value_heads)
-        shapes = {
-            name: jax.ShapeDtypeStruct((*flat, *x.shape[3:]), x.dtype) for name, x in self.residual_shapes.items()
-        }
+        rows = jax.ShapeDtypeStruct((self.tokens, self.value_heads, self.value_dim), v.dtype)
+        shapes = Residuals.shapes(rows, precision)
         if self.l2norm:
             shapes["lengths"] = jax.ShapeDtypeStruct((self.tokens, self.key_heads), jnp.float32)
         return shapes
@@ -551,7 +549,7 @@ class _Call:
 
     def entering_states(
         self, *, adjoint: bool = False, known: bool = False, scale: float = 1.0
-    ) -> tuple[list[Step], dict[str, jax.ShapeDtypeStruct], bool]:
+    ) -> tuple[list[Step], dict[str, jax.ShapeDtypeStruct]]:
         """Kernels that compute the states `entering` all pieces and, if `adjoint`, gradients of those `leaving` them.
 
         Args:
@@ -560,24 +558,23 @@ class _Call:
             scale: factor of q.
 
         Returns:
-            The kernels, none where sequences are whole; the shapes of what they write; and whether they read `lengths`,
-            which are the caller's to give where `prepare` does not run before them.
+            The kernels, none where sequences are whole, and the shapes of what they write.
         """
         if not self.cut:
-            return [], {}, False
+            return [], {}
         states = self.state_shape(True)
         if known:
             steps = [self.step(compose_kernel, rename={"spans": "entered"}, reverse=False)]
             if adjoint:
                 steps.append(self.step(compose_kernel, rename=_OF_GRADIENTS | {"spans": "left"}, reverse=True))
-            return steps, {"entering": states} | ({"leaving": states} if adjoint else {}), False
+            return steps, {"entering": states} | ({"leaving": states} if adjoint else {})
         outputs = {"response": states, **Between.shapes(self.parts, self.value_heads, self.key_dim, self.value_dim)}
         steps = [self.step(summaries_kernel), self.step(compose_kernel, reverse=False)]
         if adjoint:
             outputs |= {"adjoint_response": states, "leaving": states}
             steps.insert(1, self.step(adjoint_summaries_kernel, scale=scale))
             steps.append(self.step(compose_kernel, rename=_OF_GRADIENTS, reverse=True))
-        return steps, outputs, True
+        return steps, outputs
 
     def leaving_gradients(
         self, scale: float, *, known: bool = False

@@ -119,10 +119,11 @@ class ChunkStates(NamedTuple):
 
     @staticmethod
     def shapes(
-        pieces: int, v: jax.Array, key_dim: int, precision: Any, *, heads: int
+        pieces: int, v: jax.Array, key_dim: int, precision: Any, *, groups: int = 1
     ) -> dict[str, jax.ShapeDtypeStruct]:
-        """By field, for so many heads of rows v [B, T, .., V] in `pieces` pieces altogether."""
-        batch, length, _, value_dim = v.shape
+        """By field, of rows v [B, T, Hv, V] in `pieces` pieces altogether, for the heads of one of so many groups."""
+        batch, length, all_heads, value_dim = v.shape
+        heads = all_heads // groups
         slots, parts = slot_count(batch * length, pieces), 2 if splits(precision, v.dtype) else 1
         return {
             "h": jax.ShapeDtypeStruct((slots, heads, value_dim, key_dim), v.dtype),

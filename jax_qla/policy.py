@@ -380,7 +380,7 @@ def _whole_back(chunks: int, recurrences: int, tile: int, value_dim: int) -> flo
     blocks = recurrences * (value_dim // tile)
     if 2 * blocks <= MULTIPROCESSORS:
         return chunks * _STEP_OF_BOTH
-    return 2 * _rounds(blocks, 1) * chunks * _STEP_BACK[tile]
+    return 2 * _rounds(blocks, 1) * chunks * _STEP_BACK[128 if tile > 64 else 64]
 
 
 def _whole(chunks: int, recurrences: int, value_dim: int) -> float:

@@ -207,6 +207,7 @@ def test_groups_of_heads(packed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """One after the other they give what all give together, in less memory."""
     x, segments = _case(packed)
     operands: Any = [x[name] for name in ("q", "k", "v", "g", "beta", "initial_state")]
+    module: Any = cuda
     kernels: list[str] = []
     sizes: list[int] = []
     early: list[list[bool]] = []
@@ -222,9 +223,9 @@ def test_groups_of_heads(packed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     for groups in (1, 2):
         monkeypatch.setenv(policy.GROUPS_OVERRIDE, str(groups))
         monkeypatch.setattr(cuda, "launch", launch_specifications)
-        _, _, residuals = cuda.forward(*operands, segments, output_final_state=True, with_residuals=True, scale=0.25)
+        _, _, residuals = module.forward(*operands, segments, output_final_state=True, with_residuals=True, scale=0.25)
         monkeypatch.setattr(cuda, "launch", recording)
-        found.append(cuda.backward(*operands, segments, residuals, x["do"], x["d_final_state"], scale=0.25))
+        found.append(module.backward(*operands, segments, residuals, x["do"], x["d_final_state"], scale=0.25))
     assert kernels == END * 3
     assert early[1][-len(END) :] == [True] * len(END)
     assert sizes[:3] == [2 * size for size in sizes[3:]]

@@ -141,21 +141,20 @@ def test_key_heads_of_a_block(chunks: int, key_heads: int, value_heads: int, tog
 
 
 @pytest.mark.parametrize(
-    ("shape", "groups"),
+    ("chunks", "recurrences", "key_heads", "value_heads", "groups"),
     [
-        ((512, 4, 16, 64), 2),  # half of the heads fill the card
-        ((1024, 8, 16, 64), 4),
-        ((2048, 16, 16, 32), 4),
-        ((512, 4, 16, 32), 1),  # they do not
-        ((128, 1, 16, 64), 2),  # nor here, but without groups h and dh take more memory than operands and results
-        ((128, 8, 2, 8), 1),  # in which case a fifth more time is too much
-        ((128, 8, 1, 8), 1),
-        ((0, 1, 16, 64), 1),
+        (512, 4, 16, 64, 2),  # half of the heads fill the card
+        (1024, 8, 16, 64, 4),
+        (2048, 16, 16, 32, 4),
+        (512, 4, 16, 32, 1),  # they do not
+        (128, 1, 16, 64, 2),  # nor here, but without groups h and dh take more memory than operands and results
+        (128, 8, 2, 8, 1),  # in which case a fifth more time is too much
+        (128, 8, 1, 8, 1),
+        (0, 1, 16, 64, 1),
     ],
 )
-def test_groups_of_heads(shape: tuple[int, ...], groups: int) -> None:
-    """Of chunks, recurrences of a head, key heads, value heads."""
-    assert policy.head_groups(*shape, 128, 128) == groups
+def test_groups_of_heads(chunks: int, recurrences: int, key_heads: int, value_heads: int, groups: int) -> None:
+    assert policy.head_groups(chunks, recurrences, key_heads, value_heads, 128, 128) == groups
 
 
 def test_groups_of_heads_that_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:

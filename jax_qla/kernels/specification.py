@@ -65,8 +65,7 @@ def among_heads(x: jax.Array, first: int, heads: int) -> jax.Array:
 
 def part_columns(x: jax.Array) -> jax.Array:
     """[..., columns] -> [..., 2 columns]: bf16's part of each, and what that leaves."""
-    high = x.astype(jnp.bfloat16).astype(x.dtype)
-    return jnp.concatenate([high, x - high], axis=-1)
+    return jnp.concatenate(_parts(x), axis=-1)
 
 
 def decay(gamma: jax.Array, strict: bool = False) -> jax.Array:
@@ -164,5 +163,10 @@ def reach(
 
 def stack_parts(x: jax.Array) -> jax.Array:
     """[..., K, K] as the sum of two bf16 numbers, [..., 2, K, K]."""
-    high = x.astype(jnp.bfloat16)
-    return jnp.stack([high, (x - high.astype(x.dtype)).astype(jnp.bfloat16)], axis=-3)
+    return jnp.stack(_parts(x), axis=-3).astype(jnp.bfloat16)
+
+
+def _parts(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Rounded to bf16, and what that leaves."""
+    high = x.astype(jnp.bfloat16).astype(x.dtype)
+    return high, x - high
