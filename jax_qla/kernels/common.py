@@ -458,6 +458,34 @@ def macros():
             low[i, j] = T.cast(x[i, j] - T.cast(high[i, j], "float32"), low.dtype)
 
     @T.macro
+    def begin_correction(u, of_values, factors, x, a, at, low, of_low):
+        """Begins Vd^T = X^T a^T, to `u`, which holds U^T: X^T = of_values + factors U^T, rounded to `x`, a the tile a[at]. Where operands are
+        split, `low` becomes X^T's low part and of_low[at] is a's; else both are None."""
+        if low is None:
+            for i, j in T.Parallel(64, C):
+                x[i, j] = of_values[i, j] + factors[j] * u[i, j]
+            T.wgmma_gemm(x, a[at, :, :], u, transpose_B=True, clear_accum=True)
+        else:
+            for i, j in T.Parallel(64, C):
+                u[i, j] = of_values[i, j] + factors[j] * u[i, j]
+            T.copy(u, x)
+            keep_low(u, x, low)
+            T.wgmma_gemm(x, a[at, :, :], u, transpose_B=True, clear_accum=True)
+            T.wgmma_gemm(low, a[at, :, :], u, transpose_B=True)
+            T.wgmma_gemm(x, of_low[at, :, :], u, transpose_B=True)
+
+    @T.macro
+    def begin_update(state, u, factors, rounded, k, at, low):
+        """Begins state += (factors u) k, of the tile k[at], by way of `rounded` and, unless it is None, its low part."""
+        for i, j in T.Parallel(64, C):
+            rounded[i, j] = u[i, j] * factors[j]
+        T.wgmma_gemm(rounded, k[at, :, :], state)
+        if low is not None:
+            for i, j in T.Parallel(64, C):
+                low[i, j] = T.cast(u[i, j] * factors[j] - T.cast(rounded[i, j], "float32"), low.dtype)
+            T.wgmma_gemm(low, k[at, :, :], state)
+
+    @T.macro
     def store_rows(tiles, stage, target, row, rows, head, first, part, thread):
         """A warpgroup writes columns part..part + 64 of rows 0..`rows` of tile `stage` of tiles [stages, 64, width] in shared memory
         to `target[row.., head, first + part..]` by ordinary stores."""
@@ -571,6 +599,8 @@ def macros():
         load_rows=load_rows,
         zero_tail=zero_tail,
         keep_low=keep_low,
+        begin_correction=begin_correction,
+        begin_update=begin_update,
         store_rows=store_rows,
         load_last_first=load_last_first,
         prepare_last_first=prepare_last_first,

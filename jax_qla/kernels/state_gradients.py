@@ -266,13 +266,7 @@ def program(config: Config):
                             # dS = exp(gamma_C) dS + Q^T scale exp(gamma) dO - K^T exp(gamma) beta dX
                             T.wgmma_gemm(do_b, q_s[at, :, :], d)
                             T.wait_wgmma(1)
-                            for i, j in T.Parallel(64, C):
-                                dw_b[i, j] = T.cast(u[i, j] * of_column[j], dtype)
-                            T.wgmma_gemm(dw_b, k_s[at, :, :], d)
-                            if split:
-                                for i, j in T.Parallel(64, C):
-                                    low[i, j] = T.cast(u[i, j] * of_column[j] - T.cast(dw_b[i, j], "float32"), dtype)
-                                T.wgmma_gemm(low, k_s[at, :, :], d)
+                            m.begin_update(d, u, of_column, dw_b, k_s, at, low if split else None)
                             T.wait_wgmma(1 + split)  # dO is no longer needed
                             for i, j in T.Parallel(64, C):
                                 u[i, j] = u[i, j] * out_s[at, j]

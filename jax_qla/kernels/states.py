@@ -227,34 +227,18 @@ def program(config: Config):
                             for j in T.Parallel(C):
                                 of_column[j] = drop_s[at, j]
                             T.wait_wgmma(0)
-                            # X = beta V^T - beta exp(gamma) U
-                            if split:
-                                for i, j in T.Parallel(64, C):
-                                    u[i, j] = v_beta[i, j] + of_column[j] * u[i, j]
-                                T.copy(u, x_b)
-                                m.keep_low(u, x_b, low)
-                            else:
-                                for i, j in T.Parallel(64, C):
-                                    x_b[i, j] = v_beta[i, j] + of_column[j] * u[i, j]
-                            # Vd = X A^T
-                            T.wgmma_gemm(x_b, a_s[at, :, :], u, transpose_B=True, clear_accum=True)
-                            if split:
-                                T.wgmma_gemm(low, a_s[at, :, :], u, transpose_B=True)
-                                T.wgmma_gemm(x_b, low_s[at, :, :], u, transpose_B=True)
+                            # X = beta V^T - beta exp(gamma) U, Vd = X A^T
+                            m.begin_correction(
+                                u, v_beta, of_column, x_b, a_s, at, low if split else None, low_s if split else None
+                            )
                             whole = rise_s[at, lines - 1]
                             for i, j in T.Parallel(64, K):
                                 state[i, j] = state[i, j] * whole
                             for j in T.Parallel(C):
                                 of_column[j] = fall_s[at, j]
                             T.wait_wgmma(0)
-                            for i, j in T.Parallel(64, C):
-                                vk_b[i, j] = u[i, j] * of_column[j]
                             # S = exp(gamma_C) S + (exp(gamma_C - gamma) Vd) K
-                            T.wgmma_gemm(vk_b, k_s[at, :, :], state)
-                            if split:
-                                for i, j in T.Parallel(64, C):
-                                    low[i, j] = T.cast(u[i, j] * of_column[j] - T.cast(vk_b[i, j], "float32"), dtype)
-                                T.wgmma_gemm(low, k_s[at, :, :], state)
+                            m.begin_update(state, u, of_column, vk_b, k_s, at, low if split else None)
                             T.sync_warp()  # V was read by other lanes
                             T.call_extern("handle", "jax_qla_store_transposed", u.data, T.address_of(v_s[at, 0, part]))
                             if split:
