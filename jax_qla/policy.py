@@ -60,7 +60,6 @@ OVERRIDE = "JAX_QLA_PIECE_ROWS"
 """Environment variable, read when a call that does not say it itself is traced: rows of a piece (a multiple of 64), or
 0 for no pieces."""
 
-
 GROUPS_OVERRIDE = "JAX_QLA_HEAD_GROUPS"
 """Environment variable, read when a backward pass is traced: groups of heads that it computes one after another; if so
 many do not divide its key heads, the next number below that does."""

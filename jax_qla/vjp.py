@@ -3,12 +3,11 @@
 Reverse mode only. Between forward and backward live the operands (q, k, v, g, beta, initial_state, segments: no copies,
 and none normalised) and, where the program may be lowered for the CUDA kernels, the residuals a [B, T, Hv, 64] in v's
 dtype ([B, T, Hv, 128] in bfloat16 with precision="high") and gamma [B, T, Hv] in float32; the chunk states are
-recomputed. Where one card computes long sequences in pieces
-(policy.py), so do the state before each piece and its transition, 4 K (V + K) bytes per piece and value head (128 KiB
-at K = V = 128: 8 pieces of 32 heads take 32 MiB), so that the backward pass need not summarise the pieces again. It
-does where the compiler may spread the call over several devices, so that the number of pieces is not known in time: in
-Auto meshes without names, and without a mesh where JAX sees several. "xla" recomputes everything and saves no
-residuals.
+recomputed. Where one card computes long sequences in pieces (policy.py), so do the state before each piece and its
+transition, 4 K (V + K) bytes per piece and value head (128 KiB at K = V = 128: 8 pieces of 32 heads take 32 MiB), so
+that the backward pass need not summarise the pieces again. It does where the compiler may spread the call over several
+devices, so that the number of pieces is not known in time: in Auto meshes without names, and without a mesh where JAX
+sees several. "xla" recomputes everything and saves no residuals.
 
 Where the sequence is sharded, a device keeps the state before its tokens and their transition, [K, V + K] in float32
 per value head and row of the batch, so that the backward pass need not repeat the exchange (in Auto meshes it does);

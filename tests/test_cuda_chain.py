@@ -573,6 +573,20 @@ def test_heads_in_halves(packed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
         np.testing.assert_array_equal(a, b)
 
 
+def test_no_kernel_writes_early_what_another_may_still_read() -> None:
+    """`state_gradients` writes at once: a second one may begin if `states`, which waits, stands between it and
+    `gradients`, which reads what the first has written."""
+    results = ["h", "vd", "dh", "dv", "d_initial_state", "dq", "dk", "dg", "dbeta"]
+
+    def early(*kernels: str) -> list[bool]:
+        steps = [Step(kernel, None, {}, {"d": "dv"} if kernel == "gradients" else {}) for kernel in kernels]
+        plans = [{"operands": [{"name": name} for name in _named(kernel)]} for kernel in kernels]
+        return overlap.early_starts(steps, plans, results)
+
+    assert early(*END, *END) == [False, True, True, True, True, True]
+    assert early(*END, *END[1:]) == [False, True, True, False, True]
+
+
 @pytest.mark.parametrize("rows", ["0", "64"], ids=["whole", "in pieces"])
 @pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
 def test_final_state_takes_the_memory_of_the_initial_one(
