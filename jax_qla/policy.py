@@ -10,6 +10,7 @@ be summarised anyway, and is always cut: `shard_cut`.
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -40,7 +41,9 @@ _STATES = 0.15
 _HEAD, _FIRST_HEAD = 6.1, 1.0
 """A value head of one chunk in kernels/gradients.py, and what a block's first one takes longer."""
 _GROUP = 15.0
-"""From the end of one group of heads to the next one's full card."""
+"""From the end of one group of heads to the next one's full card, ..."""
+_LITTLE = 0.02
+"""... which of all groups together may be as much of the time."""
 _BETWEEN = 3.0
 """From one of the kernels of pieces to the next, together."""
 _OVERHEAD = 8.0
@@ -64,8 +67,8 @@ GROUPS_OVERRIDE = "JAX_QLA_HEAD_GROUPS"
 """Environment variable, read when a backward pass is traced: groups of heads that it computes one after another; if so
 many do not divide its key heads, the next number below that does."""
 
-_FREE, _LITTLE = 0.02, 0.07
-"""By how much longer more groups of heads may take in any case, and where memory calls for them."""
+_FULL = 0.95
+"""Of the multiprocessors in all rounds of blocks, so many are a full card."""
 
 
 class Cut(NamedTuple):
@@ -126,8 +129,9 @@ def head_groups(chunks: int, recurrences: int, key_heads: int, value_heads: int,
     """Groups of heads that the backward pass computes one after the other. Most of its memory, the states before every
     chunk and their gradients, is that of one group.
 
-    As many as take no longer than one; and where their memory exceeds that of operands and results, as few more as mend
-    this, if that takes little longer.
+    As many as fill the card each, once or several times. Where recurrences are few and computed in halves, `states`
+    beside `state_gradients`, as few as bring the memory below that of operands and results, if all these halves of a
+    group fill the card.
 
     Args:
         chunks: of all sequences.
@@ -138,15 +142,14 @@ def head_groups(chunks: int, recurrences: int, key_heads: int, value_heads: int,
         if not override.isdecimal() or int(override) == 0:
             raise ValueError(f"{GROUPS_OVERRIDE} must be a positive integer, got {override!r}")
         return max(n for n in _divisors(key_heads) if n <= int(override))
-    length = -(-chunks // max(recurrences, 1))
+    together = recurrences * value_heads
+    tile = value_tile(together, value_dim)
+    time = _whole_back(-(-chunks // max(recurrences, 1)), together, tile, value_dim)
+    time += _gradients(chunks, key_heads, value_heads, key_heads_together(chunks, key_heads, value_heads))
 
-    def time(groups: int) -> float:
-        heads = value_heads // groups
-        tile = value_tile(recurrences * heads, value_dim)
-        together = key_heads_together(chunks, key_heads // groups, heads)
-        of_group = _whole_back(length, recurrences * heads, tile, value_dim)
-        of_group += _gradients(chunks, key_heads // groups, heads, together)
-        return groups * of_group + (groups - 1) * _GROUP
+    def fill(blocks: int, groups: int) -> bool:
+        rounds = blocks / groups / MULTIPROCESSORS
+        return rounds >= _FULL * math.ceil(rounds) and (groups - 1) * _GROUP <= _LITTLE * time
 
     # Of a token, in elements of v's dtype; gates are float32. States are those of a chunk's 64 tokens.
     given = 4 * (key_heads * key_dim + value_heads * value_dim) + 8 * value_heads
@@ -154,10 +157,11 @@ def head_groups(chunks: int, recurrences: int, key_heads: int, value_heads: int,
     def takes(groups: int) -> float:
         return value_heads * CHUNK + value_heads * (2 * key_dim * value_dim / CHUNK + value_dim) / groups
 
-    longer = {n: time(n) / max(time(1), 1.0) - 1 for n in _divisors(key_heads)}
-    groups = max(n for n, more in longer.items() if more <= _FREE)
-    mended = [n for n, more in longer.items() if n > groups and takes(n) <= given and more <= _LITTLE]
-    return min(mended) if takes(groups) > given and mended else groups
+    groups = max(n for n in _divisors(key_heads) if n == 1 or fill(together, n))
+    if takes(groups) > given and tile < value_dim:
+        halves = 2 * together * (value_dim // tile)
+        groups = next((n for n in _divisors(key_heads) if takes(n) <= given and fill(halves, n)), groups)
+    return groups
 
 
 def _divisors(n: int) -> list[int]:

@@ -146,10 +146,20 @@ def test_key_heads_of_a_block(chunks: int, key_heads: int, value_heads: int, tog
         (512, 4, 16, 64, 2),  # half of the heads fill the card
         (1024, 8, 16, 64, 4),
         (2048, 16, 16, 32, 4),
-        (512, 4, 16, 32, 1),  # they do not
-        (128, 1, 16, 64, 2),  # nor here, but without groups h and dh take more memory than operands and results
-        (128, 8, 2, 8, 1),  # in which case a fifth more time is too much
-        (128, 8, 1, 8, 1),
+        (128, 8, 16, 64, 2),  # a quarter would, too, but calls are short
+        (512, 4, 16, 48, 1),  # 96 recurrences do not fill it, and two groups took 9 to 24 % longer
+        (512, 8, 16, 48, 1),  # nor do 192 in two rounds: 5 to 11 %
+        (512, 4, 16, 32, 1),
+        (512, 2, 16, 64, 1),
+        (128, 1, 16, 64, 2),  # h and dh take more than operands and results; 4 x 32 halves fill the card
+        (512, 1, 16, 64, 2),
+        (32, 1, 16, 64, 1),  # but calls are short
+        (128, 1, 16, 48, 1),  # 4 x 24 do not
+        (128, 1, 16, 32, 1),
+        (512, 16, 2, 8, 1),
+        (1024, 8, 2, 8, 2),
+        (128, 8, 2, 8, 1),
+        (1024, 8, 1, 8, 1),
         (0, 1, 16, 64, 1),
     ],
 )
