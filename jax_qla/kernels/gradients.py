@@ -275,60 +275,40 @@ __device__ __forceinline__ void jax_qla_write_rows(const float* sums, float* out
 //   x_ij = factor (norm_i, if normed and not strict) x_ij exp(gamma_i - gamma_j) for j <= i < rows (j < i if strict), else 0    gamma in units of log2
 // and, over j < i, this lane's parts of the row sums of x_ij y_ij in sums [2], of the column sums of (weight_i norm_i, if strict and normed) x_ij y_ij
 // in the next [16], for jax_qla_write_sums.
-// With end_j the last of the 16 rows around j and near_j = exp(gamma_end - gamma_j), the decay below these rows is near_j exp(gamma_i - gamma_end).
+// All warps do the same, above the diagonal too: when each skipped the blocks it does not need, it waited for instructions two thirds of the time.
 template <bool strict, bool normed>
-__device__ __forceinline__ void jax_qla_decayed(void* x_registers, const void* y_registers, const float* gamma, const float* near,
-                                                const float* weight, const float* norm, float factor, int rows, float* sums) {
+__device__ __forceinline__ void jax_qla_decayed(void* x_registers, const void* y_registers, const float* gamma, const float* weight,
+                                                const float* norm, float factor, int rows, float* sums) {
   float* x = static_cast<float*>(x_registers);
   const float* y = static_cast<const float*>(y_registers);
-  const int lane = threadIdx.x & 31, warp = (threadIdx.x >> 5) & 3, top = warp * 16 + lane / 4;
-  const float at_row[2] = {gamma[top], gamma[top + 8]};
-  const float norms[2] = {normed ? norm[top] : 1.f, normed ? norm[top + 8] : 1.f};
-  const float of_sum[2] = {strict ? weight[top] * norms[0] : 1.f, strict ? weight[top + 8] * norms[1] : 1.f};
-  const float factors[2] = {strict ? factor : factor * norms[0], strict ? factor : factor * norms[1]};
-  const bool wanted[2] = {top < rows, top + 8 < rows};
+  const int lane = threadIdx.x & 31, warp = (threadIdx.x >> 5) & 3, top = warp * 16 + lane / 4, left = lane % 4 * 2;
+  float at_row[2], factors[2], of_sum[2];
+  int limit[2];  // columns before limit + left are below the diagonal
+#pragma unroll
+  for (int h = 0; h < 2; ++h) {
+    const int row = top + h * 8;
+    const float of_key = normed ? norm[row] : 1.f;
+    at_row[h] = gamma[row];
+    factors[h] = strict ? factor : factor * of_key;
+    of_sum[h] = strict ? weight[row] * of_key : 1.f;
+    limit[h] = row < rows ? row - left : -1;
+  }
   float *of_row = sums, *of_column = sums + 2;
   of_row[0] = of_row[1] = 0.f;
 #pragma unroll
-  for (int block = 0; block < 4; ++block) {  // of 16 columns
-    float* value = x + 8 * block;
-    const float* other = y + 8 * block;
-    const int first = block * 16 + lane % 4 * 2;  // of this lane's columns
-    if (block > warp) {  // above the diagonal
+  for (int part = 0; part < 8; ++part) {  // of 8 columns
+    const float2 columns = *reinterpret_cast<const float2*>(gamma + part * 8 + left);
 #pragma unroll
-      for (int r = 0; r < 8; ++r) value[r] = 0.f;
+    for (int h = 0; h < 2; ++h) {
+      const int n = part * 4 + h * 2;
 #pragma unroll
-      for (int r = 0; r < 4; ++r) of_column[4 * block + r] = 0.f;
-    } else if (block < warp) {
-      const float2 left = *reinterpret_cast<const float2*>(near + first), right = *reinterpret_cast<const float2*>(near + first + 8);
-      const float columns[4] = {left.x, left.y, right.x, right.y}, end = gamma[block * 16 + 15];
-#pragma unroll
-      for (int h = 0; h < 2; ++h) {
-        const float of_rows = factors[h] * jax_qla_exp2(fminf(at_row[h] - end, 0.f));
-#pragma unroll
-        for (int n = 0; n < 4; ++n) {
-          const int r = n / 2 * 4 + 2 * h + n % 2;
-          value[r] = wanted[h] ? value[r] * (of_rows * columns[n]) : 0.f;
-          const float product = value[r] * other[r];
-          of_row[h] += product;
-          of_column[4 * block + n] = h ? of_column[4 * block + n] + of_sum[h] * product : of_sum[h] * product;
-        }
-      }
-    } else {
-      const float2 left = *reinterpret_cast<const float2*>(gamma + first), right = *reinterpret_cast<const float2*>(gamma + first + 8);
-      const float columns[4] = {left.x, left.y, right.x, right.y};
-#pragma unroll
-      for (int h = 0; h < 2; ++h) {
-        const int limit = wanted[h] ? lane / 4 + h * 8 : -1;  // columns of the block below this one are below the diagonal
-#pragma unroll
-        for (int n = 0; n < 4; ++n) {
-          const int r = n / 2 * 4 + 2 * h + n % 2, column = n / 2 * 8 + lane % 4 * 2 + n % 2;
-          const float decayed = value[r] * (factors[h] * jax_qla_exp2(fminf(at_row[h] - columns[n], 0.f)));
-          value[r] = column < limit || (!strict && column == limit) ? decayed : 0.f;
-          const float product = column < limit ? value[r] * other[r] : 0.f;
-          of_row[h] += product;
-          of_column[4 * block + n] = h ? of_column[4 * block + n] + of_sum[h] * product : of_sum[h] * product;
-        }
+      for (int e = 0; e < 2; ++e) {
+        const float decayed = x[n + e] * (factors[h] * jax_qla_exp2(at_row[h] - (e ? columns.y : columns.x)));
+        const bool below = part * 8 + e < limit[h];
+        x[n + e] = below || (!strict && part * 8 + e == limit[h]) ? decayed : 0.f;
+        const float product = below ? x[n + e] * y[n + e] : 0.f;
+        of_row[h] += product;
+        of_column[part * 2 + e] = h ? of_column[part * 2 + e] + of_sum[h] * product : of_sum[h] * product;
       }
     }
   }
@@ -356,6 +336,17 @@ __device__ __forceinline__ void jax_qla_load_tile(unsigned* registers, const voi
     jax_qla_load_matrices<false>(registers + 4 * n, row + ((first ^ (2 * n)) << 4));
   }
 }
+// Two numbers as floats.
+template <typename T>
+__device__ __forceinline__ float2 jax_qla_unpack(unsigned x) {
+  if constexpr (std::is_same_v<T, half_t>) {
+    T pair[2];
+    memcpy(pair, &x, 4);
+    return make_float2(static_cast<float>(pair[0]), static_cast<float>(pair[1]));
+  } else {
+    return make_float2(__uint_as_float(x << 16), __uint_as_float(x & 0xffff0000u));
+  }
+}
 // Of x, a wgmma accumulator [64, 64], and t, a tile as above: sum_ij += scale factor_i (norm_i, if normed) x_ij, and this lane's part of
 // <x_i, t_i> for its two rows i is added to dots [2].
 template <typename T, bool normed>
@@ -370,12 +361,11 @@ __device__ __forceinline__ void jax_qla_add_rows(void* sum_registers, const void
     float dot[2] = {0.f, 0.f};
 #pragma unroll
     for (int n = 0; n < 8; ++n) {
-      T pair[2];
-      memcpy(pair, &t[2 * n + h], 4);
+      const float2 pair = jax_qla_unpack<T>(t[2 * n + h]);
 #pragma unroll
       for (int e = 0; e < 2; ++e) {
         sum[4 * n + 2 * h + e] += f * x[4 * n + 2 * h + e];
-        dot[e] += x[4 * n + 2 * h + e] * static_cast<float>(pair[e]);
+        dot[e] += x[4 * n + 2 * h + e] * (e ? pair.y : pair.x);
       }
     }
     dots[h] += dot[0] + dot[1];
@@ -455,15 +445,14 @@ __device__ __forceinline__ void jax_qla_project(void* registers, const void* til
       jax_qla_load_tile(t, static_cast<const char*>(tiles) + part * 8192);
 #pragma unroll
       for (int n = 0; n < 16; ++n) {
-        T pair[2];
-        memcpy(pair, &t[n], 4);
+        const float2 pair = jax_qla_unpack<T>(t[n]);
 #pragma unroll
         for (int e = 0; e < 2; ++e) {
           float& value = x[part * 32 + 2 * n + e];
           if (subtract) {
-            value -= dots[n % 2] * static_cast<float>(pair[e]);
+            value -= dots[n % 2] * (e ? pair.y : pair.x);
           } else {
-            dots[n % 2] += value * static_cast<float>(pair[e]);
+            dots[n % 2] += value * (e ? pair.y : pair.x);
           }
         }
       }
@@ -535,10 +524,6 @@ def program(config: Config):
             T.abs(vectors.beta_s[stage, i]) < T.float32(FAINT), vectors.beta_s[stage, i], T.float32(1)
         )
         vectors.drop_s[stage, i] = -(vectors.rise_s[stage, i] * vectors.weight_s[stage, i])
-        T.sync_threads(5, 64)
-        vectors.near_s[stage, i] = T.exp2(
-            T.min(vectors.gamma_s[stage, i // 16 * 16 + 15] - vectors.gamma_s[stage, i], 0.0)
-        )
         vectors.faint_s[stage, i // 32] = T.call_extern(
             "int32", "jax_qla_any", T.cast(i < rows and T.abs(gates[2]) < T.float32(FAINT), "int32")
         )
@@ -620,7 +605,6 @@ def program(config: Config):
             gamma_s = T.alloc_shared((2, C), "float32")
             rise_s = T.alloc_shared((2, C), "float32")
             fall_s = T.alloc_shared((2, C), "float32")
-            near_s = T.alloc_shared((2, C), "float32")  # what a row decays until the last of the 16 rows around it
             beta_s = T.alloc_shared((2, C), "float32")
             weight_s = T.alloc_shared((2, C), "float32")  # w: 1, or beta of faint rows
             drop_s = T.alloc_shared((2, C), "float32")  # -exp(gamma) w
@@ -634,7 +618,6 @@ def program(config: Config):
                 beta_s=beta_s,
                 weight_s=weight_s,
                 drop_s=drop_s,
-                near_s=near_s,
                 faint_s=faint_s,
             )
             # parts of dgamma and dbeta, by stage: inner products of rows, row sums and column sums
@@ -907,7 +890,6 @@ def program(config: Config):
                                 T.address_of(s_k[0, 0]),
                                 T.address_of(kk[0, 0]),
                                 T.address_of(gamma_s[at_k, 0]),
-                                T.address_of(near_s[at_k, 0]),
                                 T.address_of(weight_s[at_k, 0]),
                                 T.address_of(key_s[key_k % 2, 0]),
                                 T.float32(-1),
@@ -1060,7 +1042,6 @@ def program(config: Config):
                                 T.address_of(s_q[0, 0]),
                                 T.address_of(p[0, 0]),
                                 T.address_of(gamma_s[at_q, 0]),
-                                T.address_of(near_s[at_q, 0]),
                                 T.address_of(beta_s[at_q, 0]),
                                 T.address_of(query_s[key_q % 2, 0]),
                                 scale,
