@@ -142,7 +142,7 @@ def forward(
         "final_state": call.state_shape(output_final_state, whole=pieces is None),
     }
     if pieces is not None or not call.cut:  # each of what the kernels take for sequences has a final state
-        inputs |= call.no_pieces()
+        inputs |= _no_pieces()
     steps = []
     if residuals is None or pieces is None:
         steps.append(call.step(prepare_kernel))
@@ -232,23 +232,18 @@ def backward(
         if call.cut and pieces is None:  # which summarises them, and `prepare` does not run
             inputs |= call.lengths(k)
     if pieces is not None or not call.cut:  # each of what the kernels take for sequences has an initial state
-        inputs |= call.no_pieces()
+        inputs |= _no_pieces()
     initial, final = ({"initial_state": "entering"}, {"d_final_state": "leaving"}) if call.cut else ({}, {})
-    groups = 1
+    chunks, groups = -(-call.tokens // CHUNK), 1
     if chunk_states is None:
         groups = policy.head_groups(
-            -(-call.tokens // CHUNK),
-            call.recurrences,
-            call.key_heads,
-            call.value_heads,
-            call.key_dim,
-            call.value_dim,
+            chunks, call.recurrences, call.key_heads, call.value_heads, call.key_dim, call.value_dim
         )
         steps = [*call.table_steps, *steps]
     heads = call.value_heads // groups
     chunk_shapes = ChunkStates.shapes(call.parts, v, call.key_dim, precision, groups=groups)
     of_pieces |= {"dh": chunk_shapes["h"]} | (chunk_shapes if chunk_states is None else {})
-    together = policy.key_heads_together(-(-call.tokens // CHUNK), call.key_heads // groups, heads)
+    together = policy.key_heads_together(chunks, call.key_heads // groups, heads)
     for first in range(0, call.value_heads, heads):
         of: dict[str, Any] = {"first_head": first, "value_tile": call.value_tile_of(heads)}
         if chunk_states is None:
@@ -439,6 +434,11 @@ def chunk_states(
     return ChunkStates(*(results[name] for name in ChunkStates._fields))
 
 
+def _no_pieces() -> dict[str, jax.Array]:
+    """Tables of pieces for kernels that are to take each of their sequences for one."""
+    return {"pieces": jnp.zeros((0, 4), jnp.int32), "spans": jnp.zeros((0, 2), jnp.int32)}
+
+
 class _Call:
     """Sizes, tables and kernel configurations of one call, whose sequences are perhaps `cut` into pieces.
 
@@ -589,10 +589,6 @@ class _Call:
             self.step(compose_kernel, rename=_OF_GRADIENTS, reverse=True),
         ]
         return steps, {"adjoint_response": states, "leaving": states}
-
-    def no_pieces(self) -> dict[str, jax.Array]:
-        """Tables of pieces for kernels that are to take each of their sequences for one."""
-        return {"pieces": jnp.zeros((0, 4), jnp.int32), "spans": jnp.zeros((0, 2), jnp.int32)}
 
     def of_first_pieces(self, states: jax.Array) -> jax.Array:
         """States of all pieces of a shard, of those that a sequence begins with: [P, ...] -> [N, ...]."""

@@ -54,12 +54,14 @@ import jax.numpy as jnp
 
 from jax_qla.kernels.common import CHUNK, LOG2_E, P_PRELUDE, PASS_CONFIGS, accumulator_layout, macros
 from jax_qla.kernels.specification import (
+    among_heads,
     decay,
     gather_chunks,
     gather_lengths,
     gather_parts,
     inverse_length,
     last_row,
+    of_heads,
     scan_slots,
     scatter_chunks,
 )
@@ -509,6 +511,6 @@ def specification(
     if pieces.shape[0] > 0:
         final_state = final_state[jnp.sum(spans, axis=1) - 1]
     o = scatter_chunks(o, chunks, v.shape[0], v.dtype)
-    of_head = jnp.arange(v.shape[1])[:, None] - first_head
-    computed = (of_head >= 0) & (of_head < (v.shape[1] if heads is None else heads))
-    return jnp.where(computed, o, jnp.nan), jnp.where(computed[..., None], final_state, jnp.nan)
+    computed = v.shape[1] if heads is None else heads
+    o, final_state = (of_heads(x, first_head, computed) for x in (o, final_state))
+    return among_heads(o, first_head, v.shape[1]), among_heads(final_state, first_head, v.shape[1])
