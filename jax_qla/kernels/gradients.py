@@ -344,7 +344,7 @@ __device__ __forceinline__ float2 jax_qla_unpack(unsigned x) {
     memcpy(pair, &x, 4);
     return make_float2(static_cast<float>(pair[0]), static_cast<float>(pair[1]));
   } else {
-    return make_float2(__uint_as_float(x << 16), __uint_as_float(x & 0xffff0000u));
+    return make_float2(jax_qla_low_half(x), jax_qla_high_half(x));
   }
 }
 // Of x, a wgmma accumulator [64, 64], and t, a tile as above: sum_ij += scale factor_i (norm_i, if normed) x_ij, and this lane's part of
