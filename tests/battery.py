@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import os
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Literal, NamedTuple
@@ -33,6 +34,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jax_qla import policy
 from jax_qla.reference import recurrence
 
 Function = Callable[..., tuple[jax.Array, jax.Array]]
@@ -201,9 +203,12 @@ def inputs(case: Case) -> Inputs:
 
 @functools.cache
 def _with_gradients(
-    function: Function, scale: float, initial_state: bool, l2norm: bool
+    function: Function, scale: float, initial_state: bool, l2norm: bool, overrides: tuple[str | None, ...]
 ) -> Callable[..., tuple[jax.Array, ...]]:
-    """Jitted: results of `function` and gradients by its operands, in the order of RESULTS."""
+    """Jitted: results of `function` and gradients by its operands, in the order of RESULTS.
+
+    `overrides` are what the environment says of the policy, for a trace is of one such value.
+    """
 
     options = {"l2norm": True} if l2norm else {}
 
@@ -241,7 +246,8 @@ def _scale(case: Case) -> float:
 def run(case: Case, function: Function) -> dict[str, np.ndarray]:
     """Results and gradients of `function` on the case, by the names in RESULTS."""
     x = inputs(case)
-    run = _with_gradients(function, _scale(case), case.initial_state, case.l2norm)
+    overrides = tuple(os.environ.get(name) for name in (policy.OVERRIDE, policy.GROUPS_OVERRIDE))
+    run = _with_gradients(function, _scale(case), case.initial_state, case.l2norm, overrides)
     values = run(x[:5], x.initial_state, x.segments, (x.do, x.d_final_state))
     return {name: np.asarray(value) for name, value in zip(RESULTS, values, strict=False)}
 
@@ -258,7 +264,7 @@ def reference(case: Case) -> dict[str, np.ndarray]:
         return np.pad(array, ((0, 0), (0, padding), *((0, 0),) * (array.ndim - 2)))
 
     with jax.enable_x64(True), jax.default_device(jax.devices("cpu")[0]):
-        run = _with_gradients(_float64_recurrence, _scale(case), case.initial_state, case.l2norm)
+        run = _with_gradients(_float64_recurrence, _scale(case), case.initial_state, case.l2norm, ())
         state = None if x.initial_state is None else x.initial_state.astype(np.float64)
         cotangents = (wide(x.do), x.d_final_state.astype(np.float64))
         values = run(tuple(wide(array) for array in x[:5]), state, x.segments, cotangents)

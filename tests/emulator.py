@@ -1,0 +1,167 @@
+"""A kernel's CUDA source, run on a CPU.
+
+TileLang lowers the program (jax_qla/kernels/build.py), tests/cuda_on_cpu.h stands for CUDA's and TileLang's headers, a
+C++ compiler makes a library of it, and `Emulated` calls that with NumPy arrays as the launch plan says. It is right
+where the kernel is, down to the rounding of every operand, whatever the order in which warps and loads come; how fast
+it is, and what a missing fence would do, only a card says.
+"""
+
+from __future__ import annotations
+
+import atexit
+import ctypes
+import functools
+import hashlib
+import importlib
+import os
+import re
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jax_qla import launch
+from jax_qla.kernels import build
+
+HEADER = Path(__file__).parent / "cuda_on_cpu.h"
+OPTIONS = ("-std=c++20", "-O1", "-w", "-shared", "-fPIC")
+
+INSTRUCTIONS = (
+    "jax_qla_address",
+    "jax_qla_exp2",
+    "jax_qla_round",
+    "jax_qla_load_matrices",
+    "jax_qla_store_matrices",
+    "jax_qla_transposed",
+    "jax_qla_mma",
+    "jax_qla_begin_state",
+    "jax_qla_take_state",
+)
+"""Functions made of PTX, which the header has too."""
+
+
+@functools.cache
+def _folder() -> Path:
+    folder = Path(tempfile.mkdtemp(prefix="jax_qla_emulator"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return folder
+
+
+class Emulated:
+    """A kernel that runs on the CPU."""
+
+    def __init__(self, source: str, plan: Mapping[str, Any]) -> None:
+        self.plan = plan
+        text = _translate(source, plan)
+        name = hashlib.sha256(text.encode()).hexdigest()[:16]
+        code, library = _folder() / f"{name}.cc", _folder() / f"{name}.so"
+        code.write_text(text)
+        command = [os.environ.get("CXX", "c++"), *OPTIONS, f"-I{HEADER.parent}", "-o", str(library), str(code)]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        if done.returncode:
+            raise RuntimeError(done.stderr[:4000])
+        self._run = ctypes.CDLL(str(library)).run
+        self._run.restype = ctypes.c_char_p
+
+    def __call__(
+        self, arrays: Mapping[str, np.ndarray], scalars: Mapping[str, int | float], *, seed: int = 0, late: int = 30
+    ) -> None:
+        """Runs all blocks; arrays that the kernel writes are changed."""
+        step = launch.Step(self.plan["name"], None, scalars)
+        shapes = {name: (x.shape, x.dtype.name) for name, x in arrays.items()}
+        sizes = launch._bind(step, self.plan, shapes)
+
+        def values(expressions: Any) -> list[int]:
+            return [launch.evaluate(expression, sizes) for expression in expressions]
+
+        words: list[int] = []
+        for argument in self.plan["arguments"]:
+            if argument["kind"] == "scalar":
+                words.append(launch._scalar(argument["dtype"], argument["value"], sizes)[1])
+                continue
+            array = arrays[argument["operand"]]
+            assert array.flags.c_contiguous
+            words.append(array.ctypes.data)
+            if argument["kind"] == "tensor_map":
+                dims = values(argument["dims"])
+                assert set(argument["element_strides"]) == {1}
+                padded = [*dims, *[1] * (5 - len(dims))]
+                words += [len(dims), array.dtype.itemsize, argument["swizzle"], *padded]
+                for key, length in (("strides", len(dims) - 1), ("box", len(dims))):
+                    found = values(argument[key])
+                    assert len(found) == length
+                    words += [*found, *[1] * (5 - length)]
+        grid, block = values(self.plan["grid"]), values(self.plan["block"])
+        if 0 in grid:
+            return
+        assert values(self.plan["cluster"]) == [1, 1, 1]
+        assert launch.evaluate(self.plan["shared"], sizes) <= 232448
+        packed = (ctypes.c_int64 * len(words))(*words)
+        if failure := self._run(packed, *grid, block[0], seed, late):
+            raise RuntimeError(f"{self.plan['name']}: {failure.decode()}")
+
+
+@functools.cache
+def emulated(name: str, config: Any) -> Emulated:
+    """A kernel of jax_qla.kernels."""
+    module = importlib.import_module(f"jax_qla.kernels.{name}")
+    return Emulated(*build.lower_program(lambda: module.program(config), module.PASS_CONFIGS))
+
+
+def _translate(source: str, plan: Mapping[str, Any]) -> str:
+    text = re.sub(r"^\s*#\s*(include|pragma|if|ifdef|ifndef|else|endif|elif|define|undef).*$", "", source, flags=re.M)
+    for name in INSTRUCTIONS:
+        text = _without(text, name)
+    text = re.sub(
+        r'asm volatile\("ld\.global\.v2\.f32 [^"]*" : "=f"\((.*?)\), "=f"\((.*?)\) : "l"\((.*?)\) : "memory"\);',
+        r"{ const float* p = \3; \1 = p[0]; \2 = p[1]; }",
+        text,
+    )
+    text = re.sub(
+        r'asm volatile\("st\.global\.v2\.f32 [^"]*" ::"l"\((.*?)\), "f"\((.*?)\), "f"\((.*?)\) : "memory"\);',
+        r"{ float* p = \1; p[0] = \2; p[1] = \3; }",
+        text,
+    )
+    if left := [line for line in text.splitlines() if "asm" in line and 'asm volatile("" :' not in line]:
+        raise NotImplementedError(f"PTX that tests/cuda_on_cpu.h does not know: {left[0]}")
+    text = text.replace(
+        "extern __shared__ __align__(1024) uchar buf_dyn_shmem[];", "uchar* buf_dyn_shmem = emulator::shared;"
+    )
+    signature = re.search(rf"\b{plan['name']}\(([^)]*)\)", text)
+    assert signature
+    parameters = [parameter.strip() for parameter in signature[1].split(",")]
+    read = []
+    for index, (parameter, argument) in enumerate(zip(parameters, plan["arguments"], strict=True)):
+        kind = parameter.replace("__grid_constant__", "").replace("__restrict__", "").rsplit(None, 1)[0]
+        if argument["kind"] == "pointer":
+            read.append(f"  const auto x{index} = reinterpret_cast<{kind}>(*words++);")
+        elif argument["kind"] == "scalar":
+            read.append(f"  {kind} x{index}; std::memcpy(&x{index}, words++, sizeof x{index});")
+        else:
+            read.append(f"  CUtensorMap x{index}; std::memcpy(&x{index}, words, sizeof x{index});")
+            read.append("  words += sizeof(CUtensorMap) / 8;")
+    given = ", ".join(f"x{index}" for index in range(len(parameters)))
+    run = (
+        'extern "C" const char* run(const int64_t* words, int x, int y, int z, int threads, int seed, int late) {',
+        *read,
+        f"  return emulator::run(x, y, z, threads, seed, late, [&] {{ {plan['name']}({given}); }});",
+        "}",
+    )
+    return "\n".join(['#include "cuda_on_cpu.h"', text, *run, ""])
+
+
+def _without(text: str, name: str) -> str:
+    """Without a function's definition."""
+    found = re.search(r"(template <[^>]*>\n)?__device__ __forceinline__ [^\n(]*\b" + name + r"\(", text)
+    if not found:
+        return text
+    end = text.index("{", found.end())
+    depth = 1
+    while depth:
+        end += 1
+        depth += {"{": 1, "}": -1}.get(text[end], 0)
+    return text[: found.start()] + text[end + 1 :]

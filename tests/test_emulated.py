@@ -1,0 +1,160 @@
+"""The kernels' own CUDA source, run on a CPU (tests/emulator.py) as `jax_qla.cuda` launches it, on the battery."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import battery
+import emulator
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import stand_in
+from test_cuda import LIMITS
+
+from jax_qla import cuda, policy, store, vjp
+from jax_qla.implementations import Choice
+from jax_qla.kernels import build, states
+from jax_qla.launch import Step
+
+LACKING = store.why_not_buildable()
+pytestmark = pytest.mark.skipif(LACKING is not None, reason=str(LACKING))
+
+OF_KERNELS = Choice("cuda", "cuda", "", "")
+LATE = (0, 40, 400)
+"""Turns of the scheduler that a load takes at most: at once, about as long as what is done beside it, and longer."""
+_seeds = itertools.count()
+
+
+def launch(
+    steps: Sequence[Step],
+    inputs: Mapping[str, jax.Array],
+    outputs: Mapping[str, jax.ShapeDtypeStruct],
+    aliases: Mapping[str, str] | None = None,
+) -> dict[str, jax.Array]:
+    """`launch.launch` on the CPU. What is not written is not a number."""
+
+    def run(given: Mapping[str, Any]) -> dict[str, np.ndarray]:
+        have = {name: np.array(x) for name, x in given.items()}
+        for name, x in outputs.items():
+            have[name] = np.full(x.shape, np.nan if jnp.issubdtype(x.dtype, np.inexact) else -1, x.dtype)
+        for source, target in (aliases or {}).items():
+            have[target] = have[source]
+        for step in steps:
+            kernel = emulator.emulated(step.kernel, step.config)
+            names = [operand["name"] for operand in kernel.plan["operands"]]
+            arrays = {name: have[step.rename.get(name, name)] for name in names}
+            seed = next(_seeds)
+            kernel(arrays, step.scalars, seed=seed, late=LATE[seed % len(LATE)])
+        return {name: have[name] for name in outputs}
+
+    return jax.pure_callback(run, dict(outputs), dict(inputs))
+
+
+@pytest.fixture(autouse=True)
+def _emulated(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(cuda, "launch", launch)
+    stand_in.forget_traces()
+    yield
+    stand_in.forget_traces()
+
+
+def rule(
+    q: Any,
+    k: Any,
+    v: Any,
+    g: Any,
+    beta: Any,
+    initial_state: Any,
+    segments: Any,
+    scale: float,
+    l2norm: bool = False,
+    precision: str | None = None,
+) -> Any:
+    """The kernels as a function of the battery's signature."""
+    options = vjp.Options(OF_KERNELS, scale, output_final_state=True, l2norm=l2norm, precision=precision)
+    if segments is None:
+        return vjp.gated_delta_rule(options, q, k, v, g, beta, initial_state, None)
+    states = None if initial_state is None else initial_state[None]
+    o, final_state = vjp.gated_delta_rule(options, q, k, v, g, beta, states, segments[None])
+    assert final_state is not None
+    return o, final_state[0]
+
+
+PACKED = battery.Case(
+    "emulated, packed, gaps of NaN",
+    dtype="bfloat16",
+    tokens=300,
+    segments=((3, 3), (3, 200), (200, 264), (270, 300)),
+    poisoned=True,
+)
+WIDE = battery.Case("emulated, K and V 128, batch 2", dtype="bfloat16", batch=2, tokens=150, key_dim=128, value_dim=128)
+
+
+def test_whole_and_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    emulated = emulator.emulated
+    used: list[str] = []
+
+    def recording(name: str, config: Any) -> emulator.Emulated:
+        used.append(name)
+        return emulated(name, config)
+
+    monkeypatch.setattr(emulator, "emulated", recording)
+    for rows in (0, 64, 128):
+        monkeypatch.setenv(policy.OVERRIDE, str(rows))
+        stand_in.forget_traces()
+        used.clear()
+        battery.check(PACKED, rule, LIMITS)
+        assert used.count("compose") == (2 if rows else 0)
+
+
+def test_normalised_in_high_precision() -> None:
+    battery.check(dataclasses.replace(PACKED, l2norm=True), functools.partial(rule, precision="high"), LIMITS)
+
+
+def test_two_warpgroups_of_state(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where heads fill a card: blocks of 128 value columns."""
+    monkeypatch.setattr(policy, "MULTIPROCESSORS", 1)
+    battery.check(WIDE, rule, LIMITS)
+
+
+@pytest.mark.parametrize("removed", [("free",), ("ready", "loaded")], ids=["for a free stage", "for what is loaded"])
+def test_a_kernel_that_does_not_wait_is_wrong(removed: tuple[str, ...]) -> None:
+    """What may come late does, and what is not there yet is not a number."""
+    config = states.Config(key_dim=64, value_dim=64, value_tile=64)
+    source, plan = build.lower_program(lambda: states.program(config), states.PASS_CONFIGS)
+    random = np.random.default_rng(0)
+    tokens, heads = 256, 1
+
+    def rows(width: int) -> np.ndarray:
+        return random.normal(size=(tokens, heads, width)).astype(jnp.bfloat16) / 8
+
+    given = {
+        "k": rows(64),
+        "v": rows(64),
+        "a": rows(64),
+        "gamma": -random.uniform(size=(tokens, heads)).astype(np.float32),
+        "beta": random.uniform(size=(tokens, heads)).astype(np.float32),
+        "initial_state": np.zeros((0, heads, 64, 64), np.float32),
+        "segments": np.array([[0, tokens]], np.int32),
+    }
+    lines = source.splitlines()
+    for barrier in removed:  # the last one is the state's
+        last = max(n for n, line in enumerate(lines) if line.strip().startswith(f"{barrier}[") and ".wait(" in line)
+        lines[last] = ""
+    found = []
+    for text in (source, "\n".join(lines)):
+        results = {
+            "h": np.full((tokens // 64 + 1, heads, 64, 64), np.nan, jnp.bfloat16),
+            "vd": np.full((tokens, heads, 64), np.nan, jnp.bfloat16),
+        }
+        kernel = emulator.Emulated(text, plan)
+        kernel({**given, **results}, {"ratio": 1, "first_head": 0}, seed=1, late=400)
+        found.append(results["vd"].astype(np.float32))
+    assert np.isfinite(found[0]).all()
+    assert not np.array_equal(found[0], found[1], equal_nan=True)
