@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import itertools
@@ -154,7 +155,9 @@ def test_a_kernel_that_does_not_wait_is_wrong(removed: tuple[str, ...]) -> None:
             "vd": np.full((tokens, heads, 64), np.nan, jnp.bfloat16),
         }
         kernel = emulator.Emulated(text, plan)
-        kernel({**given, **results}, {"ratio": 1, "first_head": 0}, seed=1, late=400)
+        # What is out of turn may also arrive at a barrier more often than is counted.
+        with contextlib.suppress(RuntimeError) if found else contextlib.nullcontext():
+            kernel({**given, **results}, {"ratio": 1, "first_head": 0}, seed=1, late=400)
         found.append(results["vd"].astype(np.float32))
     assert np.isfinite(found[0]).all()
     assert not np.array_equal(found[0], found[1], equal_nan=True)
