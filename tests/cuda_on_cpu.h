@@ -165,6 +165,7 @@ using bfloat16_t = Half<true>;
 using half_t = Half<false>;
 struct __nv_bfloat162 { bfloat16_t x, y; };
 struct __half2 { half_t x, y; };
+using half2 = __half2;
 inline __nv_bfloat162 __float22bfloat162_rn(float2 x) { return {bfloat16_t(x.x), bfloat16_t(x.y)}; }
 inline float2 __bfloat1622float2(__nv_bfloat162 x) { return {x.x, x.y}; }
 inline __half2 __float22half2_rn(float2 x) { return {half_t(x.x), half_t(x.y)}; }

@@ -148,7 +148,7 @@ def test_a_kernel_that_does_not_wait_is_wrong(removed: tuple[str, ...]) -> None:
     for barrier in removed:  # the last one is the state's
         last = max(n for n, line in enumerate(lines) if line.strip().startswith(f"{barrier}[") and ".wait(" in line)
         lines[last] = ""
-    found = []
+    found: list[np.ndarray] = []
     for text in (source, "\n".join(lines)):
         results = {
             "h": np.full((tokens // 64 + 1, heads, 64, 64), np.nan, jnp.bfloat16),
