@@ -17,8 +17,9 @@ import numpy as np
 import pytest
 import stand_in
 from test_cuda import LIMITS
+from test_cuda import cuda as rule
 
-from jax_qla import cuda, policy, store, vjp
+from jax_qla import cuda, implementations, policy, store
 from jax_qla.implementations import Choice
 from jax_qla.kernels import build, states
 from jax_qla.launch import Step
@@ -26,7 +27,6 @@ from jax_qla.launch import Step
 LACKING = store.why_not_buildable()
 pytestmark = pytest.mark.skipif(LACKING is not None, reason=str(LACKING))
 
-OF_KERNELS = Choice("cuda", "cuda", "", "")
 LATE = (0, 40, 400)
 """Turns of the scheduler that a load takes at most: at once, about as long as what is done beside it, and longer."""
 _seeds = itertools.count()
@@ -60,31 +60,10 @@ def launch(
 @pytest.fixture(autouse=True)
 def _emulated(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(cuda, "launch", launch)
+    monkeypatch.setattr(implementations, "choose", lambda *_, **__: Choice("cuda", "cuda", "", ""))
     stand_in.forget_traces()
     yield
     stand_in.forget_traces()
-
-
-def rule(
-    q: Any,
-    k: Any,
-    v: Any,
-    g: Any,
-    beta: Any,
-    initial_state: Any,
-    segments: Any,
-    scale: float,
-    l2norm: bool = False,
-    precision: str | None = None,
-) -> Any:
-    """The kernels as a function of the battery's signature."""
-    options = vjp.Options(OF_KERNELS, scale, output_final_state=True, l2norm=l2norm, precision=precision)
-    if segments is None:
-        return vjp.gated_delta_rule(options, q, k, v, g, beta, initial_state, None)
-    states = None if initial_state is None else initial_state[None]
-    o, final_state = vjp.gated_delta_rule(options, q, k, v, g, beta, states, segments[None])
-    assert final_state is not None
-    return o, final_state[0]
 
 
 PACKED = battery.Case(
@@ -121,6 +100,7 @@ def test_normalised_in_high_precision() -> None:
 def test_two_warpgroups_of_state(monkeypatch: pytest.MonkeyPatch) -> None:
     """As where heads fill a card: blocks of 128 value columns."""
     monkeypatch.setattr(policy, "MULTIPROCESSORS", 1)
+    assert policy.value_tile(WIDE.value_heads, WIDE.value_dim) == 128
     battery.check(WIDE, rule, LIMITS)
 
 
