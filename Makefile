@@ -46,9 +46,10 @@ pytest: $(VENV)/test.stamp
 gpu-test: $(VENV)/test.stamp kernels
 	$(BIN)/python -m pytest -m gpu $(ARGS)
 
-# Minutes instead of seconds of what is random in the tests.
+# Minutes instead of seconds of what is random in the tests, and the battery on the kernels' CUDA, run on the CPU.
 thorough: $(VENV)/test.stamp
 	JAX_QLA_FUZZ_CALLS=2000000 JAX_QLA_EXAMPLES=400 $(BIN)/python -m pytest tests/test_ffi_fuzz.py tests/test_properties.py
+	JAX_QLA_EMULATED_BATTERY=1 $(BIN)/python -m pytest tests/test_emulated.py
 
 lint: $(VENV)/test.stamp
 	$(BIN)/ruff check

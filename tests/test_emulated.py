@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 import itertools
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import stand_in
-from test_cuda import LIMITS
+from test_cuda import IDENTICAL, LIMITS, MISSED
 from test_cuda import cuda as rule
 
 from jax_qla import cuda, implementations, policy, store
@@ -93,8 +93,20 @@ def test_whole_and_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
         assert used.count("compose") == (2 if rows else 0)
 
 
-def test_normalised_in_high_precision() -> None:
-    battery.check(dataclasses.replace(PACKED, l2norm=True), functools.partial(rule, precision="high"), LIMITS)
+THOROUGH = os.environ.get("JAX_QLA_EMULATED_BATTERY") == "1"
+"""Minutes: `make thorough`."""
+CASES = [case for case in battery.CASES if case.dtype != "float32" and case.tokens <= 400 and case.name not in MISSED]
+
+
+@pytest.mark.parametrize("precision", [None, "high"])
+@pytest.mark.parametrize("rows", ["0", "128"], ids=["whole", "in pieces"])
+@pytest.mark.parametrize("case", CASES if THOROUGH else [], ids=str)
+def test_battery(case: battery.Case, rows: str, precision: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    if case.dtype == "float16" and precision:
+        pytest.skip("bfloat16 only")
+    monkeypatch.setenv(policy.OVERRIDE, rows)
+    function = functools.partial(rule, precision=precision) if precision else rule
+    battery.check(case, function, IDENTICAL if case.keys.startswith("identical") else LIMITS)
 
 
 def test_two_warpgroups_of_state(monkeypatch: pytest.MonkeyPatch) -> None:
