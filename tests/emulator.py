@@ -1,9 +1,10 @@
 """A kernel's CUDA source, run on a CPU.
 
 TileLang lowers the program (jax_qla/kernels/build.py), tests/cuda_on_cpu.h stands for CUDA's and TileLang's headers, a
-C++ compiler makes a library of it, and `Emulated` calls that with NumPy arrays as the launch plan says. It is right
-where the kernel is, down to the rounding of every operand, whatever the order in which warps and loads come; how fast
-it is, and what a missing fence would do, only a card says.
+C++ compiler makes a library of it and of the machine behind it (tests/cuda_on_cpu.cc), and `Emulated` calls that with
+NumPy arrays as the launch plan says. It is right where the kernel is, down to the rounding of every operand, whatever
+the order in which warps and loads come. And it says which two accesses to shared memory nothing orders, or lack a proxy
+fence (tests/happens_before.h); how fast the kernel is only a card says.
 """
 
 from __future__ import annotations
@@ -27,8 +28,8 @@ import numpy as np
 from jax_qla import launch
 from jax_qla.kernels import build
 
-HEADER = Path(__file__).parent / "cuda_on_cpu.h"
-OPTIONS = ("-std=c++20", "-O1", "-w", "-shared", "-fPIC")
+HERE = Path(__file__).parent
+OPTIONS = ("-std=c++20", "-w", "-fPIC", f"-I{HERE}")
 
 INSTRUCTIONS = (
     "jax_qla_address",
@@ -51,20 +52,37 @@ def _folder() -> Path:
     return folder
 
 
+def _compile(*arguments: str) -> None:
+    done = subprocess.run(
+        [os.environ.get("CXX", "c++"), *OPTIONS, *arguments], capture_output=True, text=True, check=False
+    )
+    if done.returncode:
+        raise RuntimeError(done.stderr[:4000])
+
+
+@functools.cache
+def _machine() -> str:
+    """The object file of what runs the kernels. It is not instrumented itself."""
+    path = str(_folder() / "machine.o")
+    _compile("-O3", "-c", "-o", path, str(HERE / "cuda_on_cpu.cc"))
+    return path
+
+
 class Emulated:
     """A kernel that runs on the CPU."""
 
     def __init__(self, source: str, plan: Mapping[str, Any]) -> None:
         self.plan = plan
+        places = re.findall(r"void\* (\w+) = \(\(void\*\)\(\(char\*\)buf_dyn_shmem \+ (\d+)\)\);", source)
+        self._buffers = [(name, int(begin)) for name, begin in places]
         text = _translate(source, plan)
         name = hashlib.sha256(text.encode()).hexdigest()[:16]
-        code, library = _folder() / f"{name}.cc", _folder() / f"{name}.so"
-        code.write_text(text)
-        command = [os.environ.get("CXX", "c++"), *OPTIONS, f"-I{HEADER.parent}", "-o", str(library), str(code)]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        if done.returncode:
-            raise RuntimeError(done.stderr[:4000])
-        self._run = ctypes.CDLL(str(library)).run
+        code, kernel, library = (str(_folder() / f"{name}.{suffix}") for suffix in ("cc", "o", "so"))
+        Path(code).write_text(text)
+        _compile("-O1", "-fsanitize=thread", "-c", "-o", kernel, code)
+        _compile("-shared", "-o", library, kernel, _machine())  # without the sanitizer: the machine has what it calls
+        self.library = ctypes.CDLL(library)
+        self._run = self.library.run
         self._run.restype = ctypes.c_char_p
 
     def __call__(
@@ -102,7 +120,15 @@ class Emulated:
         assert launch.evaluate(self.plan["shared"], sizes) <= 232448
         packed = (ctypes.c_int64 * len(words))(*words)
         if failure := self._run(packed, *grid, block[0], seed, late):
-            raise RuntimeError(f"{self.plan['name']}: {failure.decode()}")
+            raise RuntimeError(f"{self.plan['name']}: {self._named(failure.decode())}")
+
+    def _named(self, failure: str) -> str:
+        """With the buffer's name for an address in shared memory."""
+        found = re.search(r"shared memory at (\d+)", failure)
+        if not found:
+            return failure
+        name, begin = max((x for x in self._buffers if x[1] <= int(found[1])), key=lambda x: x[1])
+        return failure.replace(found[0], f"byte {int(found[1]) - begin} of {name}")
 
 
 @functools.cache
@@ -146,9 +172,12 @@ def _translate(source: str, plan: Mapping[str, Any]) -> str:
             read.append("  words += sizeof(CUtensorMap) / 8;")
     given = ", ".join(f"x{index}" for index in range(len(parameters)))
     run = (
+        "namespace emulator { const char* run(int, int, int, int, int, int, void (*)(const void*), const void*); }",
         'extern "C" const char* run(const int64_t* words, int x, int y, int z, int threads, int seed, int late) {',
         *read,
-        f"  return emulator::run(x, y, z, threads, seed, late, [&] {{ {plan['name']}({given}); }});",
+        f"  const auto kernel = [&] {{ {plan['name']}({given}); }};",
+        "  const auto call = [](const void* x) { (*static_cast<decltype(&kernel)>(x))(); };",
+        "  return emulator::run(x, y, z, threads, seed, late, call, &kernel);",
         "}",
     )
     return "\n".join(['#include "cuda_on_cpu.h"', text, *run, ""])

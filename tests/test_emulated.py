@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
+import ctypes
 import functools
 import itertools
 import os
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -116,17 +117,34 @@ def test_two_warpgroups_of_state(monkeypatch: pytest.MonkeyPatch) -> None:
     battery.check(WIDE, rule, LIMITS)
 
 
-def test_a_kernel_that_does_not_wait_is_wrong() -> None:
-    """What may come late does, and what is not there yet is not a number."""
+@functools.cache
+def _states() -> tuple[emulator.Emulated, list[str]]:
+    """`states` with a variable `removed`, the number of a statement to leave out, and what these are."""
     config = states.Config(key_dim=64, value_dim=64, value_tile=64)
     source, plan = build.lower_program(lambda: states.program(config), states.PASS_CONFIGS)
+    ordering: list[str] = []
+
+    def numbered(found: re.Match[str]) -> str:
+        ordering.append(found[2])
+        return f"{found[1]}if (removed != {len(ordering) - 1}) {found[2]}"
+
+    waits = r"[\w:<>]+(?:\[.*\])?\.wait\(|tl::(?:__sync_thread_partial|fence_proxy_async|tma_store_wait|wait_wgmma)\b"
+    source = re.sub(rf"^( *)((?:{waits}).*;)$", numbered, source, flags=re.M)
+    return emulator.Emulated('extern "C" int removed; int removed;\n' + source, plan), ordering
+
+
+def _run_states(removed: tuple[str, int] | None) -> dict[str, np.ndarray]:
+    """Its results for four chunks of one head without the statement that has this text, so many of them before it."""
+    kernel, ordering = _states()
+    number = -1 if removed is None else [n for n, text in enumerate(ordering) if removed[0] in text][removed[1]]
+    ctypes.c_int.in_dll(kernel.library, "removed").value = number
     random = np.random.default_rng(0)
-    tokens, heads = 256, 1
+    tokens, heads = 230, 1
 
     def rows(width: int) -> np.ndarray:
         return random.normal(size=(tokens, heads, width)).astype(jnp.bfloat16) / 8
 
-    given = {
+    arrays = {
         "k": rows(64),
         "v": rows(64),
         "a": rows(64),
@@ -134,27 +152,37 @@ def test_a_kernel_that_does_not_wait_is_wrong() -> None:
         "beta": random.uniform(size=(tokens, heads)).astype(np.float32),
         "initial_state": np.zeros((0, heads, 64, 64), np.float32),
         "segments": np.array([[0, tokens]], np.int32),
+        "h": np.full((tokens // 64 + 1, heads, 64, 64), np.nan, jnp.bfloat16),
+        "vd": np.full((tokens, heads, 64), np.nan, jnp.bfloat16),
     }
+    kernel(arrays, {"ratio": 1, "first_head": 0}, seed=1, late=400)
+    return arrays
 
-    def without(*barriers: str) -> str:
-        """The source less the last wait for each of these."""
-        lines = source.splitlines()
-        for barrier in barriers:
-            waits = (n for n, line in enumerate(lines) if line.strip().startswith(f"{barrier}[") and ".wait(" in line)
-            lines[max(waits)] = ""
-        return "\n".join(lines)
 
-    found: list[np.ndarray] = []
-    for text in (source, without("free"), without("ready", "loaded")):
-        results = {
-            "h": np.full((tokens // 64 + 1, heads, 64, 64), np.nan, jnp.bfloat16),
-            "vd": np.full((tokens, heads, 64), np.nan, jnp.bfloat16),
-        }
-        kernel = emulator.Emulated(text, plan)
-        # What is out of turn may also arrive at a barrier more often than is counted.
-        with contextlib.suppress(RuntimeError) if found else contextlib.nullcontext():
-            kernel({**given, **results}, {"ratio": 1, "first_head": 0}, seed=1, late=400)
-        found.append(results["vd"].astype(np.float32))
-    right, *wrong = found
+REMOVED: dict[str, tuple[str, int, str | None]] = {
+    "the wait for a stage": ("free[", 0, None),
+    "the wait for a chunk": ("loaded[", 0, r"k_s is written by .* and written by .*, in no order"),
+    "the wait for gates": ("ready[", 0, r"_s is written by thread \d+ and read by thread \d+, in no order"),
+    "the fence behind rows that are zero": ("fence", -3, r"k_s is written by .* wgmma .*, without a proxy fence"),
+    "the wait for h to have left": ("tma_store_wait<1", 0, r"h_s is read by a bulk store .* written by thread"),
+    "the meeting before h is written": ("thread_partial(4", 0, r"h_s is read by a bulk store .* written by thread"),
+    "the fence behind h": ("fence", -2, r"h_s is written by .* a bulk store .*, without a proxy fence"),
+    "the wait for Vd to have left": ("tma_store_wait<1", -1, r"v_s is read by a bulk store .* written by a bulk load"),
+    "the meeting behind Vd": ("thread_partial(4", -1, r"v_s is written by .* a bulk store .*, in no order"),
+    "the wait for the last product": ("wgmma<0", -1, r"k_s is read by wgmma .* and written by a bulk load"),
+}
+"""Statements of `states`: part of the text, which of those that have it, what is wrong without it (None: anything)."""
+
+
+@pytest.mark.parametrize("removed", REMOVED)
+def test_what_orders_accesses_is_missed(removed: str) -> None:
+    text, which, wrong = REMOVED[removed]
+    with pytest.raises(RuntimeError, match=wrong):
+        _run_states((text, which))
+
+
+def test_products_come_late() -> None:
+    """They are no accesses to memory: who does not wait has what was there before."""
+    right = _run_states(None)["vd"].astype(np.float32)
     assert np.isfinite(right).all()
-    assert not any(np.array_equal(right, x, equal_nan=True) for x in wrong)
+    assert not np.array_equal(right, _run_states(("wgmma<0", 0))["vd"].astype(np.float32))

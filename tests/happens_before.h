@@ -1,0 +1,185 @@
+// Whether every two accesses to a block's shared memory, one of them a write, are ordered, whatever the order in which tests/cuda_on_cpu.cc runs
+// the threads: vector clocks, as in FastTrack (Flanagan and Freund, PLDI 2009). Accesses of the kernel's own code are reported by what the
+// compiler inserts with -fsanitize=thread; those of instructions by tests/cuda_on_cpu.cc.
+//
+// Who accesses is an agent: a thread, the wgmma of a warp, the bulk stores of a warp, the bulk loads that one mbarrier counts. Order comes from
+// mbarriers, named barriers, __syncwarp, and from waiting for wgmma and bulk stores. What threads wrote, wgmma and TMA (the asynchronous proxy)
+// have only if fence.proxy.async lies between (PTX ISA, "Proxies"). Threads may write in any order what is the same.
+#pragma once
+#include <algorithm>
+#include <array>
+#include <cstdint>
+#include <cstdio>
+#include <cstring>
+#include <vector>
+
+namespace happens_before {
+
+using Clock = uint32_t;
+constexpr int kAgents = 640, kCell = 2;  // bytes that are not told apart
+using Clocks = std::array<Clock, kAgents>;
+
+// Of every agent, up to where its accesses happen before what a thread does next, and up to where the asynchronous proxy has them.
+struct Knowledge {
+  Clocks before{}, through{};
+  void take(const Knowledge& from) {
+    for (size_t i = 0; i < kAgents; ++i) before[i] = std::max(before[i], from.before[i]);
+    for (size_t i = 0; i < kAgents; ++i) through[i] = std::max(through[i], from.through[i]);
+  }
+};
+
+struct Access {
+  size_t agent;
+  Clock clock;  // of the agent, from 1; 0: none
+};
+struct Cell {
+  Access write;
+  std::vector<Access> reads;  // since the write, one an agent
+};
+
+inline std::vector<Cell> cells;
+inline std::vector<Knowledge> knowledge;  // of the threads
+inline std::vector<Clock> clocks;         // of the threads
+struct Barrier {
+  const void* at;
+  Clock phase = 0;
+  Knowledge arriving, completed;
+};
+inline std::vector<Barrier> barriers;
+struct Named {
+  Knowledge arriving, completed;
+};
+inline std::array<Named, 16> named;
+struct Rewritten {  // by a write in no order with another: right if it writes the same, which shows when it is done
+  size_t cell;
+  unsigned char content[kCell];
+};
+inline std::vector<Rewritten> rewritten;
+inline size_t threads, warps;
+inline const unsigned char* memory;
+inline char message[200];
+
+inline size_t wgmma(int warp) { return threads + static_cast<size_t>(warp); }
+inline size_t stores(int warp) { return threads + warps + static_cast<size_t>(warp); }
+inline size_t loads(size_t barrier) { return threads + 2 * warps + barrier; }
+
+inline void begin(int count, const unsigned char* shared, size_t bytes) {
+  threads = static_cast<size_t>(count), warps = threads / 32, memory = shared;
+  cells.resize(bytes / kCell);
+  for (Cell& cell : cells) cell.write = {0, 0}, cell.reads.clear();
+  knowledge.assign(threads, Knowledge());
+  clocks.assign(threads, 1);
+  barriers.clear(), rewritten.clear();
+  named.fill(Named());
+}
+
+inline const char* name(size_t agent, char* to, size_t size) {
+  if (agent < threads) std::snprintf(to, size, "thread %zu", agent);
+  else if (agent < threads + warps) std::snprintf(to, size, "wgmma of warp %zu", agent - threads);
+  else if (agent < threads + 2 * warps) std::snprintf(to, size, "a bulk store of warp %zu", agent - threads - warps);
+  else std::snprintf(to, size, "a bulk load of barrier %zu", agent - threads - 2 * warps);
+  return to;
+}
+inline const char* report(size_t cell, bool wrote, size_t first, bool writes, size_t second, const char* lacks) {
+  char a[40], b[40];
+  std::snprintf(message, sizeof message, "shared memory at %zu is %s by %s and %s by %s, %s", cell * kCell, wrote ? "written" : "read",
+                name(first, a, sizeof a), writes ? "written" : "read", name(second, b, sizeof b), lacks);
+  return message;
+}
+
+// What the writes before this did wrong, if anything.
+inline const char* settle() {
+  for (const Rewritten& x : rewritten) {
+    if (std::memcmp(x.content, memory + x.cell * kCell, kCell) != 0) return message;
+  }
+  rewritten.clear();
+  return nullptr;
+}
+
+// An access by the agent, on behalf of a thread; what is wrong, if anything.
+inline const char* access(unsigned address, int bytes, bool write, size_t agent, Clock clock, int thread) {
+  if (const char* wrong = settle()) return wrong;
+  const auto own = static_cast<size_t>(thread);
+  const Knowledge& knows = knowledge[own];
+  const auto ordered = [&](Access x) { return x.agent == own || knows.before[x.agent] >= x.clock; };
+  for (size_t i = address / kCell; i <= (address + static_cast<unsigned>(bytes) - 1) / kCell; ++i) {
+    Cell& cell = cells[i];
+    if (const Access last = cell.write; !ordered(last)) {
+      report(i, true, last.agent, write, agent, "in no order");
+      if (!write || agent >= threads || last.agent >= threads) return message;
+      Rewritten again{i, {}};
+      std::memcpy(again.content, memory + i * kCell, kCell);
+      rewritten.push_back(again);
+    } else if (agent >= threads && last.agent < threads && knows.through[last.agent] < last.clock) {
+      return report(i, true, last.agent, write, agent, "without a proxy fence");
+    }
+    if (write) {
+      for (const Access& read : cell.reads) {
+        if (!ordered(read)) return report(i, false, read.agent, true, agent, "in no order");
+      }
+      cell.write = {agent, clock}, cell.reads.clear();
+    } else {
+      const auto mine = std::find_if(cell.reads.begin(), cell.reads.end(), [&](Access x) { return x.agent == agent; });
+      if (mine != cell.reads.end()) mine->clock = clock;
+      else cell.reads.push_back({agent, clock});
+    }
+  }
+  return nullptr;
+}
+// By a thread itself.
+inline const char* access(unsigned address, int bytes, bool write, int thread) {
+  return access(address, bytes, write, static_cast<size_t>(thread), clocks[static_cast<size_t>(thread)], thread);
+}
+
+// What another gets to know when it synchronises with this thread.
+inline const Knowledge& release(int thread) {
+  const auto own = static_cast<size_t>(thread);
+  knowledge[own].before[own] = clocks[own]++;
+  return knowledge[own];
+}
+inline void acquire(int thread, const Knowledge& from) { knowledge[static_cast<size_t>(thread)].take(from); }
+
+inline void proxy_fence(int thread) {
+  release(thread);
+  Knowledge& knows = knowledge[static_cast<size_t>(thread)];
+  for (size_t i = 0; i < kAgents; ++i) knows.through[i] = std::max(knows.through[i], knows.before[i]);
+}
+
+inline void meet_warp(int warp) {
+  Knowledge all;
+  for (int thread = warp * 32; thread < warp * 32 + 32; ++thread) all.take(release(thread));
+  for (int thread = warp * 32; thread < warp * 32 + 32; ++thread) acquire(thread, all);
+}
+inline void arrive_named(int id, int thread) { named[static_cast<size_t>(id)].arriving.take(release(thread)); }
+inline void complete_named(int id) {
+  Named& barrier = named[static_cast<size_t>(id)];
+  barrier.completed = barrier.arriving, barrier.arriving = Knowledge();
+}
+inline void leave_named(int id, int thread) { acquire(thread, named[static_cast<size_t>(id)].completed); }
+
+inline const char* initialize_barrier(const void* at) {
+  barriers.push_back({at});
+  return loads(barriers.size()) > kAgents ? "more barriers than tests/happens_before.h has agents" : nullptr;
+}
+inline Barrier& barrier(const void* at) {
+  return *std::find_if(barriers.begin(), barriers.end(), [&](const Barrier& x) { return x.at == at; });
+}
+inline size_t loads(const Barrier& barrier) { return loads(static_cast<size_t>(&barrier - barriers.data())); }
+inline void arrive(const void* at, int thread) { barrier(at).arriving.take(release(thread)); }
+inline void complete_phase(const void* at) {
+  Barrier& of = barrier(at);
+  of.arriving.before[loads(of)] = ++of.phase;
+  of.completed = of.arriving;
+}
+inline void wait(const void* at, int thread) { acquire(thread, barrier(at).completed); }
+inline const char* load(unsigned address, int bytes, const void* at, int thread) {
+  const Barrier& of = barrier(at);
+  return access(address, bytes, true, loads(of), of.phase + 1, thread);
+}
+// A thread has waited for an agent's accesses up to this.
+inline void waited(size_t agent, Clock clock, int thread) {
+  Clock& before = knowledge[static_cast<size_t>(thread)].before[agent];
+  before = std::max(before, clock);
+}
+
+}  // namespace happens_before
