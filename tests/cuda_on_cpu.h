@@ -167,10 +167,10 @@ inline T shuffled(T x, int from) {
   std::memcpy(&x, &bits, 4);
   return x;
 }
-template <class T> inline T __shfl_sync(unsigned, T x, int lane) { return shuffled(x, lane & 31); }
-template <class T> inline T __shfl_xor_sync(unsigned, T x, int mask) { return shuffled(x, (emulator::current & 31) ^ mask); }
-template <class T> inline T __shfl_up_sync(unsigned, T x, int by) { return shuffled(x, (emulator::current & 31) - by); }
-template <class T> inline T __shfl_down_sync(unsigned, T x, int by) { return shuffled(x, (emulator::current & 31) + by); }
+template <class T> inline T __shfl_sync(unsigned, T x, int lane, int = 32) { return shuffled(x, lane & 31); }
+template <class T> inline T __shfl_xor_sync(unsigned, T x, int mask, int = 32) { return shuffled(x, (emulator::current & 31) ^ mask); }
+template <class T> inline T __shfl_up_sync(unsigned, T x, int by, int = 32) { return shuffled(x, (emulator::current & 31) - by); }
+template <class T> inline T __shfl_down_sync(unsigned, T x, int by, int = 32) { return shuffled(x, (emulator::current & 31) + by); }
 inline unsigned __ballot_sync(unsigned, bool x) { return emulator::ballot(x); }
 inline int __any_sync(unsigned, bool x) { return emulator::ballot(x) != 0; }
 inline void __syncwarp(unsigned = 0) { emulator::meet_warp(); }

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import stand_in
+import test_recurrent_cuda as decoding
 from test_cuda import IDENTICAL, LIMITS, MISSED
 from test_cuda import cuda as rule
 
@@ -115,6 +116,19 @@ def test_two_warpgroups_of_state(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(policy, "MULTIPROCESSORS", 1)
     assert policy.value_tile(WIDE.value_heads, WIDE.value_dim) == 128
     battery.check(WIDE, rule, LIMITS)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        decoding.Case(batch=2, value_dim=64, state_dtype="bfloat16"),
+        decoding.Case(batch=2, tokens=2, initial_state=False),
+    ],
+    ids=str,
+)
+def test_decoding(case: decoding.Case) -> None:
+    scale = case.key_dim**-0.5
+    decoding.check(case, functools.partial(cuda.recurrent, scale=scale, output_final_state=True))
 
 
 @functools.cache

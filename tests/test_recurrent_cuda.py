@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -110,10 +111,10 @@ def error_of_state(state: Any, right: np.ndarray) -> float:
     return relative_error(state, right, (2, 3))
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
-def test_against_float64(case: Case) -> None:
+def check(case: Case, function: Callable[..., Any]) -> None:
+    """`function` is right, of these operands to o and the final state."""
     operands = inputs(case)
-    o, final_state = jax.jit(decode)(*operands)
+    o, final_state = jax.jit(function)(*operands)
     right_o, right_state = in_float64(*operands)
     assert o.dtype == case.dtype
     assert final_state.dtype == (case.state_dtype if case.initial_state else "float32")
@@ -121,6 +122,11 @@ def test_against_float64(case: Case) -> None:
     arithmetic = 64 * ROUNDING["float32"]
     assert error_of_o(o, right_o) <= ROUNDING[case.dtype] + arithmetic
     assert error_of_state(final_state, right_state) <= ROUNDING[final_state.dtype.name] + arithmetic
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_against_float64(case: Case) -> None:
+    check(case, decode)
 
 
 def test_without_final_state() -> None:
