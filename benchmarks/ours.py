@@ -56,22 +56,34 @@ class JaxQla:
 
     def measure(self, row: Row, operands: Mapping[str, Any]) -> Measurement:
         single: Callable[..., tuple[Any, ...]] = jax.jit(self._single(row))
-        if row.direction == "backward":
-            residuals = jax.block_until_ready(jax.jit(self._forward)(*_pick(operands, FORWARD))[2])
-            operands = {**operands, "residuals": residuals}
-        arguments = _pick(operands, FORWARD if row.direction == "forward" else BACKWARD)
-        chain = self._chains[row].result()
+        arguments = self.arguments(row, operands)
         results = jax.block_until_ready(single(*arguments))
         names = ("o", "final_state") if row.direction == "forward" else GRADIENTS
         samples = {name: _sample(x) for name, x in zip(names, results, strict=False)}
         del results
-        jax.block_until_ready(chain(*arguments))
         return Measurement(
-            device=repeat(partial(_seconds, chain, arguments), self._calls),
+            device=self.device_time(row, arguments),
             call=repeat_calls(partial(_seconds, single, arguments)),
             samples=samples,
             memory=self._memory_found(row),
         )
+
+    def arguments(self, row: Row, operands: Mapping[str, Any]) -> tuple[Any, ...]:
+        """What a call takes, the backward pass the forward pass's residuals too."""
+        if row.direction == "forward":
+            return _pick(operands, FORWARD)
+        residuals = jax.block_until_ready(jax.jit(self._forward)(*_pick(operands, FORWARD))[2])
+        return _pick({**operands, "residuals": residuals}, BACKWARD)
+
+    def device_time(self, row: Row, arguments: tuple[Any, ...]) -> float:
+        """Milliseconds of one call on the device."""
+        chain = self._chains[row].result()
+        jax.block_until_ready(chain(*arguments))
+        return repeat(partial(_seconds, chain, arguments), self._calls)
+
+    def numbers(self, row: Row, arguments: tuple[Any, ...]) -> list[np.ndarray]:
+        """Some numbers of each result of the calls that are timed."""
+        return [np.asarray(x) for x in self._chains[row].result()(*arguments)]
 
     def _memory_found(self, row: Row) -> dict[str, int]:
         future = self._memory[row.both]

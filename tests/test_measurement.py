@@ -5,12 +5,15 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
 
 import measurement
+import rows
+import versions
 
 START = 1e-3
 """Seconds that starting and ending a run take, ..."""
@@ -41,3 +44,31 @@ def test_the_card_is_warmed_up_first(measure: Callable[[Callable[[int], float]],
     assert found < 2 * least
     assert sum(taken[1 : -measurement.REPETITIONS]) >= measurement.WARM_UP
     assert sum(taken[: -measurement.REPETITIONS]) < 1.1 * measurement.WARM_UP + 3 * START
+
+
+class Version:
+    """In place of `versions.Version`: numbers, and milliseconds of round after round."""
+
+    def __init__(self, name: str, numbers: list[str], *milliseconds: float) -> None:
+        self.name, self._answers = name, [numbers, *milliseconds]
+        self.asked: list[str] = []
+
+    def ask(self, question: str) -> None:
+        self.asked.append(question)
+
+    def answer(self) -> Any:
+        return self._answers[len(self.asked) - 1]
+
+
+def test_versions_take_turns_and_are_compared_round_by_round() -> None:
+    """A card that becomes slower makes no version slower than another."""
+    row = rows.parse("forward/1,2/1x64")
+    before, same = Version("before", ["00"], 1.0, 2.0, 4.0), Version("same", ["00"], 0.5, 1.0, 2.2)
+    other = Version("other", ["01"], 1.0, 2.0, 4.0)
+    three: list[Any] = [before, same, other]
+    found = versions.measure(row, three, rounds=3)
+    assert before.asked == ["begin forward/1,2/1x64", *["time"] * 3]
+    *_, line = versions.table({row.name: found})
+    assert line == (
+        "| forward/1,2/1x64 | 2.0000 | 1.0000 = 0.500 (0.500 to 0.550) | 2.0000 = 1.000 (1.000 to 1.000) * |"
+    )

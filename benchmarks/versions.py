@@ -1,0 +1,158 @@
+"""Times several checkouts of jax_qla in turn, on one card.
+
+    python benchmarks/versions.py before=../before after=. --rows backward/16,32/1x8192 'forward/16,32/*'
+    python benchmarks/versions.py a=. b=. --rows forward/1,2/1x64 --implementation xla --calls 1   # a CPU, to try it
+
+NAME=FOLDER names a checkout, its extension and cubins in place. Each has a process of its own; they take turns, for a
+card's clocks drift by more than what is looked for. Rows are those of benchmarks/compare.py. Prints device milliseconds
+of every version (medians of the rounds), its time relative to the first one's (median of the rounds' ratios, and the
+smallest and largest of them), and whether the numbers it samples of its results are the first one's bit for bit.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+
+from rows import Row, parse, select
+
+
+class Version:
+    """A checkout, in a process of its own."""
+
+    def __init__(self, name: str, folder: Path, implementation: str, calls: int) -> None:
+        self.name = name
+        command = [sys.executable, __file__, "--serve", str(folder), implementation, str(calls)]
+        path = os.pathsep.join([str(folder), *filter(None, [os.environ.get("PYTHONPATH")])])
+        self._process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": path}
+        )
+
+    def ask(self, question: str) -> None:
+        """Begins to answer: "begin ROW" (compiles it, and returns sampled numbers) or "time"."""
+        assert self._process.stdin
+        self._process.stdin.write(question + "\n")
+        self._process.stdin.flush()
+
+    def answer(self) -> Any:
+        """What was asked.
+
+        Raises:
+            RuntimeError: the version failed; it has said why.
+        """
+        assert self._process.stdout
+        line = self._process.stdout.readline()
+        if not line:
+            raise RuntimeError(f"{self.name} failed")
+        return json.loads(line)
+
+    def end(self) -> None:
+        self._process.kill()
+        self._process.wait()
+
+
+def serve(folder: Path, implementation: str, calls: int) -> None:
+    """Answers what `Version.ask` asks, on the standard streams."""
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # who prints meanwhile does not answer
+    import inputs
+    from ours import JaxQla
+
+    import jax_qla
+
+    if folder.resolve() not in Path(jax_qla.__file__).resolve().parents:
+        sys.exit(f"jax_qla is imported from {jax_qla.__file__}, not from {folder}: is it installed as editable?")
+    row: Row
+    arguments: tuple[Any, ...] = ()
+    for line in sys.stdin:
+        question, _, name = line.strip().partition(" ")
+        answer: Any
+        if question == "begin":
+            row, arguments = parse(name), ()
+            library = JaxQla("", implementation, calls=calls)
+            library.prepare([row])
+            arguments = library.arguments(row, inputs.make(row))
+            answer = [x.tobytes().hex() for x in library.numbers(row, arguments)]
+        else:
+            answer = library.device_time(row, arguments)
+        answers.write(json.dumps(answer) + "\n")
+        answers.flush()
+
+
+def measure(row: Row, versions: Sequence[Version], rounds: int) -> dict[str, Any]:
+    """Milliseconds of each version, a list of rounds, and which versions' numbers are the first one's."""
+    for version in versions:
+        version.ask(f"begin {row.name}")  # all compile at once
+    numbers = {version.name: version.answer() for version in versions}
+    times: dict[str, list[float]] = {version.name: [] for version in versions}
+    for _ in range(rounds):
+        for version in versions:
+            version.ask("time")
+            times[version.name].append(version.answer())
+    first = numbers[versions[0].name]
+    return {"ms": times, "same": [name for name, x in numbers.items() if x == first]}
+
+
+def table(found: Mapping[str, Mapping[str, Any]]) -> Iterable[str]:
+    """Rows of Markdown: milliseconds, ratios to the first version, their range; * where its numbers are others."""
+    names = list(next(iter(found.values()))["ms"])
+    yield "| row | " + " | ".join(names) + " |"
+    yield "|---" * (len(names) + 1) + "|"
+    for row, x in found.items():
+        cells = []
+        for name in names:
+            times, first = x["ms"][name], x["ms"][names[0]]
+            cell = f"{statistics.median(times):.4f}"
+            if name != names[0]:
+                ratios = sorted(a / b for a, b in zip(times, first, strict=True))
+                cell += f" = {statistics.median(ratios):.3f} ({ratios[0]:.3f} to {ratios[-1]:.3f})"
+                cell += "" if name in x["same"] else " *"
+            cells.append(cell)
+        yield f"| {row} | " + " | ".join(cells) + " |"
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("versions", nargs="+", metavar="NAME=FOLDER")
+    parser.add_argument("--rows", nargs="+", default=[], metavar="PATTERN", help="default: all rows of the table")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--implementation", default="cuda")
+    parser.add_argument("--calls", type=int, default=10, help="calls in one jitted function")
+    parser.add_argument("--output", type=Path, default=Path("runs/versions"), metavar="DIR")
+    options = parser.parse_args(arguments)
+    pairs = [x.partition("=") for x in options.versions]
+    for name, _, folder in pairs:
+        if not (Path(folder) / "jax_qla" / "__init__.py").exists():
+            parser.error(f"versions must be NAME=FOLDER with jax_qla in the folder, got {name}={folder}")
+    try:
+        rows = select(options.rows)
+    except ValueError as error:
+        parser.error(str(error))
+    options.output.mkdir(parents=True, exist_ok=True)
+    versions = [Version(name, Path(folder), options.implementation, options.calls) for name, _, folder in pairs]
+    found: dict[str, dict[str, Any]] = {}
+    try:
+        for row in rows:
+            found[row.name] = measure(row, versions, options.rounds)
+            print([*table({row.name: found[row.name]})][-1], flush=True)
+            (options.output / "versions.json").write_text(json.dumps(found, indent=1))
+    finally:
+        for version in versions:
+            version.end()
+    print("\n".join(table(found)))
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["--serve"]:
+        serve(Path(sys.argv[2]), sys.argv[3], int(sys.argv[4]))
+    else:
+        main()
