@@ -71,8 +71,8 @@ def _emulated(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 PACKED = battery.Case(
     "emulated, packed, gaps of NaN",
     dtype="bfloat16",
-    tokens=300,
-    segments=((3, 3), (3, 200), (200, 264), (270, 300)),
+    tokens=400,
+    segments=((3, 3), (3, 300), (300, 364), (370, 400)),
     poisoned=True,
 )
 WIDE = battery.Case("emulated, V 128", dtype="bfloat16", tokens=150, value_dim=128)
@@ -91,6 +91,8 @@ def test_whole_and_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv(policy.OVERRIDE, str(rows))
         stand_in.forget_traces()
         used.clear()
+        assert PACKED.segments
+        assert max(end - start for start, end in PACKED.segments) > policy.cut_beyond(128)
         battery.check(PACKED, rule, LIMITS)
         assert used.count("compose") == (2 if rows else 0)
 
