@@ -384,6 +384,8 @@ def table(measured: Mapping[str, Mapping[str, Error]]) -> str:
 LENGTHS = (1, 15, 63, 64, 65, 127, 129, 1000)
 
 _GAPS = ((5, 70), (70, 70), (80, 208), (208, 209), (209, 209), (250, 290))
+_UNEVEN = ((3, 3), (3, 300), (300, 364), (370, 400))
+"""In pieces of 128 tokens the second has three; none is cut where none has more than two (policy.cut_beyond)."""
 _TIGHT = ((0, 0), (0, 64), (64, 64), (64, 193), (193, 193), (193, 300))
 
 
@@ -411,6 +413,7 @@ def _cases() -> Iterator[Case]:
     yield Case("packed, all but one empty", tokens=300, segments=((0, 0),) * 3 + ((0, 300),) + ((300, 300),) * 2)
     yield Case("packed, nothing at all", tokens=300, segments=((7, 7),) * 6)
     yield Case("packed, gaps of NaN", tokens=300, segments=_GAPS, poisoned=True)
+    yield Case("packed, long among short", tokens=400, segments=_UNEVEN, poisoned=True)
     yield Case("packed, no initial state", tokens=300, segments=_GAPS, initial_state=False)
     yield Case("ratio 1, K 64, V 128, batch 2", batch=2, tokens=100, key_heads=2, value_dim=128)
     yield Case("ratio 4, K 128, V 64", tokens=100, value_heads=4, key_dim=128)
