@@ -69,7 +69,8 @@ def _emulated(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 PACKED = next(case for case in battery.CASES if str(case) == "packed, long among short-bfloat16")
-WIDE = battery.Case("emulated, V 128", dtype="bfloat16", tokens=150, value_dim=128)
+LONG = battery.Case("emulated, pieces of more chunks than stages", dtype="bfloat16", tokens=600)
+WIDE = battery.Case("emulated, V 128", dtype="bfloat16", tokens=290, value_dim=128)
 
 
 def test_whole_and_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -81,13 +82,13 @@ def test_whole_and_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
         return emulated(name, config)
 
     monkeypatch.setattr(emulator, "emulated", recording)
-    for rows in (0, 128):
+    assert PACKED.segments
+    assert max(end - start for start, end in PACKED.segments) > policy.cut_beyond(128)
+    for case, rows in ((PACKED, 0), (PACKED, 128), (LONG, 320)):
         monkeypatch.setenv(policy.OVERRIDE, str(rows))
         stand_in.forget_traces()
         used.clear()
-        assert PACKED.segments
-        assert max(end - start for start, end in PACKED.segments) > policy.cut_beyond(128)
-        battery.check(PACKED, rule, LIMITS)
+        battery.check(case, rule, LIMITS)
         assert used.count("compose") == (2 if rows else 0)
 
 
