@@ -46,9 +46,9 @@ class JaxQla:
     def version(self) -> str:
         return jax_qla.__version__
 
-    def prepare(self, rows: Sequence[Row]) -> None:
+    def prepare(self, rows: Sequence[Row], memory: bool = True) -> None:
         """Compiles the chains of calls, several at a time, and reads off the memory of forward and backward."""
-        pairs = list(dict.fromkeys(row.both for row in rows))
+        pairs = list(dict.fromkeys(row.both for row in rows)) if memory else []
         # Futures, so that a row which cannot be compiled fails when it is measured, and alone.
         with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
             self._chains |= {row: pool.submit(self._compiled_chain, row) for row in rows}

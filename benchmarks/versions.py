@@ -23,6 +23,7 @@ from typing import Any
 
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
+from measurement import CALLS
 from rows import Row, parse, select
 
 
@@ -79,7 +80,7 @@ def serve(folder: Path, implementation: str, calls: int) -> None:
         if question == "begin":
             row, arguments = parse(name), ()
             library = JaxQla("", implementation, calls=calls)
-            library.prepare([row])
+            library.prepare([row], memory=False)
             arguments = library.arguments(row, inputs.make(row))
             answer = [x.tobytes().hex() for x in library.numbers(row, arguments)]
         else:
@@ -126,7 +127,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--rows", nargs="+", default=[], metavar="PATTERN", help="default: all rows of the table")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--implementation", default="cuda")
-    parser.add_argument("--calls", type=int, default=10, help="calls in one jitted function")
+    parser.add_argument("--calls", type=int, default=CALLS, help="calls in one jitted function")
     parser.add_argument("--output", type=Path, default=Path("runs/versions"), metavar="DIR")
     options = parser.parse_args(arguments)
     pairs = [x.partition("=") for x in options.versions]

@@ -4,7 +4,7 @@
 // with their register layouts, wgmma with its descriptors, TMA with its tensor maps. What may come late comes as late as it may: a load at some
 // time after it was asked for, until when its tile is not a number; the products of wgmma, and what a store reads, when somebody waits for them.
 // And whatever the order was, accesses to shared memory that nothing orders, or that lack a proxy fence, end it (tests/happens_before.h).
-// What is not: global memory among blocks and kernels, the order of lanes of one warp, wgmma.fence, time.
+// What is not: global memory among blocks and kernels, wgmma.fence, time.
 #include "cuda_on_cpu.h"
 #include "happens_before.h"
 
@@ -498,7 +498,6 @@ static void run_block(int count, void (*kernel)(const void*), const void* contex
   }
 }
 
-// All blocks one after the other; what is wrong, if anything.
 const char* run(int x, int y, int z, int count, int seed, int late_, void (*kernel)(const void*), const void* context) {
   random_.seed(static_cast<unsigned>(seed));
   late = late_;

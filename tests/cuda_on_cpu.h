@@ -41,6 +41,8 @@ namespace emulator {
 extern uchar shared[];
 extern int current, threads;  // thread that runs, threads of the block
 [[noreturn]] void fail(const char* what);  // gives the block up
+// All blocks one after the other; what is wrong, if anything. A load takes at most `late` turns of the scheduler.
+const char* run(int x, int y, int z, int threads, int seed, int late, void (*kernel)(const void*), const void* context);
 void meet(int barrier, int threads);
 void proxy_fence();
 unsigned address_of(const void* p);

@@ -172,7 +172,6 @@ def _translate(source: str, plan: Mapping[str, Any]) -> str:
             read.append("  words += sizeof(CUtensorMap) / 8;")
     given = ", ".join(f"x{index}" for index in range(len(parameters)))
     run = (
-        "namespace emulator { const char* run(int, int, int, int, int, int, void (*)(const void*), const void*); }",
         'extern "C" const char* run(const int64_t* words, int x, int y, int z, int threads, int seed, int late) {',
         *read,
         f"  const auto kernel = [&] {{ {plan['name']}({given}); }};",

@@ -145,7 +145,7 @@ def _states() -> tuple[emulator.Emulated, list[str]]:
 
 
 def _run_states(removed: tuple[str, int] | None) -> dict[str, np.ndarray]:
-    """Its results for four chunks of one head without the statement that has this text, so many of them before it."""
+    """Results for four chunks of one head, without one of the statements that have a text in them (text, which one)."""
     kernel, ordering = _states()
     number = -1 if removed is None else [n for n, text in enumerate(ordering) if removed[0] in text][removed[1]]
     ctypes.c_int.in_dll(kernel.library, "removed").value = number
