@@ -34,7 +34,7 @@ class Report:
         data = json.loads(path.read_text())
         report = cls(data["environment"], data["libraries"])
         for found in data["rows"]:
-            row = Row(*(found[field.name] for field in fields(Row)))
+            row = Row(**{field.name: found[field.name] for field in fields(Row) if field.name in found})
             report.rows[row] = {name: Measurement(**x) for name, x in found["milliseconds"].items()}
             if found["failures"]:
                 report.failures[row] = found["failures"]
@@ -97,7 +97,7 @@ class Report:
 
     def _cells(self, row: Row) -> list[str]:
         found = self.rows[row]
-        cells = [row.direction, f"{row.key_heads},{row.value_heads}", f"{row.sequences}x{row.length}"]
+        cells = [row.direction, f"{row.key_heads},{row.value_heads}", row.batch]
         cells.append(f"{row.limit:.3f}")
         for name in self.libraries:
             cells.append(f"{found[name].device:.3f} / {found[name].call:.3f}" if name in found else "-")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fnmatch
 import itertools
+import random
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -19,7 +20,8 @@ BYTES_PER_SECOND = 4.3e12
 
 @dataclass(frozen=True)
 class Row:
-    """One pass over `sequences` packed sequences of `length` tokens each, K = V = 128, bfloat16."""
+    """One pass over `sequences` packed sequences of `length` tokens each, or of 1 to `length` if `ragged`; K = V = 128,
+    bfloat16."""
 
     direction: str
     """"forward" or "backward"."""
@@ -27,14 +29,28 @@ class Row:
     value_heads: int
     sequences: int
     length: int
+    ragged: bool = False
+
+    @property
+    def lengths(self) -> list[int]:
+        """Tokens of each sequence; always the same ones."""
+        if not self.ragged:
+            return [self.length] * self.sequences
+        drawn = random.Random(f"{self.sequences} of up to {self.length}")
+        return [drawn.randint(1, self.length) for _ in range(self.sequences)]
 
     @property
     def tokens(self) -> int:
-        return self.sequences * self.length
+        return sum(self.lengths)
+
+    @property
+    def batch(self) -> str:
+        """Sequences and length as the name of the row has them."""
+        return f"{self.sequences}{'<=' if self.ragged else 'x'}{self.length}"
 
     @property
     def name(self) -> str:
-        return f"{self.direction}/{self.key_heads},{self.value_heads}/{self.sequences}x{self.length}"
+        return f"{self.direction}/{self.key_heads},{self.value_heads}/{self.batch}"
 
     @property
     def both(self) -> Row:
@@ -55,21 +71,22 @@ class Row:
     @property
     def limit(self) -> float:
         """The least milliseconds: the larger of operations and bytes, each at the rate measured on an H200."""
-        chunks = self.sequences * -(-self.length // CHUNK)
+        chunks = sum(-(-length // CHUNK) for length in self.lengths)
         operations = OPERATIONS[self.direction] * chunks * self.value_heads
         return 1e3 * max(operations / OPERATIONS_PER_SECOND, self.bytes_moved / BYTES_PER_SECOND)
 
 
 def parse(name: str) -> Row:
-    """The row of a name such as "forward/2,8/4x8192".
+    """The row of a name such as "forward/2,8/4x8192", or "forward/2,8/7<=4321" for sequences of 1 to 4321 tokens.
 
     Raises:
         ValueError: this is no such name.
     """
-    match = re.fullmatch(r"(forward|backward)/(\d+),(\d+)/(\d+)x(\d+)", name)
+    match = re.fullmatch(r"(forward|backward)/(\d+),(\d+)/(\d+)(x|<=)(\d+)", name)
     if not match:
         raise ValueError(f"rows must be named like forward/2,8/4x8192 or match a row of the table, got {name!r}")
-    row = Row(match[1], *map(int, match.groups()[1:]))
+    key_heads, value_heads, sequences, length = (int(match[i]) for i in (2, 3, 4, 6))
+    row = Row(match[1], key_heads, value_heads, sequences, length, ragged=match[5] != "x")
     if min(row.key_heads, row.value_heads, row.sequences, row.length) < 1 or row.value_heads % row.key_heads:
         raise ValueError(f"heads must be Hk,Hv with Hv a multiple of Hk, and all numbers positive, got {name!r}")
     return row

@@ -72,3 +72,13 @@ def test_versions_take_turns_and_are_compared_round_by_round() -> None:
     assert line == (
         "| forward/1,2/1x64 | 2.0000 | 1.0000 = 0.500 (0.500 to 0.550) | 2.0000 = 1.000 (1.000 to 1.000) * |"
     )
+
+
+def test_rows_of_uneven_batches() -> None:
+    row = rows.parse("backward/2,8/7<=4321")
+    assert row.name == "backward/2,8/7<=4321"
+    assert len(row.lengths) == 7
+    assert 1 <= min(row.lengths) < max(row.lengths) <= 4321
+    assert row.lengths == rows.parse("forward/16,32/7<=4321").lengths
+    assert row.tokens == sum(row.lengths)
+    assert rows.parse("forward/2,8/4x8192").lengths == [8192] * 4
