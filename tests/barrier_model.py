@@ -246,8 +246,8 @@ class Language(types.ModuleType):
     def call_extern(self, dtype: str, name: str, *operands: Any) -> Any:
         if name == "jax_qla_find_chunk":
             operands[0].numbers = self._sizes["chunk"]
-        if name == "jax_qla_slow_first":
-            return operands[2]
+        if name in ("jax_qla_slow_first", "jax_qla_long_first"):
+            return operands[-1]
         return -1 if dtype == "int32" else Value()  # of jax_qla_reach: all chunks matter
 
     def alloc_shared(self, shape: Sequence[int], dtype: str) -> Value:

@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import os
 import zlib
 from collections.abc import Callable, Iterator, Mapping
@@ -386,6 +387,8 @@ LENGTHS = (1, 15, 63, 64, 65, 127, 129, 1000)
 _GAPS = ((5, 70), (70, 70), (80, 208), (208, 209), (209, 209), (250, 290))
 _UNEVEN = ((3, 3), (3, 300), (300, 364), (370, 400))
 """In pieces of 128 tokens the second has three; none is cut where none has more than two (policy.cut_beyond)."""
+_MANY = tuple(itertools.pairwise(itertools.accumulate((66, 0, 1, 190) * 9, initial=0)))
+"""More than a warp has lanes, and long enough for an order by length (kernels/common.py: LENGTH_PRELUDE)."""
 _TIGHT = ((0, 0), (0, 64), (64, 64), (64, 193), (193, 193), (193, 300))
 
 
@@ -414,6 +417,7 @@ def _cases() -> Iterator[Case]:
     yield Case("packed, nothing at all", tokens=300, segments=((7, 7),) * 6)
     yield Case("packed, gaps of NaN", tokens=300, segments=_GAPS, poisoned=True)
     yield Case("packed, long among short", tokens=400, segments=_UNEVEN, poisoned=True)
+    yield Case("packed, many sequences", tokens=2313, segments=_MANY)
     yield Case("packed, no initial state", tokens=300, segments=_GAPS, initial_state=False)
     yield Case("ratio 1, K 64, V 128, batch 2", batch=2, tokens=100, key_heads=2, value_dim=128)
     yield Case("ratio 4, K 128, V 64", tokens=100, value_heads=4, key_dim=128)

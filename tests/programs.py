@@ -6,6 +6,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from jax_qla.kernels.common import LENGTH_PRELUDE
+
 PASS_CONFIGS: dict[str, object] = {"tl.disable_warp_specialized": True}
 
 TILE = 64
@@ -113,6 +115,22 @@ def sized() -> Any:
                     y[i * 4 + row, column] = 1.0
 
     return sized
+
+
+def order() -> Any:
+    """Which sequence comes at each place."""
+    import tilelang.language as T
+
+    count = T.dynamic("count")
+
+    @T.prim_func
+    def order(segments: T.Tensor((count, 2), "int32"), found: T.Tensor((count,), "int32"), tokens: T.int32):
+        with T.Kernel(count, threads=32, prelude=LENGTH_PRELUDE) as place:
+            found[place] = T.call_extern(
+                "int32", "jax_qla_long_first", T.address_of(segments[0, 0]), count, tokens, place
+            )
+
+    return order
 
 
 def unsupported() -> Any:

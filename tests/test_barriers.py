@@ -24,10 +24,10 @@ def block_of(name: str, chunks: int, rows: int, ratio: int) -> tuple[tuple[int, 
     segments = np.array([[0, end]])
     pieces = np.array([[0, end, 0, 0], [end, end, 0, 2]])
     spans = np.array([[0, chunks]])
-    operands: dict[str, Any] = {"ratio": ratio, "scale": 1.0, "tokens": end}
+    operands: dict[str, Any] = {"ratio": ratio, "heads": ratio, "scale": 1.0, "tokens": end}
     numbers = {"segments": segments, "pieces": pieces, "bounds": segments, "spans": spans}
     operands |= {key: barrier_model.Value(x.shape, "int32", x) for key, x in numbers.items()}
-    return ((0,) if name == "prepare" else (0, 0)), operands
+    return ((0,) if name in ("prepare", "forward", "states", "state_gradients") else (0, 0)), operands
 
 
 KERNELS = {

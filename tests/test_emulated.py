@@ -15,6 +15,7 @@ import emulator
 import jax
 import jax.numpy as jnp
 import numpy as np
+import programs
 import pytest
 import stand_in
 import test_recurrent_cuda as decoding
@@ -106,6 +107,22 @@ def test_battery(case: battery.Case, rows: str, precision: str | None, monkeypat
     monkeypatch.setenv(policy.OVERRIDE, rows)
     function = functools.partial(rule, precision=precision) if precision else rule
     battery.check(case, function, IDENTICAL if case.keys.startswith("identical") else LIMITS)
+
+
+@pytest.mark.parametrize("count", [1, 2, 31, 70, 300])
+@pytest.mark.parametrize("longest", [0, 64, 700])
+def test_blocks_of_long_sequences_come_first(count: int, longest: int) -> None:
+    """Each comes once; those of a kind among every 256 in a row as they come, and all where they are short."""
+    rng = np.random.default_rng(count)
+    lengths = rng.integers(0, longest + 1, count) * rng.integers(0, 2, count)
+    segments = np.stack([np.cumsum(lengths) - lengths, np.cumsum(lengths)], axis=1).astype(np.int32)
+    found, tokens = np.full(count, -1, np.int32), int(lengths.sum())
+    emulator.Emulated(*build.lower_program(programs.order, {}))(
+        {"segments": segments, "found": found}, {"tokens": tokens}
+    )
+    kind = np.sum([lengths * count <= tokens * factor for factor in (2, 1, 0.5)], axis=0)
+    in_order = np.lexsort((np.arange(count), kind, np.arange(count) // 256))
+    np.testing.assert_array_equal(found, in_order if tokens // 64 >= count else np.arange(count))
 
 
 def test_two_warpgroups_of_state(monkeypatch: pytest.MonkeyPatch) -> None:

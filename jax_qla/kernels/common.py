@@ -329,6 +329,50 @@ __device__ __forceinline__ int jax_qla_slow_first(const float* sums, int heads, 
 )
 
 
+LENGTH_PRELUDE = r"""
+// Which of `count` sequences (first row and end of each) comes at `place`, those first that are longer than twice the mean of `tokens`, then
+// those longer than it, then than half of it, among every 256 that follow one another; as they are where the mean is less than a chunk. To be
+// called by whole warps. Blocks begin as they are numbered, and take as long as their sequences: so the card need not wait for a long one that
+// began last. Nothing but time depends on it.
+__device__ __forceinline__ int jax_qla_long_first(const int* segments, int count, int tokens, int place) {
+  if (tokens / 64 < count) return place;
+  const int lane = threadIdx.x & 31, window = place & ~255, end = min(window + 256, count);
+  const auto rank = [&](int n) {  // 0 of the longest, 4 of none
+    if (n >= end) return 4;
+    const float length = static_cast<float>(segments[2 * n + 1] - segments[2 * n]) * count, mean = tokens;
+    return length > 2.f * mean ? 0 : length > mean ? 1 : length > .5f * mean ? 2 : 3;
+  };
+  const int first = rank(window + lane);
+  int sizes[3];
+#pragma unroll
+  for (int i = 0; i < 3; ++i) sizes[i] = __popc(__ballot_sync(0xffffffffu, first == i));
+  for (int base = window + 32; base < end; base += 32) {
+    const int found = rank(base + lane);
+#pragma unroll
+    for (int i = 0; i < 3; ++i) sizes[i] += __popc(__ballot_sync(0xffffffffu, found == i));
+  }
+  int before = place - window, wanted = 0;
+#pragma unroll
+  for (int i = 0; i < 3; ++i) {
+    if (sizes[i] == end - window) return place;  // all are alike
+    if (wanted == i && before >= sizes[i]) {
+      before -= sizes[i];
+      ++wanted;
+    }
+  }
+  int n = place;
+  for (int base = window; base < end; base += 32) {
+    const bool mine = (base == window ? first : rank(base + lane)) == wanted;
+    const unsigned alike = __ballot_sync(0xffffffffu, mine);
+    const unsigned found = __ballot_sync(0xffffffffu, mine && __popc(alike & ((1u << lane) - 1)) == before);
+    if (found != 0) n = base + __ffs(found) - 1;
+    before -= __popc(alike);
+  }
+  return n;
+}
+"""
+
+
 REACH_PRELUDE = (
     ORDER_PRELUDE + f"constexpr int kStretches = {STRETCHES};"
     r"""

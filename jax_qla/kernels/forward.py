@@ -11,7 +11,7 @@ kernels/prepare.py, C the chunk's last row, G_ij = exp(gamma_i - gamma_j) for i 
 Everything is computed transposed, value columns in the rows of the accumulators: S^T, X^T and Vd^T then are, in registers,
 the A operands of the next wgmma, and neither the state nor an intermediate goes through shared memory.
 
-Plan, one block per (sequence, value head, tile of `value_tile` value columns), three stages of chunk tiles:
+Plan, one block per (sequence, value head, tile of `value_tile` value columns), long sequences first, three stages of chunk tiles:
 
     warpgroup      registers  work
     0 (and 1)      208        64 value columns each: S^T in float32, the five products above that contain S or Vd
@@ -52,7 +52,7 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 
-from jax_qla.kernels.common import CHUNK, LOG2_E, P_PRELUDE, PASS_CONFIGS, accumulator_layout, macros
+from jax_qla.kernels.common import CHUNK, LENGTH_PRELUDE, LOG2_E, P_PRELUDE, PASS_CONFIGS, accumulator_layout, macros
 from jax_qla.kernels.specification import (
     among_heads,
     decay,
@@ -71,6 +71,7 @@ __all__ = ["NOTHING", "PASS_CONFIGS", "PREPARED", "STATE", "Config", "program", 
 
 PRELUDE = (
     P_PRELUDE
+    + LENGTH_PRELUDE
     + r"""
 #include <tl_templates/cuda/barrier.h>  // fence_barrier_init
 // A state [key_dim, 128] in float32 by way of shared memory, the first half of its rows by way of `near`, the others of `far`. One thread begins ...
@@ -169,8 +170,12 @@ def program(config: Config):
         heads: T.int32,  # of this launch, from first_head on
         awaits: T.int32,
     ):
-        with T.Kernel(sequences * tiles, heads, threads=S + 256, prelude=PRELUDE) as (block, number):
+        with T.Kernel(sequences * heads * tiles, threads=S + 256, prelude=PRELUDE) as block:
             T.annotate_min_blocks_per_sm(1)
+            place = T.alloc_var("int32")  # among the sequences
+            place = T.truncdiv(block, heads * tiles)
+            of_place = block - place * (heads * tiles)
+            number = of_place // tiles
             head = first_head + number
             n = T.alloc_var("int32")
             start = T.alloc_var("int32")
@@ -178,12 +183,12 @@ def program(config: Config):
             count = T.alloc_var("int32")
             key_head = T.alloc_var("int32")
             target = T.alloc_var("int32")  # where the final state goes, if anywhere
-            n = block // tiles
+            n = T.call_extern("int32", "jax_qla_long_first", T.address_of(segments[0, 0]), sequences, tokens, place)
             start = segments[n, 0]
             end = segments[n, 1]
             count = (end - start + C - 1) // C
             key_head = T.truncdiv(head, ratio)
-            first = (block % tiles) * W  # first value column of this block
+            first = (of_place % tiles) * W  # first value column of this block
             target = n
             if cut_pieces > 0:  # only the state after a sequence's last piece
                 target = pieces[n, 2]

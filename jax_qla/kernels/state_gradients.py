@@ -9,7 +9,7 @@ P = scale Q K^T o G (notation of kernels/forward.py):
     dv  = diag(beta) dX, but dX in rows where |beta| < FAINT                        [64, V]
     dS' = exp(gamma_C) dS + Q^T diag(scale exp(gamma)) dO - K^T diag(exp(gamma) beta) dX   [K, V]
 
-Plan, one block per (sequence, value head, tile of `value_tile` value columns), three stages of chunk tiles (two of P); dS^T,
+Plan, one block per (sequence, value head, tile of `value_tile` value columns), long sequences first, three stages of chunk tiles (two of P); dS^T,
 dVd^T, dX^T and dO^T diag(scale exp(gamma)) are, in registers, the A operands of the next wgmma; for P^T dO, dO^T is read from shared
 memory as a transposed A operand:
 
@@ -43,7 +43,7 @@ from types import SimpleNamespace
 import jax
 import jax.numpy as jnp
 
-from jax_qla.kernels.common import CHUNK, FAINT, P_PRELUDE, PASS_CONFIGS, macros
+from jax_qla.kernels.common import CHUNK, FAINT, LENGTH_PRELUDE, P_PRELUDE, PASS_CONFIGS, macros
 from jax_qla.kernels.specification import (
     among_heads,
     decay,
@@ -107,8 +107,12 @@ def program(config: Config):
         scale: T.float32,
         first_head: T.int32,
     ):
-        with T.Kernel(sequences * tiles, heads, threads=S + 256, prelude=P_PRELUDE) as (block, number):
+        with T.Kernel(sequences * heads * tiles, threads=S + 256, prelude=P_PRELUDE + LENGTH_PRELUDE) as block:
             T.annotate_min_blocks_per_sm(1)
+            place = T.alloc_var("int32")  # among the sequences
+            place = T.truncdiv(block, heads * tiles)
+            of_place = block - place * (heads * tiles)
+            number = of_place // tiles
             head = first_head + number
             T.pdl_trigger()  # `gradients` waits by itself
             n = T.alloc_var("int32")
@@ -117,12 +121,12 @@ def program(config: Config):
             count = T.alloc_var("int32")
             key_head = T.alloc_var("int32")
             target = T.alloc_var("int32")  # where the gradient of the initial state goes, if anywhere
-            n = block // tiles
+            n = T.call_extern("int32", "jax_qla_long_first", T.address_of(segments[0, 0]), sequences, tokens, place)
             start = segments[n, 0]
             end = segments[n, 1]
             count = (end - start + C - 1) // C
             key_head = T.truncdiv(head, ratio)
-            first = (block % tiles) * W  # first value column of this block
+            first = (of_place % tiles) * W  # first value column of this block
             target = n
             if cut_pieces > 0:  # only that of the state before a sequence's first piece
                 target = pieces[n, 2]

@@ -7,7 +7,7 @@ The recurrence of kernels/forward.py without its outputs:
     Vd = a X                                                [64, V]
     S' = exp(gamma_C) S + K^T diag(exp(gamma_C - gamma)) Vd [K, V]
 
-Plan, one block per (sequence, value head, tile of `value_tile` value columns), three stages of chunk tiles; S^T, X^T and
+Plan, one block per (sequence, value head, tile of `value_tile` value columns), long sequences first, three stages of chunk tiles; S^T, X^T and
 Vd^T stay in registers as the A operands of the next wgmma:
 
     warpgroup       registers  work
@@ -26,7 +26,7 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 
-from jax_qla.kernels.common import CHUNK, PASS_CONFIGS, TILE_PRELUDE, macros
+from jax_qla.kernels.common import CHUNK, LENGTH_PRELUDE, PASS_CONFIGS, TILE_PRELUDE, macros
 from jax_qla.kernels.specification import (
     gather_chunks,
     gather_parts,
@@ -84,22 +84,26 @@ def program(config: Config):
         ratio: T.int32,
         first_head: T.int32,
     ):
-        with T.Kernel(sequences * tiles, heads, threads=S + 128, prelude=TILE_PRELUDE) as (block, number):
+        with T.Kernel(sequences * heads * tiles, threads=S + 128, prelude=TILE_PRELUDE + LENGTH_PRELUDE) as block:
             T.annotate_min_blocks_per_sm(1)
             T.pdl_sync()  # what comes before has ended
             T.pdl_trigger()  # `state_gradients` reads nothing of this and may run beside it
+            place = T.alloc_var("int32")  # among the sequences
+            place = T.truncdiv(block, heads * tiles)
+            of_place = block - place * (heads * tiles)
+            number = of_place // tiles
             head = first_head + number
             n = T.alloc_var("int32")
             start = T.alloc_var("int32")
             end = T.alloc_var("int32")
             count = T.alloc_var("int32")
             key_head = T.alloc_var("int32")
-            n = block // tiles
+            n = T.call_extern("int32", "jax_qla_long_first", T.address_of(segments[0, 0]), sequences, tokens, place)
             start = segments[n, 0]
             end = segments[n, 1]
             count = (end - start + C - 1) // C
             key_head = T.truncdiv(head, ratio)
-            first = (block % tiles) * W  # first value column of this block
+            first = (of_place % tiles) * W  # first value column of this block
             tx = T.get_thread_binding()
 
             k_s = T.alloc_shared((stages, C, K), dtype)
