@@ -5,7 +5,8 @@ one (recurrent, on a dense batch as it is). The others work on flat token arrays
 is a packed one whose tables are constants. Where sequences are cut into pieces (policy.py), layout stands before all of
 them in a packed batch, and the states that enter these come first: summaries and compose, for the backward pass also
 adjoint_summaries and compose in reverse; what follows takes pieces for sequences. A forward pass that keeps what
-it finds of the pieces (`implementations.Between`) spares the backward one summaries and the first compose.
+it finds of the pieces (`implementations.Between`) spares the backward one summaries and the first compose; `states`
+then goes ahead of the other, unless the card has room for it beside `state_gradients`.
 Where a sequence goes on beyond a device, this falls into two calls: `summary` (prepare, summaries, and compose for N
 and for M) begins, and `forward`, given what it found, goes on (compose, forward) when the state before is known. So do
 `state_gradient` (adjoint_summaries, compose in reverse) and `backward`; meanwhile `chunk_states` (compose, states)
@@ -244,10 +245,16 @@ def backward(
     chunk_shapes = ChunkStates.shapes(call.parts, v, call.key_dim, precision, groups=groups)
     of_pieces |= {"dh": chunk_shapes["h"]} | (chunk_shapes if chunk_states is None else {})
     together = policy.key_heads_together(chunks, call.key_heads // groups, heads)
+    tile = call.value_tile_of(heads)
+    beside = policy.room_for_both(call.recurrences * heads * (call.value_dim // tile))
     for first in range(0, call.value_heads, heads):
-        of: dict[str, Any] = {"first_head": first, "value_tile": call.value_tile_of(heads)}
+        of: dict[str, Any] = {"first_head": first, "value_tile": tile}
         if chunk_states is None:
-            steps.append(call.step(states_kernel, rename=initial, **of))
+            # Unless there is room for it beside `state_gradients`, `states` begins where blocks of `adjoint_summaries`
+            # end, before `compose`, which begins where its own end.
+            ahead = first == 0 and between is not None and not beside
+            awaits = states_kernel.NOTHING if ahead else states_kernel.EVERYTHING
+            steps.insert(len(steps) - ahead, call.step(states_kernel, rename=initial, awaits=awaits, **of))
         steps.append(call.step(state_gradients_kernel, rename=final, scale=scale, **of))
         steps.append(call.step(gradients_kernel, rename={"d": "dv"}, scale=scale, group=together, first_head=first))
     results = launch(
@@ -429,7 +436,8 @@ def chunk_states(
     inputs = call.flat(k=k, v=v, beta=beta, a=residuals[0], gamma=residuals[1]) | call.tables | pieces._asdict()
     inputs |= {"initial_state": call.states(initial_state)}
     steps, of_pieces = call.entering_states(known=True)
-    steps.append(call.step(states_kernel, rename={"initial_state": "entering"}, first_head=0))
+    of = {"first_head": 0, "awaits": states_kernel.EVERYTHING}
+    steps.append(call.step(states_kernel, rename={"initial_state": "entering"}, **of))
     results = launch(steps, inputs, of_pieces | ChunkStates.shapes(call.parts, v, call.key_dim, precision))
     return ChunkStates(*(results[name] for name in ChunkStates._fields))
 

@@ -4,11 +4,11 @@ Every kernel but `layout`, which is always the first, waits, at its own end at t
 ended; so when a kernel has ended, all before it have. Patient kernels wait before they let the next one begin, which
 then knows that all before the patient one has ended. Others let it begin at once.
 
-What a kernel uses before it waits must have been written before the last patient kernel that precedes it, or be
-written by none of the sequence. What it writes before it waits must have been used for the last time before that
-patient kernel: one that a sequence has twice writes the same results twice. Otherwise it may begin only when the one
-before it has ended. Results that several kernels of a sequence write, each elements of its own, which none of them
-reads, are no reason to wait (`_APART`).
+What a kernel uses before it waits must have been written before the last patient kernel that precedes it, or before
+the last that began only when the one before it had ended, or be written by none of the sequence. What it writes before
+it waits must have been used for the last time before one of these: one that a sequence has twice writes the same
+results twice. Otherwise it may begin only when the one before it has ended. Results that several kernels of a sequence
+write, each elements of its own, which none of them reads, are no reason to wait (`_APART`).
 
 What is said of the kernels here, tests/test_barriers.py sees in their programs.
 """
@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from jax_qla.kernels import forward
+from jax_qla.kernels import forward, states
 
 if TYPE_CHECKING:
     from jax_qla.launch import Step
@@ -49,6 +49,8 @@ def uses_early(step: Step, operand: str) -> bool:
         if awaits == forward.STATE:
             return operand != "initial_state"
         return awaits == forward.NOTHING or operand not in _OF_PREPARE
+    if step.kernel == "states":
+        return step.scalars["awaits"] == states.NOTHING
     if step.kernel == "gradients":
         return operand == "segments"  # where it looks its chunk up
     return not patient(step)
@@ -67,7 +69,7 @@ def early_starts(steps: Sequence[Step], plans: Sequence[Mapping[str, Any]], resu
     writers: dict[str, int] = {}
     written: set[tuple[str, str]] = set()  # by which kernel, and its name for it
     used: dict[str, int] = {}
-    last_patient = -1
+    known = -1  # all kernels before this one have ended
     found = []
     for index, (step, plan) in enumerate(zip(steps, plans, strict=True)):
         names = [operand["name"] for operand in plan["operands"]]
@@ -78,11 +80,11 @@ def early_starts(steps: Sequence[Step], plans: Sequence[Mapping[str, Any]], resu
         early = {name: buffer for name, buffer in buffers.items() if uses_early(step, name) and name not in _APART}
         awaited = [writers.get(buffer, -2) for buffer in early.values()]
         awaited += [used.get(buffer, -2) for name, buffer in early.items() if (step.kernel, name) in written]
-        found.append(index > 0 and all(which < last_patient for which in awaited))
+        found.append(index > 0 and all(which < known for which in awaited))
         for buffer in buffers.values():
             used[buffer] = index
             if buffer in results:
                 writers.setdefault(buffer, index)
-        if patient(step):
-            last_patient = index
+        if patient(step) or not found[-1]:
+            known = index
     return found

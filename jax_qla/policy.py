@@ -89,6 +89,11 @@ def value_tile(recurrences: int, value_dim: int) -> int:
     return 64 if 2 * recurrences <= MULTIPROCESSORS else value_dim
 
 
+def room_for_both(blocks: int) -> bool:
+    """Whether so many blocks of kernels/states.py and as many of state_gradients.py run at once."""
+    return 2 * blocks <= MULTIPROCESSORS
+
+
 def whole_heads(sequences: int, heads: int, value_dim: int) -> int:
     """Heads whose blocks of the forward kernel have all value columns; those of the others have 64 each.
 
@@ -381,7 +386,7 @@ def _time_back(length: int | None, chunks: int, sequences: int, heads: int, valu
 def _whole_back(chunks: int, recurrences: int, tile: int, value_dim: int) -> float:
     """Microseconds of the kernels `states` and `state_gradients`."""
     blocks = recurrences * (value_dim // tile)
-    if 2 * blocks <= MULTIPROCESSORS:
+    if room_for_both(blocks):
         return chunks * _STEP_OF_BOTH
     return 2 * _rounds(blocks, 1) * chunks * _STEP_BACK[128 if tile > 64 else 64]
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from jax_qla import overlap
-from jax_qla.kernels import forward
+from jax_qla.kernels import forward, states
 from jax_qla.launch import Step
 
 CHUNK = 64
@@ -105,7 +105,8 @@ WAITING = [
     ("adjoint_summaries", {}, {}),
     ("compose", {"reverse": False}, {}),
     ("compose", {"reverse": True}, {}),
-    ("states", {}, {}),
+    ("states", {}, {"awaits": states.EVERYTHING}),
+    ("states", {}, {"awaits": states.NOTHING}),
     ("state_gradients", {}, {}),
     ("gradients", {}, {"group": 1}),
 ]

@@ -23,6 +23,7 @@ from jax_qla import MeshAxes, api, cuda, dispatch, implementations, overlap, pol
 from jax_qla import segments as tables
 from jax_qla.implementations import Choice
 from jax_qla.kernels import forward as forward_kernel
+from jax_qla.kernels import states as states_kernel
 from jax_qla.launch import Step
 
 RESULTS = {
@@ -491,16 +492,19 @@ def _recorded(monkeypatch: pytest.MonkeyPatch, waiting: list[str] | None = None)
 END = ["states", "state_gradients", "gradients"]
 ANEW = ["summaries", "adjoint_summaries", "compose", "compose", *END]
 KEPT = ["adjoint_summaries", "compose", *END]
+AHEAD = ["adjoint_summaries", "states", "compose", *END[1:]]
 KEPT_OF_ROWS = [kernel for kernel in KEPT if kernel not in NOT_OF_ROWS]
 
 
+@pytest.mark.parametrize("room", [True, False], ids=["recurrences side by side", "card full"])
 @pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
 @pytest.mark.usefixtures("_in_pieces")
-def test_pieces_are_summarised_once(packed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pieces_are_summarised_once(packed: bool, room: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever the environment says by the time of the backward pass; and again for a caller who has only a and gamma.
 
-    What no kernel that they wait for precedes starts when all before it has ended.
+    What no kernel that they wait for precedes starts when all before it has ended. On a full card `states` goes ahead.
     """
+    monkeypatch.setattr(policy, "room_for_both", lambda blocks: room)
     waiting: list[str] = []
     calls = _recorded(monkeypatch, waiting)
     operands, segments, (do, _) = jax.tree.map(lambda x: x[0], _batched(packed, 1))
@@ -518,8 +522,8 @@ def test_pieces_are_summarised_once(packed: bool, monkeypatch: pytest.MonkeyPatc
         monkeypatch.setenv(policy.OVERRIDE, rows)
         stand_in.forget_traces()
         kept = sharding.backward(*operands, segments, residuals, None, do, None, **options)
-        assert calls == [[*before, *KEPT]]
-        assert waiting == (["adjoint_summaries", "compose"] if packed else ["compose"])
+        assert calls == [[*before, *(KEPT if room else AHEAD)]]
+        assert waiting == ["adjoint_summaries"] * packed + ["compose" if room else "state_gradients"]
         calls.clear()
         waiting.clear()
         again = sharding.backward(*operands, segments, residuals._replace(between=None), None, do, None, **options)
@@ -579,7 +583,8 @@ def test_no_kernel_writes_early_what_another_may_still_read() -> None:
     results = ["h", "vd", "dh", "dv", "d_initial_state", "dq", "dk", "dg", "dbeta"]
 
     def early(*kernels: str) -> list[bool]:
-        steps = [Step(kernel, None, {}, {"d": "dv"} if kernel == "gradients" else {}) for kernel in kernels]
+        awaits = {"awaits": states_kernel.EVERYTHING}
+        steps = [Step(kernel, None, awaits, {"d": "dv"} if kernel == "gradients" else {}) for kernel in kernels]
         plans = [{"operands": [{"name": name} for name in _named(kernel)]} for kernel in kernels]
         return overlap.early_starts(steps, plans, results)
 

@@ -85,8 +85,9 @@ def test_whole_and_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(emulator, "emulated", recording)
     assert PACKED.segments
     assert max(end - start for start, end in PACKED.segments) > policy.cut_beyond(128)
-    for case, rows in ((PACKED, 0), (PACKED, 128), (LONG, 320)):
+    for case, rows, room in ((PACKED, 0, True), (PACKED, 128, False), (LONG, 320, True)):
         monkeypatch.setenv(policy.OVERRIDE, str(rows))
+        monkeypatch.setattr(policy, "room_for_both", lambda blocks, room=room: room)
         stand_in.forget_traces()
         used.clear()
         battery.check(case, rule, LIMITS)
@@ -183,7 +184,7 @@ def _run_states(removed: tuple[str, int] | None) -> dict[str, np.ndarray]:
         "h": np.full((tokens // 64 + 1, heads, 64, 64), np.nan, jnp.bfloat16),
         "vd": np.full((tokens, heads, 64), np.nan, jnp.bfloat16),
     }
-    kernel(arrays, {"ratio": 1, "first_head": 0}, seed=1, late=400)
+    kernel(arrays, {"ratio": 1, "first_head": 0, "awaits": states.EVERYTHING}, seed=1, late=400)
     return arrays
 
 

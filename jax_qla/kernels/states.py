@@ -38,7 +38,12 @@ from jax_qla.kernels.specification import (
     scatter_chunks,
 )
 
-__all__ = ["PASS_CONFIGS", "Config", "program", "specification"]
+__all__ = ["EVERYTHING", "NOTHING", "PASS_CONFIGS", "Config", "program", "specification"]
+
+EVERYTHING, NOTHING = range(2)
+"""What a block awaits of the kernel launched before: that it has ended, before anything else. Or nothing: it is `adjoint_summaries`, blocks of this
+begin where blocks of that end, and the next kernel is `compose`, which needs that one's results. So each block waits for it half-way, and then
+lets `compose` begin."""
 
 
 @dataclass(frozen=True)
@@ -83,11 +88,13 @@ def program(config: Config):
         vd: T.Tensor((tokens, heads, V * (1 + split)), dtype),
         ratio: T.int32,
         first_head: T.int32,
+        awaits: T.int32,
     ):
         with T.Kernel(sequences * heads * tiles, threads=S + 128, prelude=TILE_PRELUDE + LENGTH_PRELUDE) as block:
             T.annotate_min_blocks_per_sm(1)
-            T.pdl_sync()  # what comes before has ended
-            T.pdl_trigger()  # `state_gradients` reads nothing of this and may run beside it
+            if awaits == EVERYTHING:
+                T.pdl_sync()
+                T.pdl_trigger()  # `state_gradients` reads nothing of this and may run beside it
             place = T.alloc_var("int32")  # among the sequences
             place = T.truncdiv(block, heads * tiles)
             of_place = block - place * (heads * tiles)
@@ -129,6 +136,10 @@ def program(config: Config):
                 gates = T.alloc_local((3,), "float32")
                 T.clear(gates)
                 for step in T.serial(count + 1):
+                    if step == (count + 1) // 2:
+                        if awaits == NOTHING:
+                            T.pdl_sync()
+                            T.pdl_trigger()
                     if step < count:
                         # load a chunk as soon as the state has left the stage
                         m.fetch_gates(
@@ -273,6 +284,7 @@ def program(config: Config):
                                     m.store_rows(low_s, at, vd, line, lines, number, V + first, 0, tx)
                             T.wait_wgmma(0)
                         T.tma_store_wait(0)
+            T.pdl_sync()  # ends after what came before, for what follows waits for this kernel alone
 
     return states
 
