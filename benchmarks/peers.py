@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import importlib
 import importlib.metadata
-import itertools
 import os
 import subprocess
 import sys
@@ -237,8 +236,7 @@ def _zeros(row: Row) -> dict[str, Any]:
     x |= {name: zeros(*values[:3], dtype=torch.float32) for name in ("g", "beta")}
     x |= {name: zeros(*states, dtype=torch.float32) for name in ("initial_state", "d_final_state")}
     x["residuals"] = x["g"], zeros(*values[:3], CHUNK, dtype=torch.bfloat16)
-    offsets = [0, *itertools.accumulate(row.lengths)]
-    x["cu_seqlens"] = torch.tensor(offsets, dtype=torch.int32, device="cuda")
+    x["cu_seqlens"] = torch.tensor(row.offsets, dtype=torch.int32, device="cuda")
     return x
 
 

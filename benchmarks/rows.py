@@ -40,6 +40,11 @@ class Row:
         return [drawn.randint(1, self.length) for _ in range(self.sequences)]
 
     @property
+    def offsets(self) -> list[int]:
+        """Where each sequence begins, and where the last one ends: cu_seqlens."""
+        return [0, *itertools.accumulate(self.lengths)]
+
+    @property
     def tokens(self) -> int:
         return sum(self.lengths)
 

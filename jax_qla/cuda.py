@@ -254,7 +254,8 @@ def backward(
             # end, before `compose`, which begins where its own end.
             ahead = first == 0 and between is not None and not beside
             awaits = states_kernel.NOTHING if ahead else states_kernel.EVERYTHING
-            steps.insert(len(steps) - ahead, call.step(states_kernel, rename=initial, awaits=awaits, **of))
+            place = len(steps) - 1 if ahead else len(steps)
+            steps.insert(place, call.step(states_kernel, rename=initial, awaits=awaits, **of))
         steps.append(call.step(state_gradients_kernel, rename=final, scale=scale, **of))
         steps.append(call.step(gradients_kernel, rename={"d": "dv"}, scale=scale, group=together, first_head=first))
     results = launch(

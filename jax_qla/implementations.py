@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_qla import driver, store
-from jax_qla.kernels.common import CHUNK
+from jax_qla.kernels.common import CHUNK, state_tile_rows
 from jax_qla.segments import slot_count
 
 NAMES = ("cuda", "xla", "reference")
@@ -112,7 +112,8 @@ class ChunkStates(NamedTuple):
     does not wait for the gradient of the state after the rows."""
 
     h: jax.Array
-    """The state before each chunk, transposed, in v's dtype; one [Hv, V, K] a chunk slot."""
+    """The state before each chunk, in v's dtype, in tiles of 64 rows of K, transposed; one [Hv, K / 64, V, 64] a chunk
+    slot."""
     vd: jax.Array
     """[B T, Hv, V] in v's dtype, what each token writes to the state; [B T, Hv, 2 V], its high and its low part, where
     operands are split."""
@@ -125,8 +126,9 @@ class ChunkStates(NamedTuple):
         batch, length, all_heads, value_dim = v.shape
         heads = all_heads // groups
         slots, parts = slot_count(batch * length, pieces), 2 if splits(precision, v.dtype) else 1
+        rows = state_tile_rows(key_dim)
         return {
-            "h": jax.ShapeDtypeStruct((slots, heads, value_dim, key_dim), v.dtype),
+            "h": jax.ShapeDtypeStruct((slots, heads, key_dim // rows, value_dim, rows), v.dtype),
             "vd": jax.ShapeDtypeStruct((batch * length, heads, value_dim * parts), v.dtype),
         }
 

@@ -246,8 +246,10 @@ class Language(types.ModuleType):
     def call_extern(self, dtype: str, name: str, *operands: Any) -> Any:
         if name == "jax_qla_find_chunk":
             operands[0].numbers = self._sizes["chunk"]
-        if name in ("jax_qla_slow_first", "jax_qla_long_first"):
+        if name in ("jax_qla_slow_first", "jax_qla_long_first", "jax_qla_zero_first"):
             return operands[-1]
+        if name == "jax_qla_none_is_zero":  # `compose` has products
+            return 0
         return -1 if dtype == "int32" else Value()  # of jax_qla_reach: all chunks matter
 
     def alloc_shared(self, shape: Sequence[int], dtype: str) -> Value:

@@ -225,12 +225,13 @@ inline void fence_barrier_init() {}
 template <bool = false> inline void fence_proxy_async() { emulator::proxy_fence(); }
 template <int threads> inline bool tl_shuffle_elect() { return threads == 0 ? emulator::current == 0 : emulator::current % (threads == 0 ? 1 : threads) == 0; }
 inline void __sync_thread_partial(int id, int threads) { emulator::meet(id, threads); }
-template <class... At>
+enum class CacheHintSm90 { EVICT_NORMAL, EVICT_FIRST, EVICT_LAST };  // nothing but time depends on it
+template <CacheHintSm90 = CacheHintSm90::EVICT_NORMAL, class... At>
 inline void tma_load(const CUtensorMap& map, Barrier& barrier, void* tile, At... coordinates) {
   const int64_t at[] = {static_cast<int64_t>(coordinates)...};
   emulator::tma_load(map, barrier, tile, at, sizeof...(coordinates));
 }
-template <class... At>
+template <CacheHintSm90 = CacheHintSm90::EVICT_NORMAL, class... At>
 inline void tma_store(const CUtensorMap& map, const void* tile, At... coordinates) {
   const int64_t at[] = {static_cast<int64_t>(coordinates)...};
   emulator::tma_store(map, tile, at, sizeof...(coordinates));

@@ -24,7 +24,7 @@ from test_cuda import cuda as rule
 
 from jax_qla import cuda, implementations, policy, store
 from jax_qla.implementations import Choice
-from jax_qla.kernels import build, states
+from jax_qla.kernels import build, compose, states
 from jax_qla.launch import Step
 
 LACKING = store.why_not_buildable()
@@ -92,6 +92,35 @@ def test_whole_and_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
         used.clear()
         battery.check(case, rule, LIMITS)
         assert used.count("compose") == (2 if rows else 0)
+
+
+@pytest.mark.parametrize(("columns", "reverse"), [(16, False), (16, True), (64, True)])
+def test_pieces_with_and_without_products(columns: int, reverse: bool) -> None:
+    """Of the first head no piece takes a product, of the second every one between the ends, of the third some."""
+    random = np.random.default_rng(columns)
+    counts, heads = (6, 1, 2), 3
+    parts = sum(counts)
+    spans = np.stack([np.cumsum(counts) - counts, counts], axis=1).astype(np.int32)
+    forgotten = np.stack([np.ones(parts), np.zeros(parts), random.integers(0, 2, parts)], axis=1).astype(np.int32)
+    ends = [first + n for first, count in spans for n in (0, count - 1)]
+    forgotten[ends] = 1
+
+    def normal(*shape: int) -> np.ndarray:
+        return random.normal(size=shape).astype(np.float32)
+
+    maps = normal(parts, heads, 64, 64) / 16
+    high = maps.astype(jnp.bfloat16)
+    arrays = {
+        "transition": np.stack([high, (maps - high.astype(np.float32)).astype(jnp.bfloat16)], axis=2),
+        "response": normal(parts, heads, 64, 64),
+        "forgotten": forgotten,
+        "initial_state": normal(len(counts), heads, 64, 64),
+        "spans": spans,
+    }
+    expected = np.asarray(compose.specification(*map(jnp.asarray, arrays.values()), reverse=reverse))
+    arrays["entering"] = np.full(expected.shape, np.nan, np.float32)
+    emulator.emulated("compose", compose.Config(64, 64, reverse, columns))(arrays, {})
+    np.testing.assert_allclose(arrays["entering"], expected, rtol=1e-4, atol=1e-4)
 
 
 THOROUGH = os.environ.get("JAX_QLA_EMULATED_BATTERY") == "1"
@@ -181,7 +210,7 @@ def _run_states(removed: tuple[str, int] | None) -> dict[str, np.ndarray]:
         "beta": random.uniform(size=(tokens, heads)).astype(np.float32),
         "initial_state": np.zeros((0, heads, 64, 64), np.float32),
         "segments": np.array([[0, tokens]], np.int32),
-        "h": np.full((tokens // 64 + 1, heads, 64, 64), np.nan, jnp.bfloat16),
+        "h": np.full((tokens // 64 + 1, heads, 1, 64, 64), np.nan, jnp.bfloat16),
         "vd": np.full((tokens, heads, 64), np.nan, jnp.bfloat16),
     }
     kernel(arrays, {"ratio": 1, "first_head": 0, "awaits": states.EVERYTHING}, seed=1, late=400)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -80,5 +81,6 @@ def test_rows_of_uneven_batches() -> None:
     assert len(row.lengths) == 7
     assert 1 <= min(row.lengths) < max(row.lengths) <= 4321
     assert row.lengths == rows.parse("forward/16,32/7<=4321").lengths
-    assert row.tokens == sum(row.lengths)
+    assert row.offsets[-1] == row.tokens == sum(row.lengths)
+    assert [b - a for a, b in itertools.pairwise(row.offsets)] == row.lengths
     assert rows.parse("forward/2,8/4x8192").lengths == [8192] * 4

@@ -29,6 +29,13 @@ CHUNK = 64
 FIRST, LAST = 1, 2
 """Bits of a piece's position in its sequence."""
 
+
+def state_tile_rows(key_dim: int) -> int:
+    """Rows of K of a tile in `h` and `dh`, the states before all chunks and their gradients: such tiles lie one behind the other, so that what TMA
+    stores at a time is contiguous."""
+    return 64 if key_dim % 64 == 0 else key_dim
+
+
 MIN_LOG_DECAY = -110.0  # exp of it is 0 in float32; clamping keeps the cumulative sums of gates exact
 # A kernel of three warpgroups is launched with 168 registers a thread, so what `set_max_nreg` gives its warpgroups may add up
 # to 504: an increase beyond that waits forever.
@@ -37,6 +44,10 @@ LOG2_E = 1.4426950408889634
 FAINT = 2.0**-10
 """Where |beta| is less, dv = beta dX in 16 bits has not dX's precision, or is 0: such rows stay dX until kernels/gradients.py
 has used them."""
+
+LONG, SHORT = "evict_last", "evict_first"
+"""How long the second-level cache is to keep what a kernel reads, and what it writes or nobody reads again, where it waits for memory. Memory that is
+read and written at once is slower than either alone, and a little less so like this (docs/performance.md)."""
 
 L2NORM_EPSILON = 1e-6
 """q and k are divided by sqrt(|x|^2 + this) where a call asks for it."""
@@ -304,32 +315,47 @@ SLOW = FORGOTTEN / 16
 """A head whose gates up to the batch's 64th row, from where their sums begin, add up to more may be one of which many chunks matter:
 kernels that go by pieces begin with the blocks of such heads. Nothing but time depends on it."""
 
+NTH_PRELUDE = r"""
+// The `index`-th (from 0) of first .. end - 1 for which `is` holds; there are so many. To be called by whole warps, whose lanes ask for one each.
+template <typename F>
+__device__ __forceinline__ int jax_qla_nth(int first, int end, int index, const F& is) {
+  const int lane = threadIdx.x & 31;
+  int n = first;
+  for (int base = first; base < end; base += 32) {
+    const bool mine = base + lane < end && is(base + lane);
+    const unsigned alike = __ballot_sync(0xffffffffu, mine);
+    const unsigned found = __ballot_sync(0xffffffffu, mine && __popc(alike & ((1u << lane) - 1)) == index);
+    if (found != 0) n = base + __ffs(found) - 1;
+    index -= __popc(alike);
+  }
+  return n;
+}
+// Which of 0 .. count - 1 comes at `index` in an order that has those first for which `is` holds. To be called by whole warps.
+template <typename F>
+__device__ __forceinline__ int jax_qla_those_first(int count, int index, const F& is) {
+  const int lane = threadIdx.x & 31;
+  int those = 0;
+  for (int base = 0; base < count; base += 32) those += __popc(__ballot_sync(0xffffffffu, base + lane < count && is(base + lane)));
+  const bool wanted = index < those;
+  return jax_qla_nth(0, count, wanted ? index : index - those, [&](int n) { return is(n) == wanted; });
+}
+"""
+
+
 ORDER_PRELUDE = (
-    f"constexpr float kSlow = {SLOW}f;"
+    NTH_PRELUDE + f"constexpr float kSlow = {SLOW}f;"
     r"""
 // Which of `heads` heads comes at `index` in an order that has those first whose element of `sums` exceeds kSlow. To be called by whole warps.
 __device__ __forceinline__ int jax_qla_slow_first(const float* sums, int heads, int index) {
-  const int lane = threadIdx.x & 31;
-  int slow = 0;
-  for (int base = 0; base < heads; base += 32) {
-    slow += __popc(__ballot_sync(0xffffffffu, base + lane < heads && sums[base + lane] > kSlow));
-  }
-  const bool wanted = index < slow;
-  int before = wanted ? index : index - slow, head = 0;
-  for (int base = 0; base < heads; base += 32) {
-    const bool mine = base + lane < heads && (sums[base + lane] > kSlow) == wanted;
-    const unsigned alike = __ballot_sync(0xffffffffu, mine);
-    const unsigned found = __ballot_sync(0xffffffffu, mine && __popc(alike & ((1u << lane) - 1)) == before);
-    if (found != 0) head = base + __ffs(found) - 1;
-    before -= __popc(alike);
-  }
-  return head;
+  return jax_qla_those_first(heads, index, [&](int head) { return sums[head] > kSlow; });
 }
 """
 )
 
 
-LENGTH_PRELUDE = r"""
+LENGTH_PRELUDE = (
+    NTH_PRELUDE
+    + r"""
 // Which of `count` sequences (first row and end of each) comes at `place`, those first that are longer than twice the mean of `tokens`, then
 // those longer than it, then than half of it, among every 256 that follow one another; as they are where the mean is less than a chunk. To be
 // called by whole warps. Blocks begin as they are numbered, and take as long as their sequences: so the card need not wait for a long one that
@@ -360,17 +386,10 @@ __device__ __forceinline__ int jax_qla_long_first(const int* segments, int count
       ++wanted;
     }
   }
-  int n = place;
-  for (int base = window; base < end; base += 32) {
-    const bool mine = (base == window ? first : rank(base + lane)) == wanted;
-    const unsigned alike = __ballot_sync(0xffffffffu, mine);
-    const unsigned found = __ballot_sync(0xffffffffu, mine && __popc(alike & ((1u << lane) - 1)) == before);
-    if (found != 0) n = base + __ffs(found) - 1;
-    before -= __popc(alike);
-  }
-  return n;
+  return jax_qla_nth(window, end, before, [&](int n) { return (n < window + 32 ? first : rank(n)) == wanted; });
 }
 """
+)
 
 
 REACH_PRELUDE = (
@@ -476,14 +495,15 @@ def macros():
         )
 
     @T.macro
-    def load_rows(source, row, head, first, width, tiles, stage, loaded):
+    def load_rows(source, row, head, first, width, tiles, stage, loaded, kept=None):
         """One warp has TMA load rows row..row + 64, columns first..first + `width` of `source` into tile `stage` of `tiles`; the barrier
-        loaded[stage] counts the bytes."""
+        loaded[stage] counts the bytes. How long the second-level cache should keep them is `kept`."""
         T.tma_copy(
             source[row : row + C, head, first : first + width],
             tiles[stage, :, :],
             barrier=loaded[stage],
             leader_scope_threads=32,
+            eviction_policy=kept,
         )
 
     @T.macro
@@ -546,14 +566,30 @@ def macros():
             if c >= stages:
                 T.barrier_wait(shared.free[c % stages], (c // stages + 1) % 2)
             load_rows(
-                k, start + (count - 1 - c) * C, key_head, 0, shared.k_s.shape[2], shared.k_s, c % stages, shared.loaded
+                k,
+                start + (count - 1 - c) * C,
+                key_head,
+                0,
+                shared.k_s.shape[2],
+                shared.k_s,
+                c % stages,
+                shared.loaded,
+                LONG,
             )
             load_rows(
-                q, start + (count - 1 - c) * C, key_head, 0, shared.q_s.shape[2], shared.q_s, c % stages, shared.loaded
+                q,
+                start + (count - 1 - c) * C,
+                key_head,
+                0,
+                shared.q_s.shape[2],
+                shared.q_s,
+                c % stages,
+                shared.loaded,
+                LONG,
             )
-            load_rows(a, start + (count - 1 - c) * C, head, 0, C, shared.a_s, c % stages, shared.loaded)
+            load_rows(a, start + (count - 1 - c) * C, head, 0, C, shared.a_s, c % stages, shared.loaded, LONG)
             if shared.low_s is not None:
-                load_rows(a, start + (count - 1 - c) * C, head, C, C, shared.low_s, c % stages, shared.loaded)
+                load_rows(a, start + (count - 1 - c) * C, head, C, C, shared.low_s, c % stages, shared.loaded, LONG)
             load_rows(
                 do,
                 start + (count - 1 - c) * C,
@@ -563,6 +599,7 @@ def macros():
                 shared.do_s,
                 c % stages,
                 shared.loaded,
+                LONG,
             )
             T.barrier_arrive(shared.loaded[c % stages])
 

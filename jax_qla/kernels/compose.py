@@ -7,6 +7,10 @@ A piece is entered from the side that the recurrence comes from: reversed, enter
 Pieces that are `forgotten` take no product: those that decay, and a sequence's first (reversed, its last), whose response has been
 computed from its own state.
 
+Reversed, blocks begin where those of kernels/states.py leave room (jax_qla/overlap.py), some at once and most at the end: those with products
+first, and where no piece takes one, responses are copied, several at a time. Forwards, all are waited for at once by whoever comes next,
+and what finds this out takes longer than it gains.
+
 Plan, one block per (sequence, value head, tile of `columns` value columns), K / 16 + 1 warps, two or three stages of M:
 
     last warp      loads M, in two bf16 parts, with TMA
@@ -35,7 +39,7 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 
-from jax_qla.kernels.common import MATRIX_PRELUDE, PASS_CONFIGS
+from jax_qla.kernels.common import MATRIX_PRELUDE, NTH_PRELUDE, PASS_CONFIGS
 
 __all__ = ["COLUMNS", "PASS_CONFIGS", "Config", "program", "specification"]
 
@@ -56,6 +60,7 @@ class Config:
 
 PRELUDE = (
     MATRIX_PRELUDE
+    + NTH_PRELUDE
     + r"""
 // What a lane finds from its number, once: ptxas would find it again in every step.
 __device__ __forceinline__ int jax_qla_keep(int x) { return __shfl_sync(0xffffffffu, x, threadIdx.x & 31); }
@@ -201,6 +206,33 @@ __device__ __forceinline__ void jax_qla_end(float* state, const float* sums, con
     state[i] = sum;
   }
 }
+// entering of the pieces behind the first becomes the response of the piece before, of all `count` but the last; pieces are `pace` elements apart.
+template <int columns, int pitch>
+__device__ __forceinline__ void jax_qla_copy_responses(float* entering, const float* response, long long corner, long long pace, int count) {
+  constexpr int together = 64 / columns;  // as many loads as registers bear, which wait for one another no more
+  for (int step = 0; step < count - 1; step += together) {
+    float c[together][columns / 2];
+#pragma unroll
+    for (int i = 0; i < together; ++i) {
+      if (step + i < count - 1) jax_qla_fetch<columns, pitch>(c[i], response, corner + (step + i) * pace);
+    }
+#pragma unroll
+    for (int i = 0; i < together; ++i) {
+      if (step + i < count - 1) jax_qla_leave<columns, pitch>(entering, c[i], corner + (step + i + 1) * pace);
+    }
+  }
+}
+
+// Of the flags of a piece which head comes at `index` in an order that has those first whose flag is 0, ...
+__device__ __forceinline__ int jax_qla_zero_first(const int* flags, int heads, int index) {
+  return jax_qla_those_first(heads, index, [&](int head) { return flags[head] == 0; });
+}
+// ... and whether none of `count` flags, `pitch` apart, is 0. To be called by whole warps.
+__device__ __forceinline__ int jax_qla_none_is_zero(const int* flags, int pitch, int count) {
+  bool zero = false;
+  for (int i = threadIdx.x & 31; i < count; i += 32) zero |= flags[static_cast<long long>(i) * pitch] == 0;
+  return !__any_sync(0xffffffffu, zero);
+}
 __device__ __forceinline__ int jax_qla_flag(const int* x, int at) { return x[at]; }
 __device__ __forceinline__ int jax_qla_any(int x) { return __any_sync(0xffffffffu, x); }
 """
@@ -259,7 +291,7 @@ def program(config: Config):
         spans: T.Tensor((sequences, 2), "int32"),
         entering: T.Tensor((parts, value_heads, K, V), "float32"),
     ):
-        with T.Kernel(sequences * tiles, value_heads, threads=warps * 32 + 32, prelude=PRELUDE) as (block, head):
+        with T.Kernel(sequences * tiles, value_heads, threads=warps * 32 + 32, prelude=PRELUDE) as (block, number):
             T.annotate_min_blocks_per_sm(1)
             if not reverse:
                 T.pdl_sync()
@@ -273,6 +305,22 @@ def program(config: Config):
             count = spans[n, 1]
             part = (block % tiles) * tile
             tx = T.get_thread_binding()
+            head = T.alloc_var("int32")
+            none = T.alloc_var("int32")  # 1 if no piece takes a product
+            head = number
+            none = 0
+            if reverse:
+                # By a piece in the midst of the first sequence; its last one takes no product.
+                head = T.call_extern(
+                    "int32",
+                    "jax_qla_zero_first",
+                    T.address_of(forgotten[spans[0, 0] + spans[0, 1] // 2, 0]),
+                    value_heads,
+                    number,
+                )
+                none = T.call_extern(
+                    "int32", "jax_qla_none_is_zero", T.address_of(forgotten[first, head]), value_heads, count
+                )
 
             m_s = T.alloc_shared((stages, 2, K // 64, K, 64), "bfloat16")  # M transposed, high and low
             s_s = T.alloc_shared((2, 2, K, tile), "bfloat16")  # the state, high and low, of a step and of the one after
@@ -281,25 +329,26 @@ def program(config: Config):
             free = T.alloc_barrier([warps * 32] * stages)
 
             if tx >= warps * 32:
-                for step in T.serial(count - 1):
-                    if step >= stages:
-                        T.barrier_wait(free[step % stages], (step // stages + 1) % 2)
-                    if forgotten[first + (count - 1 - step if reverse else step), head] == 0:
-                        for half in T.unroll(2):
-                            for x in T.unroll(K // 64):
-                                T.tma_copy(
-                                    transition[
-                                        first + (count - 1 - step if reverse else step),
-                                        head,
-                                        half,
-                                        0:K,
-                                        x * 64 : x * 64 + 64,
-                                    ],
-                                    m_s[step % stages, half, x, :, :],
-                                    barrier=loaded[step % stages],
-                                    leader_scope_threads=32,
-                                )
-                    T.barrier_arrive(loaded[step % stages])
+                if none == 0:
+                    for step in T.serial(count - 1):
+                        if step >= stages:
+                            T.barrier_wait(free[step % stages], (step // stages + 1) % 2)
+                        if forgotten[first + (count - 1 - step if reverse else step), head] == 0:
+                            for half in T.unroll(2):
+                                for x in T.unroll(K // 64):
+                                    T.tma_copy(
+                                        transition[
+                                            first + (count - 1 - step if reverse else step),
+                                            head,
+                                            half,
+                                            0:K,
+                                            x * 64 : x * 64 + 64,
+                                        ],
+                                        m_s[step % stages, half, x, :, :],
+                                        barrier=loaded[step % stages],
+                                        leader_scope_threads=32,
+                                    )
+                        T.barrier_arrive(loaded[step % stages])
             else:
                 state = T.alloc_local((size,), "float32")
                 answer = T.alloc_local((size,), "float32")
@@ -335,41 +384,53 @@ def program(config: Config):
                 else:
                     for i in T.unroll(size):
                         state[i] = 0
-                if count > 1:
-                    T.barrier_wait(loaded[0], 0)
-                    load_map(m, row, 0)
-                for step in T.serial(count - 1):
-                    product = T.call_extern("int32", "jax_qla_any", alone == 0)
-                    if product != 0:
-                        T.call_extern("handle", f"jax_qla_share<{K}, {tile}>", written + at, state.data)
-                        if tile < 64:
+                if none != 0:
+                    if count > 0:
+                        leave(entering, state, piece)
+                        T.call_extern(
+                            "handle",
+                            f"jax_qla_copy_responses<{tile}, {V}>",
+                            T.address_of(entering[0, 0, 0, 0]),
+                            T.address_of(response[0, 0, 0, 0]),
+                            piece,
+                            pace,
+                            count,
+                        )
+                else:
+                    if count > 1:
+                        T.barrier_wait(loaded[0], 0)
+                        load_map(m, row, 0)
+                    for step in T.serial(count - 1):
+                        product = T.call_extern("int32", "jax_qla_any", alone == 0)
+                        if product != 0:
+                            T.call_extern("handle", f"jax_qla_share<{K}, {tile}>", written + at, state.data)
+                            if tile < 64:
+                                fetch(answer, response, piece)
+                            T.sync_threads(1, warps * 32)
+                            multiply("false", sums, m, right, unit + at, row, stage)
+                        leave(entering, state, piece)
+                        if tile == 64:  # where the state was, for want of registers
                             fetch(answer, response, piece)
-                        T.sync_threads(1, warps * 32)
-                        multiply("false", sums, m, right, unit + at, row, stage)
-                    leave(entering, state, piece)
-                    if tile == 64:  # where the state was, for want of registers
-                        fetch(answer, response, piece)
-                    else:
-                        if product == 0:
-                            fetch(answer, response, piece)
-                    piece += pace
-                    T.barrier_arrive(free[stage])
-                    if step < count - 2:
-                        stage = T.if_then_else(stage == stages - 1, 0, stage + 1)
-                        phase = T.if_then_else(stage == 0, 1 - phase, phase)
-                        flag += -value_heads if reverse else value_heads
-                        alone = T.call_extern("int32", "jax_qla_flag", T.address_of(forgotten[0, 0]), flag)
-                        T.barrier_wait(loaded[stage], phase)
-                    if product != 0:
-                        # After the last piece M is an earlier one, which nothing uses.
-                        multiply("true", sums, m, right, unit + at, row, stage)
-                        T.call_extern("handle", f"jax_qla_end<{tile}>", state.data, sums.data, answer.data)
-                        at = T.uint32(4 * K * tile) - at
-                    else:
-                        for i in T.unroll(size):
-                            state[i] = answer[i]
-                        load_map(m, row, stage)
-                if count > 0:
+                        else:
+                            if product == 0:
+                                fetch(answer, response, piece)
+                        piece += pace
+                        T.barrier_arrive(free[stage])
+                        if step < count - 2:
+                            stage = T.if_then_else(stage == stages - 1, 0, stage + 1)
+                            phase = T.if_then_else(stage == 0, 1 - phase, phase)
+                            flag += -value_heads if reverse else value_heads
+                            alone = T.call_extern("int32", "jax_qla_flag", T.address_of(forgotten[0, 0]), flag)
+                            T.barrier_wait(loaded[stage], phase)
+                        if product != 0:
+                            # After the last piece M is an earlier one, which nothing uses.
+                            multiply("true", sums, m, right, unit + at, row, stage)
+                            T.call_extern("handle", f"jax_qla_end<{tile}>", state.data, sums.data, answer.data)
+                            at = T.uint32(4 * K * tile) - at
+                        else:
+                            for i in T.unroll(size):
+                                state[i] = answer[i]
+                            load_map(m, row, stage)
                     leave(entering, state, piece)
             if reverse:
                 T.pdl_sync()  # ends after the forward one, for what follows waits for this kernel alone

@@ -73,6 +73,7 @@ from jax_qla.kernels.common import (
     FAINT,
     MIN_LOG_DECAY,
     PASS_CONFIGS,
+    SHORT,
     TILE_PRELUDE,
     accumulator_layout,
     macros,
@@ -86,6 +87,7 @@ from jax_qla.kernels.specification import (
     last_row,
     of_heads,
     scatter_chunks,
+    states_of_tiles,
 )
 
 __all__ = ["PASS_CONFIGS", "Config", "program", "specification"]
@@ -531,7 +533,14 @@ def program(config: Config):
 
     @T.macro
     def load_states(states, tile, slot, head, loaded):
-        T.tma_copy(states[slot, head, 0:V, 0:K], tile, barrier=loaded[0], leader_scope_threads=32)
+        for x in T.unroll(K // 64):
+            T.tma_copy(
+                states[slot, head, x, 0:V, 0:64],
+                tile[:, x * 64 : x * 64 + 64],
+                barrier=loaded[0],
+                leader_scope_threads=32,
+                eviction_policy=SHORT,
+            )
         T.barrier_arrive(loaded[0])
 
     @T.prim_func
@@ -545,8 +554,8 @@ def program(config: Config):
         do: T.Tensor((tokens, value_heads, V), dtype),
         vd: T.Tensor((tokens, of_launch, V * (1 + split)), dtype),
         d: T.Tensor((tokens, value_heads, V), dtype),  # D; may be dv itself
-        h: T.Tensor((slots, of_launch, V, K), dtype),
-        dh: T.Tensor((slots, of_launch, V, K), dtype),
+        h: T.Tensor((slots, of_launch, K // 64, V, 64), dtype),
+        dh: T.Tensor((slots, of_launch, K // 64, V, 64), dtype),
         segments: T.Tensor((sequences, 2), "int32"),
         dq: T.Tensor((tokens, key_heads, K), dtype),
         dk: T.Tensor((tokens, key_heads, K), dtype),
@@ -1163,7 +1172,7 @@ def specification(
     values, gates, strength, output, d = (gather_chunks(x, chunks) for x in (v, gamma, beta, do, d))
     corrected = gather_parts(vd, chunks, v.shape[-1])
     used = chunks[:, 2, None, None, None] > 0
-    h, dh = (jnp.where(used, x, 0).astype(keys.dtype) for x in (h, dh))
+    h, dh = (jnp.where(used, states_of_tiles(x), 0).astype(keys.dtype) for x in (h, dh))
     end = last_row(gates, chunks)
     rise, fall = jnp.exp(gates), jnp.exp(end[:, None] - gates)
     of_key, scales = inverse_length(keys, l2norm), scale * inverse_length(queries, l2norm)
@@ -1176,9 +1185,9 @@ def specification(
     m = f * weight[:, :, None]
     # without its diagonal, which the row and the column sums share
     r = e * jnp.einsum("sihk,sjhk->sijh", queries, keys) * decay(jnp.zeros_like(gates), strict=True) + m * kk
-    dq_state = (scales * rise)[..., None] * jnp.einsum("sihv,shvk->sihk", output, h)
-    z = jnp.einsum("sihv,shvk->sihk", d, h)
-    y = fall[..., None] * jnp.einsum("sihv,shvk->sihk", corrected, dh)
+    dq_state = (scales * rise)[..., None] * jnp.einsum("sihv,shkv->sihk", output, h)
+    z = jnp.einsum("sihv,shkv->sihk", d, h)
+    y = fall[..., None] * jnp.einsum("sihv,shkv->sihk", corrected, dh)
 
     dq = dq_state + jnp.einsum("sijh,sjhk->sihk", e, keys)
     dk = jnp.einsum("sijh,sihk->sjhk", e, queries) + jnp.einsum("sijh,sjhk->sihk", m, keys)

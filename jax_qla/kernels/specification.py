@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_qla import l2norm as l2norm_module
-from jax_qla.kernels.common import CHUNK, FORGOTTEN, STRETCHES
+from jax_qla.kernels.common import CHUNK, FORGOTTEN, STRETCHES, state_tile_rows
 
 
 def gather_chunks(x: jax.Array, chunks: jax.Array) -> jax.Array:
@@ -111,6 +111,19 @@ def scan_slots(
     carry = (jnp.zeros_like(initial[0]), initial)
     (_, left), outputs = jax.lax.scan(body, carry, (sequence, entered, per_slot), reverse=reverse)
     return left, outputs
+
+
+def state_tiles(states: jax.Array) -> jax.Array:
+    """States [..., K, V] as kernels/states.py and state_gradients.py write them, in tiles of 64 rows (of all, where K is no
+    multiple of that), transposed: [..., K / 64, V, 64]."""
+    *axes, rows, columns = states.shape
+    return jnp.swapaxes(states.reshape(*axes, -1, state_tile_rows(rows), columns), -1, -2)
+
+
+def states_of_tiles(tiles: jax.Array) -> jax.Array:
+    """`state_tiles` undone."""
+    *axes, count, columns, rows = tiles.shape
+    return jnp.swapaxes(tiles, -1, -2).reshape(*axes, count * rows, columns)
 
 
 def chunk_in_piece(pieces: jax.Array, chunks: jax.Array) -> jax.Array:

@@ -3,7 +3,7 @@
 Per chunk, value head and sequence, last chunk first, with dS the gradient of the state after the chunk and
 P = scale Q K^T o G (notation of kernels/forward.py):
 
-    dh  = dS                                                                        [K, V] stored transposed
+    dh  = dS                                                                        [K, V] stored as h is
     dVd = P^T dO + diag(exp(gamma_C - gamma)) K dS                                  [64, V]
     dX  = a^T dVd                                                                   [64, V]
     dv  = diag(beta) dX, but dX in rows where |beta| < FAINT                        [64, V]
@@ -43,7 +43,7 @@ from types import SimpleNamespace
 import jax
 import jax.numpy as jnp
 
-from jax_qla.kernels.common import CHUNK, FAINT, LENGTH_PRELUDE, P_PRELUDE, PASS_CONFIGS, macros
+from jax_qla.kernels.common import CHUNK, FAINT, LENGTH_PRELUDE, P_PRELUDE, PASS_CONFIGS, SHORT, macros
 from jax_qla.kernels.specification import (
     among_heads,
     decay,
@@ -54,6 +54,7 @@ from jax_qla.kernels.specification import (
     of_heads,
     scan_slots,
     scatter_chunks,
+    state_tiles,
 )
 
 __all__ = ["PASS_CONFIGS", "Config", "program", "specification"]
@@ -100,7 +101,7 @@ def program(config: Config):
         segments: T.Tensor((sequences, 2), "int32"),  # sequences, or their pieces
         pieces: T.Tensor((cut_pieces, 4), "int32"),
         spans: T.Tensor((cut_sequences, 2), "int32"),
-        dh: T.Tensor((slots, heads, V, K), dtype),
+        dh: T.Tensor((slots, heads, K // 64, V, 64), dtype),
         dv: T.Tensor((tokens, value_heads, V), dtype),
         d_initial_state: T.Tensor((initial_states, value_heads, K, V), "float32"),
         ratio: T.int32,
@@ -233,13 +234,15 @@ def program(config: Config):
                             T.copy(d_b, dh_s[wg, :, :])
                             T.fence_proxy_async()
                             T.sync_threads(4 + wg, 128)
-                            T.tma_copy(
-                                dh_s[wg, :, :],
-                                dh[slot, number, first + part : first + part + 64, 0:K],
-                                leader_scope_threads=128,
-                            )
+                            for x in T.unroll(K // 64):
+                                T.tma_copy(
+                                    dh_s[wg, :, x * 64 : x * 64 + 64],
+                                    dh[slot, number, x, first + part : first + part + 64, 0:64],
+                                    leader_scope_threads=128,
+                                    eviction_policy=SHORT,
+                                )
                             # by now the previous chunk's dv has left too, and its stage may be overwritten
-                            T.tma_store_wait(1)
+                            T.tma_store_wait(K // 64)
                             if c > 0:
                                 T.barrier_arrive(free[(c - 1) % stages])
                             T.call_extern(
@@ -288,6 +291,7 @@ def program(config: Config):
                                     do_s[at, :, part : part + 64],
                                     dv[line : line + C, head, first + part : first + part + 64],
                                     leader_scope_threads=128,
+                                    eviction_policy=SHORT,
                                 )
                             else:
                                 m.store_rows(do_s, at, dv, line, lines, head, first, part, tx - wg * 128)
@@ -321,7 +325,7 @@ def specification(
     first_head: int = 0,
     heads: int | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """(dh [slots, heads, V, K] in do's dtype, dv [tokens, Hv, V] in do's dtype, d_initial_state [N, Hv, K, V]), of so many value heads from
+    """(dh [slots, heads, K / 64, V, 64] in do's dtype, dv [tokens, Hv, V] in do's dtype, d_initial_state [N, Hv, K, V]), of so many value heads from
     `first_head` on, or of all; dv and d_initial_state are not a number in others.
 
     `segments` are sequences or, with `pieces` and `spans`, their pieces; without, these are empty. dh of a slot without rows is not defined.
@@ -346,7 +350,7 @@ def specification(
         dx = jnp.einsum("ihj,ihv->jhv", inverse, dvd)
         update = jnp.einsum("ihk,ihv->hkv", queries, scales[..., None] * rise * output)
         update -= jnp.einsum("ihk,ihv->hkv", keys, rise * strength[..., None] * dx)
-        return jnp.exp(end)[:, None, None] * ds + update, (jnp.swapaxes(ds, 1, 2), factor[..., None] * dx)
+        return jnp.exp(end)[:, None, None] * ds + update, (state_tiles(ds), factor[..., None] * dx)
 
     xs = (queries, keys, output, inverse, p, gates, strength, factor, scales, last_row(gates, chunks))
     d_initial_state, (dh, dv) = scan_slots(step, d_final_state, segments, chunks, xs, reverse=True)

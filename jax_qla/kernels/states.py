@@ -2,7 +2,7 @@
 
 The recurrence of kernels/forward.py without its outputs:
 
-    h  = S                                                  [K, V] before the chunk, stored transposed
+    h  = S                                                  [K, V] before the chunk, stored as transposed tiles of 64 rows of K
     X  = diag(beta) (V - diag(exp(gamma)) K S)              [64, V]
     Vd = a X                                                [64, V]
     S' = exp(gamma_C) S + K^T diag(exp(gamma_C - gamma)) Vd [K, V]
@@ -26,7 +26,7 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 
-from jax_qla.kernels.common import CHUNK, LENGTH_PRELUDE, PASS_CONFIGS, TILE_PRELUDE, macros
+from jax_qla.kernels.common import CHUNK, LENGTH_PRELUDE, LONG, PASS_CONFIGS, SHORT, TILE_PRELUDE, macros
 from jax_qla.kernels.specification import (
     gather_chunks,
     gather_parts,
@@ -36,6 +36,7 @@ from jax_qla.kernels.specification import (
     part_columns,
     scan_slots,
     scatter_chunks,
+    state_tiles,
 )
 
 __all__ = ["EVERYTHING", "NOTHING", "PASS_CONFIGS", "Config", "program", "specification"]
@@ -84,7 +85,7 @@ def program(config: Config):
         beta: T.Tensor((tokens, value_heads), "float32"),
         initial_state: T.Tensor((initial_states, value_heads, K, V), "float32"),
         segments: T.Tensor((sequences, 2), "int32"),
-        h: T.Tensor((slots, heads, V, K), dtype),
+        h: T.Tensor((slots, heads, K // 64, V, 64), dtype),
         vd: T.Tensor((tokens, heads, V * (1 + split)), dtype),
         ratio: T.int32,
         first_head: T.int32,
@@ -148,11 +149,11 @@ def program(config: Config):
                         if step >= stages:
                             T.barrier_wait(free[step % stages], (step // stages + 1) % 2)
                         if tx < S + 32:
-                            m.load_rows(k, start + step * C, key_head, 0, K, k_s, step % stages, loaded)
-                            m.load_rows(a, start + step * C, head, 0, C, a_s, step % stages, loaded)
+                            m.load_rows(k, start + step * C, key_head, 0, K, k_s, step % stages, loaded, LONG)
+                            m.load_rows(a, start + step * C, head, 0, C, a_s, step % stages, loaded, LONG)
                             if split:
-                                m.load_rows(a, start + step * C, head, C, C, low_s, step % stages, loaded)
-                            m.load_rows(v, start + step * C, head, first, W, v_s, step % stages, loaded)
+                                m.load_rows(a, start + step * C, head, C, C, low_s, step % stages, loaded, LONG)
+                            m.load_rows(v, start + step * C, head, first, W, v_s, step % stages, loaded, LONG)
                             T.barrier_arrive(loaded[step % stages])
                     if step > 0:
                         # prepare the chunk before, which has arrived
@@ -228,13 +229,15 @@ def program(config: Config):
                             T.copy(state_b, h_s[wg, :, :])
                             T.fence_proxy_async()
                             T.sync_threads(4 + wg, 128)
-                            T.tma_copy(
-                                h_s[wg, :, :],
-                                h[slot, number, first + part : first + part + 64, 0:K],
-                                leader_scope_threads=128,
-                            )
+                            for x in T.unroll(K // 64):
+                                T.tma_copy(
+                                    h_s[wg, :, x * 64 : x * 64 + 64],
+                                    h[slot, number, x, first + part : first + part + 64, 0:64],
+                                    leader_scope_threads=128,
+                                    eviction_policy=SHORT,
+                                )
                             # by now the previous chunk's Vd has left too, and its stage may be overwritten
-                            T.tma_store_wait(1)
+                            T.tma_store_wait(K // 64)
                             if c > 0:
                                 T.barrier_arrive(free[(c - 1) % stages])
                             for i, j in T.Parallel(64, C):
@@ -271,12 +274,14 @@ def program(config: Config):
                                     v_s[at, :, part : part + 64],
                                     vd[line : line + C, number, first + part : first + part + 64],
                                     leader_scope_threads=128,
+                                    eviction_policy=SHORT,
                                 )
                                 if split:
                                     T.tma_copy(
                                         low_s[at, :, :],
                                         vd[line : line + C, number, V + first : V + first + 64],
                                         leader_scope_threads=128,
+                                        eviction_policy=SHORT,
                                     )
                             else:
                                 m.store_rows(v_s, at, vd, line, lines, number, first, part, tx - wg * 128)
@@ -304,7 +309,7 @@ def specification(
     first_head: int = 0,
     heads: int | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """(h [slots, heads, V, K], vd [tokens, heads, V] or, where `a` has two parts, [tokens, heads, 2 V], in v's dtype) of so many value heads from
+    """(h [slots, heads, K / 64, V, 64], vd [tokens, heads, V] or, where `a` has two parts, [tokens, heads, 2 V], in v's dtype) of so many value heads from
     `first_head` on, or of all; h of a slot without rows is not defined."""
     heads = v.shape[1] if heads is None else heads
     k = of_heads(k, first_head // ratio, heads // ratio)
@@ -320,7 +325,7 @@ def specification(
         x = strength[..., None] * (values - jnp.exp(gates)[..., None] * jnp.einsum("ihk,hkv->ihv", keys, state))
         vd = jnp.einsum("ihj,jhv->ihv", inverse, x)
         update = jnp.einsum("ihk,ihv->hkv", keys, jnp.exp(end - gates)[..., None] * vd)
-        return jnp.exp(end)[:, None, None] * state + update, (jnp.swapaxes(state, 1, 2), vd)
+        return jnp.exp(end)[:, None, None] * state + update, (state_tiles(state), vd)
 
     xs = (keys, values, inverse, gates, strength, last_row(gates, chunks))
     _, (h, vd) = scan_slots(step, initial_state, segments, chunks, xs)
