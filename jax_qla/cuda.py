@@ -256,7 +256,9 @@ def backward(
             awaits = states_kernel.NOTHING if ahead else states_kernel.EVERYTHING
             place = len(steps) - 1 if ahead else len(steps)
             steps.insert(place, call.step(states_kernel, rename=initial, awaits=awaits, **of))
-        steps.append(call.step(state_gradients_kernel, rename=final, scale=scale, **of))
+        behind = bool(steps) and steps[-1].kernel == "compose"  # which writes what it begins with
+        awaits = state_gradients_kernel.STATE if behind else state_gradients_kernel.NOTHING
+        steps.append(call.step(state_gradients_kernel, rename=final, scale=scale, awaits=awaits, **of))
         steps.append(call.step(gradients_kernel, rename={"d": "dv"}, scale=scale, group=together, first_head=first))
     results = launch(
         steps,

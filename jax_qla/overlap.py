@@ -18,15 +18,19 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from jax_qla.kernels import forward, states
+from jax_qla.kernels import forward, state_gradients, states
 
 if TYPE_CHECKING:
     from jax_qla.launch import Step
 
 _HASTY = frozenset({"layout", "prepare", "adjoint_summaries", "state_gradients"})
-"""Let the next kernel begin at once, use everything, and wait at their end. So does `compose` of the gradients."""
+"""Let the next kernel begin at once, use everything, and wait at their end. So does `compose` of the gradients.
+`state_gradients` may have to wait for the gradient that it begins with."""
 
 _OF_PREPARE = frozenset({"a", "gamma", "lengths"})
+
+_OF_STATE = frozenset({"d_final_state", "dh", "dv", "d_initial_state"})
+"""What `state_gradients` does not touch before it has the gradient that it begins with."""
 
 _APART = frozenset({"o", "final_state"})
 """`prepare` writes rows of o that no sequence has, `forward` the others, and what of both it has of some heads, another
@@ -51,6 +55,8 @@ def uses_early(step: Step, operand: str) -> bool:
         return awaits == forward.NOTHING or operand not in _OF_PREPARE
     if step.kernel == "states":
         return step.scalars["awaits"] == states.NOTHING
+    if step.kernel == "state_gradients":
+        return step.scalars["awaits"] == state_gradients.NOTHING or operand not in _OF_STATE
     if step.kernel == "gradients":
         return operand == "segments"  # where it looks its chunk up
     return not patient(step)

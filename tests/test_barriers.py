@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from jax_qla import overlap
-from jax_qla.kernels import forward, states
+from jax_qla.kernels import forward, state_gradients, states
 from jax_qla.launch import Step
 
 CHUNK = 64
@@ -107,7 +107,8 @@ WAITING = [
     ("compose", {"reverse": True}, {}),
     ("states", {}, {"awaits": states.EVERYTHING}),
     ("states", {}, {"awaits": states.NOTHING}),
-    ("state_gradients", {}, {}),
+    ("state_gradients", {}, {"awaits": state_gradients.STATE}),
+    ("state_gradients", {}, {"awaits": state_gradients.NOTHING}),
     ("gradients", {}, {"group": 1}),
 ]
 """Kernels that wait for the one before them, with fields of their Config and values of scalars."""

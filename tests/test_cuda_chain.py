@@ -23,6 +23,7 @@ from jax_qla import MeshAxes, api, cuda, dispatch, implementations, overlap, pol
 from jax_qla import segments as tables
 from jax_qla.implementations import Choice
 from jax_qla.kernels import forward as forward_kernel
+from jax_qla.kernels import state_gradients as state_gradients_kernel
 from jax_qla.kernels import states as states_kernel
 from jax_qla.launch import Step
 
@@ -221,11 +222,10 @@ def test_groups_of_heads(packed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
         return launch_specifications(steps, inputs, outputs, *more)
 
     found = []
+    _, _, residuals = module.forward(*operands, segments, output_final_state=True, with_residuals=True, scale=0.25)
+    monkeypatch.setattr(cuda, "launch", recording)
     for groups in (1, 2):
         monkeypatch.setenv(policy.GROUPS_OVERRIDE, str(groups))
-        monkeypatch.setattr(cuda, "launch", launch_specifications)
-        _, _, residuals = module.forward(*operands, segments, output_final_state=True, with_residuals=True, scale=0.25)
-        monkeypatch.setattr(cuda, "launch", recording)
         found.append(module.backward(*operands, segments, residuals, x["do"], x["d_final_state"], scale=0.25))
     assert kernels == END * 3
     assert early[1][-len(END) :] == [True] * len(END)
@@ -523,7 +523,7 @@ def test_pieces_are_summarised_once(packed: bool, room: bool, monkeypatch: pytes
         stand_in.forget_traces()
         kept = sharding.backward(*operands, segments, residuals, None, do, None, **options)
         assert calls == [[*before, *(KEPT if room else AHEAD)]]
-        assert waiting == ["adjoint_summaries"] * packed + ["compose" if room else "state_gradients"]
+        assert waiting == ["adjoint_summaries"] * packed + ["compose"] * room
         calls.clear()
         waiting.clear()
         again = sharding.backward(*operands, segments, residuals._replace(between=None), None, do, None, **options)
@@ -583,8 +583,9 @@ def test_no_kernel_writes_early_what_another_may_still_read() -> None:
     results = ["h", "vd", "dh", "dv", "d_initial_state", "dq", "dk", "dg", "dbeta"]
 
     def early(*kernels: str) -> list[bool]:
-        awaits = {"awaits": states_kernel.EVERYTHING}
-        steps = [Step(kernel, None, awaits, {"d": "dv"} if kernel == "gradients" else {}) for kernel in kernels]
+        awaits = {"states": states_kernel.EVERYTHING, "state_gradients": state_gradients_kernel.NOTHING}
+        renamed = {"gradients": {"d": "dv"}}
+        steps = [Step(name, None, {"awaits": awaits.get(name, 0)}, renamed.get(name, {})) for name in kernels]
         plans = [{"operands": [{"name": name} for name in _named(kernel)]} for kernel in kernels]
         return overlap.early_starts(steps, plans, results)
 
@@ -804,16 +805,18 @@ def test_of_a_shard(packed: bool, states: bool) -> None:
 DEVICES = 8
 
 
-@pytest.mark.usefixtures("_chain")
-@pytest.mark.parametrize(("mode", "l2norm"), [("named", False), ("manual", False), ("auto", False), ("named", True)])
-@pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
-def test_sequence_over_devices(packed: bool, mode: str, l2norm: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sequences over 8 devices, 70 tokens on each, against one device by another implementation.
+def _results_and_gradients(function: Any) -> Any:
+    @jax.jit
+    def results_and_gradients(segments: Any, cotangents: Any, *operands: Any) -> Any:
+        results, transpose = jax.vjp(functools.partial(function, segments), *operands)
+        return *results, *transpose(cotangents)
 
-    Named axes let the backward pass go on from what the forward pass found; in an Auto mesh it begins anew. What the
-    devices exchange is the same where the kernels normalise q and k.
-    """
-    monkeypatch.setattr(cuda, "L2NORM_DTYPES", ("float32",))
+    return results_and_gradients
+
+
+@functools.cache
+def _over_devices(packed: bool, l2norm: bool) -> tuple[Any, ...]:
+    """q, k, v, g and beta, the initial state, segments, cotangents, and what "xla" makes of them on one device."""
     batch, sequences, tokens = 2, 3 if packed else 2, 70 * DEVICES
     x = _operands(batch, tokens, batch * 3 if packed else batch)
     if l2norm:
@@ -824,26 +827,39 @@ def test_sequence_over_devices(packed: bool, mode: str, l2norm: bool, monkeypatc
         state, d_final = (a.reshape(batch, sequences, *a.shape[1:]) for a in (state, d_final))
         segments = jnp.asarray([[(0, 3), (3, 300), (333, 560)], [(5, 75), (140, 140), (140, 559)]], jnp.int32)
 
-    def apply(choice: Choice, layout: sharding.Layout, segments: Any, *operands: Any) -> Any:
-        return _rule(choice, *operands, segments, layout=layout, l2norm=l2norm)
+    def apply(segments: Any, *operands: Any) -> Any:
+        choice = Choice("xla", "xla", "", "")
+        return _rule(choice, *operands, segments, layout=sharding.LOCAL, l2norm=l2norm)
 
-    def both(function: Any) -> Any:
-        @jax.jit
-        def results_and_gradients(segments: Any, cotangents: Any, *operands: Any) -> Any:
-            results, transpose = jax.vjp(functools.partial(function, segments), *operands)
-            return *results, *transpose(cotangents)
+    cotangents = (x["do"], d_final)
+    stand_in.forget_traces()
+    expected = _results_and_gradients(apply)(segments, cotangents, *rows, state)
+    return rows, state, segments, cotangents, jax.device_get(expected)
 
-        return results_and_gradients(segments, (x["do"], d_final), *rows, state)
+
+@pytest.mark.usefixtures("_chain")
+@pytest.mark.parametrize(("mode", "l2norm"), [("named", False), ("manual", False), ("auto", False), ("named", True)])
+@pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
+def test_sequence_over_devices(packed: bool, mode: str, l2norm: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sequences over 8 devices, 70 tokens on each, against one device by another implementation.
+
+    Named axes let the backward pass go on from what the forward pass found; in an Auto mesh it begins anew. What the
+    devices exchange is the same where the kernels normalise q and k.
+    """
+    monkeypatch.setattr(cuda, "L2NORM_DTYPES", ("float32",))
+    rows, state, segments, cotangents, expected = _over_devices(packed, l2norm)
+
+    def apply(layout: sharding.Layout, segments: Any, *operands: Any) -> Any:
+        return _rule(OF_KERNELS, *operands, segments, layout=layout, l2norm=l2norm)
 
     stand_in.forget_traces()
-    expected = both(functools.partial(apply, Choice("xla", "xla", "", ""), sharding.LOCAL))
     mesh = jax.make_mesh((DEVICES,), ("seq",), axis_types=(AxisType.Auto,))
     by_token, whole = P(None, "seq"), P()
     with jax.set_mesh(mesh):
         if mode == "manual":
             layout = sharding.Layout(sequence=("seq",))
             function: Any = jax.shard_map(
-                functools.partial(apply, OF_KERNELS, layout),
+                functools.partial(apply, layout),
                 in_specs=(whole if packed else None, *(by_token,) * 5, whole),
                 out_specs=(by_token, whole),
             )
@@ -852,8 +868,8 @@ def test_sequence_over_devices(packed: bool, mode: str, l2norm: bool, monkeypatc
             layout = sharding.resolve(names, rows, sharding.OPERANDS)
             assert layout.automatic == (mode == "auto")
             rows = jax.device_put(rows, NamedSharding(mesh, by_token))
-            function = functools.partial(apply, OF_KERNELS, layout)
-        found = both(function)
+            function = functools.partial(apply, layout)
+        found = _results_and_gradients(function)(segments, cotangents, *rows, state)
     stand_in.forget_traces()
     names_of = ("o", "final_state", "dq", "dk", "dv", "dg", "dbeta", "d_initial_state")
     for name, a, b in zip(names_of, found, expected, strict=True):

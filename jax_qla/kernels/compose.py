@@ -209,7 +209,7 @@ __device__ __forceinline__ void jax_qla_end(float* state, const float* sums, con
 // entering of the pieces behind the first becomes the response of the piece before, of all `count` but the last; pieces are `pace` elements apart.
 template <int columns, int pitch>
 __device__ __forceinline__ void jax_qla_copy_responses(float* entering, const float* response, long long corner, long long pace, int count) {
-  constexpr int together = 64 / columns;  // as many loads as registers bear, which wait for one another no more
+  constexpr int together = columns == 64 ? 1 : 128 / columns;  // as many as registers bear
   for (int step = 0; step < count - 1; step += together) {
     float c[together][columns / 2];
 #pragma unroll
@@ -386,7 +386,6 @@ def program(config: Config):
                         state[i] = 0
                 if none != 0:
                     if count > 0:
-                        leave(entering, state, piece)
                         T.call_extern(
                             "handle",
                             f"jax_qla_copy_responses<{tile}, {V}>",
@@ -396,6 +395,7 @@ def program(config: Config):
                             pace,
                             count,
                         )
+                        leave(entering, state, piece)
                 else:
                     if count > 1:
                         T.barrier_wait(loaded[0], 0)

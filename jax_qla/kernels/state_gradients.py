@@ -32,7 +32,8 @@ dX is not needed as such outside: kernels/gradients.py takes dv, and writes the 
 |k| V, so that dv = diag(beta / |k|) dX.
 
 A launch computes as many value heads as dh has room for, from `first_head` on (policy.head_groups). Where the sequences are pieces of
-longer ones, only the gradient before a sequence's first piece is one of an initial state.
+longer ones, only the gradient before a sequence's first piece is one of an initial state, and blocks begin, but for the state's warpgroups,
+while `compose` still runs (STATE).
 
 The diagonal of a^T dVd is dVd itself, which stays in the accumulator in float32.
 """
@@ -57,7 +58,12 @@ from jax_qla.kernels.specification import (
     state_tiles,
 )
 
-__all__ = ["PASS_CONFIGS", "Config", "program", "specification"]
+__all__ = ["NOTHING", "PASS_CONFIGS", "STATE", "Config", "program", "specification"]
+
+
+STATE, NOTHING = range(2)
+"""What a block awaits of the kernel launched before. It is `compose`, and has the gradient that the state's warpgroups begin with: all else was
+there before that kernel let this one begin. Or all is there."""
 
 
 @dataclass(frozen=True)
@@ -107,6 +113,7 @@ def program(config: Config):
         ratio: T.int32,
         scale: T.float32,
         first_head: T.int32,
+        awaits: T.int32,
     ):
         with T.Kernel(sequences * heads * tiles, threads=S + 256, prelude=P_PRELUDE + LENGTH_PRELUDE) as block:
             T.annotate_min_blocks_per_sm(1)
@@ -206,6 +213,8 @@ def program(config: Config):
                         line = T.alloc_var("int32")
                         lines = T.alloc_var("int32")
                         slot = T.alloc_var("int32")
+                        if awaits == STATE:
+                            T.pdl_sync()
                         if final_states > 0:
                             for i, j in T.Parallel(64, K):
                                 d[i, j] = d_final_state[n, head, j, first + part + i]
