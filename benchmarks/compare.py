@@ -36,6 +36,9 @@ from peers import PEERS
 from report import OURS, Report, joined
 from rows import Row, select
 
+SAVING = f"{OURS}_saving"
+"""With `save_chunk_states`."""
+
 GPU_STATE = "name,driver_version,clocks.sm,clocks.max.sm,clocks.mem,temperature.gpu,power.draw"
 
 
@@ -43,6 +46,7 @@ def libraries(shared_segments: bool) -> dict[str, Callable[[], Library]]:
     """Every library that can be compared, by name."""
     known: dict[str, Callable[[], Library]] = {
         OURS: lambda: JaxQla(OURS, "cuda", shared_segments=shared_segments),
+        SAVING: lambda: JaxQla(SAVING, "cuda", shared_segments=shared_segments, saving=True),
         # So much slower that two calls are enough.
         f"{OURS}_xla": lambda: JaxQla(f"{OURS}_xla", "xla", calls=2, shared_segments=shared_segments),
     }
@@ -83,7 +87,9 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
         description=summary, epilog=details, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--rows", nargs="+", default=[], metavar="PATTERN", help="default: all rows of the table")
-    parser.add_argument("--libraries", nargs="+", choices=list(libraries(False)), help="default: all but jax_qla_xla")
+    parser.add_argument(
+        "--libraries", nargs="+", choices=list(libraries(False)), help=f"default: all but {SAVING} and {OURS}_xla"
+    )
     parser.add_argument("--output", type=Path, default=Path("runs/comparison"), metavar="DIR")
     parser.add_argument(
         "--shared-segments",
@@ -102,7 +108,7 @@ def installed(names: Sequence[str] | None, shared_segments: bool) -> tuple[list[
     """The libraries asked for, and their versions. A library that is not installed is left out, with a message."""
     known = libraries(shared_segments)
     found, versions = [], {}
-    for name in names or [name for name in known if name != f"{OURS}_xla"]:
+    for name in names or [name for name in known if name not in (SAVING, f"{OURS}_xla")]:
         library = known[name]()
         try:
             versions[name] = library.version()

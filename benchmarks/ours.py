@@ -29,14 +29,20 @@ class JaxQla:
     The device time is that of a jitted function of `calls` calls. Each call takes the state (backward: the gradient of
     the state) that the one before it returned, so XLA can neither merge them nor run them side by side. With
     `shared_segments`, XLA may derive the chunks from cu_seqlens once for all of them, as it does in a model of many
-    layers, and as FlashQLA, which remembers what it derived, does in the graph that is timed.
+    layers, and as FlashQLA, which remembers what it derived, does in the graph that is timed. `saving`: whether the
+    forward pass saves the states before all chunks.
     """
 
     directions: tuple[str, ...] = ("forward", "backward")
 
-    def __init__(self, name: str, implementation: str, calls: int = CALLS, shared_segments: bool = False) -> None:
+    def __init__(
+        self, name: str, implementation: str, calls: int = CALLS, shared_segments: bool = False, saving: bool = False
+    ) -> None:
         self.name = name
-        self._forward = partial(forward, implementation=implementation)
+        # Earlier versions (versions.py) have no such option.
+        self._forward = partial(
+            forward, implementation=implementation, **({"save_chunk_states": True} if saving else {})
+        )
         self._backward = partial(backward, implementation=implementation)
         self._calls = calls
         self._shared_segments = shared_segments
@@ -121,7 +127,7 @@ class JaxQla:
 
 
 def forward(
-    q: Any, k: Any, v: Any, g: Any, beta: Any, initial_state: Any, cu_seqlens: Any, *, implementation: str
+    q: Any, k: Any, v: Any, g: Any, beta: Any, initial_state: Any, cu_seqlens: Any, **options: Any
 ) -> tuple[Any, ...]:
     """o, final_state, residuals."""
     return jax_qla.chunk_gated_delta_rule_fwd(
@@ -133,7 +139,7 @@ def forward(
         initial_state=initial_state,
         output_final_state=True,
         cu_seqlens=cu_seqlens,
-        implementation=implementation,
+        **options,
     )
 
 

@@ -12,13 +12,14 @@ from jax_qla.api import (
 )
 from jax_qla.causal_conv1d import causal_conv1d
 from jax_qla.sharding import MeshAxes
-from jax_qla.vjp import CARRY_NAMES, CHECKPOINT_NAMES, RESIDUAL_NAMES, RESULT_NAMES
+from jax_qla.vjp import CARRY_NAMES, CHECKPOINT_NAMES, CHUNK_STATE_NAMES, RESIDUAL_NAMES, RESULT_NAMES
 
 __version__ = "0.1.0"
 
 __all__ = [
     "CARRY_NAMES",
     "CHECKPOINT_NAMES",
+    "CHUNK_STATE_NAMES",
     "RESIDUAL_NAMES",
     "RESULT_NAMES",
     "Implementation",

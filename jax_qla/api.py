@@ -13,18 +13,20 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
 
 from jax_qla import decode, dispatch, policy, reference, sharding, vjp
 from jax_qla.checks import Checked, check, check_gradient
-from jax_qla.implementations import Between, Choice, RecurrentCall, Residuals, choose
+from jax_qla.implementations import Between, Choice, ChunkStates, RecurrentCall, Residuals, choose
 from jax_qla.l2norm import normalize
 from jax_qla.segments import gates_with_resets, piece_count, segments_from_cu_seqlens
 from jax_qla.sharding import Layout, MeshAxes
+
+_Tuple = TypeVar("_Tuple", Between, ChunkStates)
 
 
 class PieceChoice(NamedTuple):
@@ -63,6 +65,7 @@ def chunk_gated_delta_rule(
     precision: jax.lax.PrecisionLike = None,
     mesh_axes: MeshAxes | None = None,
     piece_rows: int | None = None,
+    save_chunk_states: bool = False,
 ) -> tuple[jax.Array, jax.Array | None]:
     """The gated delta rule over whole sequences, computed by chunks of 64 tokens.
 
@@ -114,6 +117,15 @@ def chunk_gated_delta_rule(
             pieces of at most so many tokens, as equal as may be; packed ones of at most two pieces stay whole where all
             of a batch are so short. Where devices share a sequence, each cuts its part, 0 being one piece. No other
             implementation has pieces, so with `piece_rows` none but "cuda" is taken.
+        save_chunk_states: whether the forward pass of "cuda", where it is differentiated, keeps for the backward pass
+            what that else computes again: the state before each chunk of 64 tokens and what each token writes to it,
+            2 (K V / 64 + V) bytes per token and value head (768 at K = V = 128; with precision "high" in bfloat16
+            1024). Gradients differ by rounding only. The backward pass takes about a quarter less time, the
+            forward pass longer, both together less (docs/performance.md). Inside `jax.checkpoint` nothing is kept
+            but what its policy names (`jax_qla.CHECKPOINT_NAMES` has these too), and what the forward pass
+            writes when it runs again spares the work without more memory. It has no effect where devices share a
+            sequence, where the compiler cuts the operands (Auto meshes without `mesh_axes`), and with other
+            implementations.
 
     Returns:
         o: [B, T, Hv, V] in v's dtype.
@@ -171,7 +183,15 @@ def chunk_gated_delta_rule(
     elif segment_ids is not None and max_segments is not None:
         segments = sharding.segments_of_rows(layout, segment_ids, int(max_segments))
 
-    options = vjp.Options(choice, checked.scale, output_final_state, bool(use_qk_l2norm_in_kernel), precision, layout)
+    options = vjp.Options(
+        choice,
+        checked.scale,
+        output_final_state,
+        l2norm=bool(use_qk_l2norm_in_kernel),
+        precision=precision,
+        layout=layout,
+        keep=bool(save_chunk_states),
+    )
     o, final_state = _compute(options, (q, k, v, g, beta, initial_state, segments))
 
     if valid is not None:
@@ -311,6 +331,7 @@ def chunk_gated_delta_rule_fwd(
     implementation: str | Sequence[str] | None = None,
     precision: jax.lax.PrecisionLike = None,
     piece_rows: int | None = None,
+    save_chunk_states: bool = False,
 ) -> tuple[jax.Array, jax.Array | None, tuple[Any, ...] | None]:
     """The forward half of `chunk_gated_delta_rule`, with what the backward half reads; for writing one's own VJP.
 
@@ -329,6 +350,10 @@ def chunk_gated_delta_rule_fwd(
             computes the sequences in P pieces there is a third, which may be left out and is then computed again:
             (entering, transition, forgotten), the state before each piece [P, Hv, K, V] float32, the transpose of what
             multiplies it as the sum of two parts [P, Hv, 2, K, K] bfloat16, and whether that is zero [P, Hv] int32.
+            With save_chunk_states, where it has an effect, there is a fourth, and the third is None where sequences
+            are whole: (h, vd), the state before each chunk in tiles [C, Hv, ceil(K / 64), V, min(K, 64)] in v's
+            dtype, C places for the chunks of all pieces, and what each token writes to the state,
+            [B T, Hv, V] (in high precision [B T, Hv, 2 V]). Both may be left out.
 
     Raises:
         As `chunk_gated_delta_rule`.
@@ -356,12 +381,16 @@ def chunk_gated_delta_rule_fwd(
         output_final_state=output_final_state,
         with_residuals=True,
         precision=precision,
+        keep=bool(save_chunk_states),
     )
     if final_state is not None and cu_seqlens is not None:
         final_state = final_state[0]
     if residuals is None:
         return o, final_state, None
-    return o, final_state, residuals[:2] if residuals.between is None else (*residuals[:2], tuple(residuals.between))
+    a, gamma, *more = (x if x is None or isinstance(x, jax.Array) else tuple(x) for x in residuals)
+    while more and more[-1] is None:
+        more.pop()
+    return o, final_state, (a, gamma, *more)
 
 
 def chunk_gated_delta_rule_bwd(
@@ -427,7 +456,7 @@ def chunk_gated_delta_rule_bwd(
         check_gradient("d_final_state", d_final_state, checked.state_shape, jnp.float32, "that of final_state")
     given = None
     if residuals is not None:
-        given = _residuals(residuals, k, v, precision)
+        given = _residuals(residuals, k, v, checked.state_shape[0], precision)
     elif choice.on_cuda == "cuda":
         raise ValueError(
             'residuals are missing: "cuda" reads them; call chunk_gated_delta_rule_fwd with the same implementation='
@@ -609,25 +638,44 @@ def _operands_of_half(
     return layout, (q, k, v, g, beta, initial_state, segments)
 
 
-def _residuals(residuals: Sequence[Any], k: Any, v: Any, precision: Any) -> Residuals:
+def _residuals(residuals: Sequence[Any], k: Any, v: Any, sequences: int, precision: Any) -> Residuals:
     """What the forward half returned, checked."""
-    if not isinstance(residuals, Sequence) or len(residuals) not in (2, 3):
+    if not isinstance(residuals, Sequence) or len(residuals) not in (2, 3, 4):
         raise TypeError(f"residuals must be what chunk_gated_delta_rule_fwd returned, got {type(residuals).__name__}")
     of_a, of_gamma = Residuals.shapes(v, precision).values()
     check_gradient("residuals[0]", residuals[0], of_a.shape, of_a.dtype, f"[B, T, Hv, {of_a.shape[-1]}]")
     check_gradient("residuals[1]", residuals[1], of_gamma.shape, of_gamma.dtype, "that of g")
-    if len(residuals) == 2:
-        return Residuals(*residuals)
-    a, gamma, third = residuals
-    if not isinstance(third, Sequence) or len(third) != len(Between._fields):
+    a, gamma, between, states = (*residuals, None, None)[:4]
+    parts = None
+    if between is not None:
+        between = _of_residuals(between, 2, Between)
+        parts = between.entering.shape[0] if getattr(between.entering, "ndim", 0) else 0
+        shapes = Between.shapes(parts, v.shape[2], k.shape[3], v.shape[3])
+        _check_residuals(between, 2, shapes, "of P pieces")
+    if states is not None:
+        states = _of_residuals(states, 3, ChunkStates)
+        of_h, of_vd = ChunkStates.shapes(sequences if parts is None else parts, v, k.shape[3], precision).values()
+        # Devices that share a batch have a place for a part of a chunk each.
+        places = states.h.shape[:1] if getattr(states.h, "ndim", 0) else of_h.shape[:1]
+        of_h = jax.ShapeDtypeStruct((*places, *of_h.shape[1:]), of_h.dtype)
+        _check_residuals(states, 3, {"h": of_h, "vd": of_vd}, "of the chunks and of the tokens")
+    return Residuals(a, gamma, between, states)
+
+
+def _of_residuals(given: Any, index: int, kind: Callable[..., _Tuple]) -> _Tuple:
+    """Residual `index` as a tuple of its kind."""
+    count = len(kind._fields)  # type: ignore[attr-defined]
+    if not isinstance(given, Sequence) or len(given) != count:
         raise TypeError(
-            f"residuals[2] must be what chunk_gated_delta_rule_fwd returned, or be left out, got {type(third).__name__}"
+            f"residuals[{index}] must be what chunk_gated_delta_rule_fwd returned, or be left out, got "
+            f"{type(given).__name__}"
         )
-    parts = third[0].shape[0] if getattr(third[0], "ndim", 0) else 0
-    shapes = Between.shapes(parts, v.shape[2], k.shape[3], v.shape[3]).values()
-    for i, (x, right) in enumerate(zip(third, shapes, strict=True)):
-        check_gradient(f"residuals[2][{i}]", x, right.shape, right.dtype, "of P pieces")
-    return Residuals(a, gamma, Between(*third))
+    return kind(*given)
+
+
+def _check_residuals(given: Sequence[Any], index: int, shapes: Mapping[str, jax.ShapeDtypeStruct], what: str) -> None:
+    for i, (x, right) in enumerate(zip(given, shapes.values(), strict=True)):
+        check_gradient(f"residuals[{index}][{i}]", x, right.shape, right.dtype, what)
 
 
 def _arrays(*operands: Any) -> tuple[Any, ...]:

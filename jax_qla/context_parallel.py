@@ -207,7 +207,12 @@ def _unflatten(rows: Any, states: Any, like: jax.Array, segments: jax.Array | No
 
 def _of_rows(residuals: Residuals | None) -> Residuals | None:
     """The residuals that have rows."""
-    return None if residuals is None else residuals._replace(between=None)
+    return None if residuals is None else residuals._replace(between=None, chunk_states=None)
+
+
+def _of_pieces(residuals: Residuals) -> dict[str, Any]:
+    """The others, by field."""
+    return {"between": residuals.between, "chunk_states": residuals.chunk_states}
 
 
 def on_one_row(
@@ -243,12 +248,14 @@ def forward(
     piece_rows: int | None = None,
     l2norm: bool = False,
     precision: Any = None,
+    keep: bool = False,
 ) -> tuple[jax.Array, jax.Array | None, Residuals | None, Carry | None]:
     """o, final_state, residuals and, with `axes`, what `backward` needs of the exchange.
 
     Args:
         q, k, v, g, beta, initial_state, segments, axes: see the module; g and beta float32, states float32 or None.
-        choice, scale, output_final_state, with_residuals, piece_rows, l2norm, precision: as in `dispatch.forward`.
+        choice, scale, output_final_state, with_residuals, piece_rows, l2norm, precision, keep: as in
+            `dispatch.forward`.
     """
     shared: dict[str, Any] = {"choice": choice, "l2norm": l2norm, "precision": precision}
     states, local_segments = initial_state, segments
@@ -269,12 +276,12 @@ def forward(
         output_final_state=output_final_state,
         with_residuals=with_residuals,
         piece_rows=piece_rows,
+        keep=keep,
         **shared,
     )
-    between = None if residuals is None else residuals.between
-    (o, residuals), final_state = _unflatten((o, _of_rows(residuals)), final_state, v, segments)
+    (o, of_rows), final_state = _unflatten((o, _of_rows(residuals)), final_state, v, segments)
     if residuals is not None:
-        residuals = residuals._replace(between=between)
+        residuals = of_rows._replace(**_of_pieces(residuals))
     if final_state is not None and ends is not None:
         final_state = _mask(ends, final_state)
     return o, final_state, residuals, carry
@@ -349,7 +356,7 @@ def backward(
     flat, (states, d_states), flat_segments = flatten(
         (q, k, v, g, beta, _of_rows(residuals), do), (states, d_states), local_segments
     )
-    flat_residuals = None if residuals is None else flat[5]._replace(between=residuals.between)
+    flat_residuals = None if residuals is None else flat[5]._replace(**_of_pieces(residuals))
     *gradients, d_states = dispatch.backward(
         *(*flat[:5], states, flat_segments, flat_residuals, flat[6], d_states),
         *(pieces, adjoint_response, chunk_states),

@@ -127,21 +127,25 @@ def forward(
     l2norm: bool = False,
     precision: Any = None,
     asked_rows: int | None = None,
+    keep: bool = False,
 ) -> tuple[jax.Array, jax.Array | None, Residuals | None]:
     """o, final_state and residuals; the contract is `dispatch.forward`'s, whose choice asks for pieces of `asked_rows`.
 
     Without residuals, the final state takes the memory of the initial one, but on a shard.
     """
     shard = None if pieces is None else cut
-    call = _Call(
-        q, k, v, segments, l2norm=l2norm, precision=precision, shard=shard, rows=piece_rows, asked_rows=asked_rows
-    )
+    options: dict[str, Any] = {"shard": shard, "rows": piece_rows, "asked_rows": asked_rows}
+    # The backward pass cannot tell what pieces kept states are of, unless it has more of these.
+    options["whole"] = keep and piece_rows is None
+    call = _Call(q, k, v, segments, l2norm=l2norm, precision=precision, **options)
     inputs = call.flat(q=q, k=k, v=v, g=g, beta=beta) | call.tables | {"initial_state": call.states(initial_state)}
     tokens, value_heads, value_dim = call.tokens, call.value_heads, v.shape[3]
     outputs = {
         "o": jax.ShapeDtypeStruct((tokens, value_heads, value_dim), v.dtype),
         "final_state": call.state_shape(output_final_state, whole=pieces is None),
     }
+    if keep:
+        outputs |= ChunkStates.shapes(call.parts, v, call.key_dim, precision)
     if pieces is not None or not call.cut:  # each of what the kernels take for sequences has a final state
         inputs |= _no_pieces()
     steps = []
@@ -160,7 +164,7 @@ def forward(
             *call.table_steps,
             *steps,
             *more_steps,
-            *call.forward_steps(scale),
+            *call.forward_steps(scale, keep=keep),
         ],
         inputs,
         outputs | between | call.table_shapes,
@@ -173,6 +177,8 @@ def forward(
         residuals = Residuals(call.unflat(results["a"]), call.unflat(results["gamma"]))
         if piece_rows is not None:
             residuals = residuals._replace(between=Between(*(results[name] for name in Between._fields)))
+        if keep:
+            residuals = residuals._replace(chunk_states=ChunkStates(*(results[name] for name in ChunkStates._fields)))
     return call.unflat(results["o"]), final_state, residuals if with_residuals else None
 
 
@@ -199,22 +205,14 @@ def backward(
     asked_rows: int | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array, jax.Array | None]:
     """Gradients; the contract is `dispatch.backward`'s, `asked_rows` as in `forward`."""
-    shard = None if pieces is None else cut
-    call = _Call(
-        q,
-        k,
-        v,
-        segments,
-        l2norm=l2norm,
-        precision=precision,
-        shard=shard,
-        rows=piece_rows,
-        asked_rows=asked_rows,
-        backward=True,
-    )
+    a, gamma, between, kept = residuals
+    options: dict[str, Any] = {"rows": piece_rows, "asked_rows": asked_rows, "backward": True}
+    options |= {"shard": None if pieces is None else cut, "whole": kept is not None and piece_rows is None}
+    call = _Call(q, k, v, segments, l2norm=l2norm, precision=precision, **options)
     if do is None:
         do = jnp.zeros_like(v)
-    a, gamma, between = residuals
+    if chunk_states is None:
+        chunk_states = kept
     inputs = call.flat(q=q, k=k, v=v, g=g, beta=beta, do=do, a=a, gamma=gamma) | call.tables
     inputs |= {"initial_state": call.states(initial_state), "d_final_state": call.states(d_final_state)}
     if pieces is not None and adjoint_response is not None:
@@ -224,10 +222,9 @@ def backward(
     gates = jax.ShapeDtypeStruct((call.tokens, call.value_heads), jnp.float32)
     flat_shape = {name: jax.ShapeDtypeStruct(inputs[name].shape, inputs[name].dtype) for name in ("q", "k", "v")}
     if chunk_states is not None:
-        steps, of_pieces = call.leaving_gradients(scale, known=True)
         inputs |= chunk_states._asdict()
-    elif between is not None:
-        steps, of_pieces = call.leaving_gradients(scale)
+    if between is not None or chunk_states is not None:
+        steps, of_pieces = call.leaving_gradients(scale, known=adjoint_response is not None)
     else:
         steps, of_pieces = call.entering_states(adjoint=True, known=pieces is not None, scale=scale)
         if call.cut and pieces is None:  # which summarises them, and `prepare` does not run
@@ -240,7 +237,7 @@ def backward(
         groups = policy.head_groups(
             chunks, call.recurrences, call.key_heads, call.value_heads, call.key_dim, call.value_dim
         )
-        steps = [*call.table_steps, *steps]
+    steps = [*call.table_steps, *steps]
     heads = call.value_heads // groups
     chunk_shapes = ChunkStates.shapes(call.parts, v, call.key_dim, precision, groups=groups)
     of_pieces |= {"dh": chunk_shapes["h"]} | (chunk_shapes if chunk_states is None else {})
@@ -542,8 +539,9 @@ class _Call:
         """What `prepare` finds of the keys, where it does not run but a kernel wants it."""
         return self.flat(lengths=inverse_length(k)) if self.l2norm else {}
 
-    def forward_steps(self, scale: float) -> list[Step]:
-        """The kernel `forward`, of heads whose blocks have all value columns and of others in halves."""
+    def forward_steps(self, scale: float, *, keep: bool = False) -> list[Step]:
+        """The kernel `forward`, of heads whose blocks have all value columns and of others in halves; `keep`: what it
+        writes includes `ChunkStates`."""
         if self.cut:
             awaits, whole, rename = forward_kernel.STATE, self.value_heads, {"initial_state": "entering"}
         else:
@@ -551,7 +549,7 @@ class _Call:
             whole = self.value_heads
             if not self.split:
                 whole = policy.whole_heads(self.sequences, self.value_heads, self.value_dim)
-        options: dict[str, Any] = {"rename": rename, "scale": scale}
+        options: dict[str, Any] = {"rename": rename, "scale": scale, "keep": keep}
         steps = [self.step(forward_kernel, first_head=0, heads=whole, awaits=awaits, **options)]
         if (rest := self.value_heads - whole) > 0:
             options |= {"value_tile": 64, "awaits": forward_kernel.NOTHING}
@@ -591,6 +589,8 @@ class _Call:
         self, scale: float, *, known: bool = False
     ) -> tuple[list[Step], dict[str, jax.ShapeDtypeStruct]]:
         """Steps and shapes as of `entering_states`, of the gradients alone, where the states are known."""
+        if not self.cut:
+            return [], {}
         states = self.state_shape(True)
         if known:
             rename = _OF_GRADIENTS | {"spans": "left"}

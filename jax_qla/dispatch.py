@@ -9,7 +9,7 @@ one, and all refuse to be differentiated: their derivative is `vjp.py`'s busines
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import jax
@@ -17,6 +17,7 @@ import jax.numpy as jnp
 
 from jax_qla import policy
 from jax_qla.implementations import Between, Choice, ChunkStates, Pieces, Residuals, load
+from jax_qla.kernels.common import CHUNK
 from jax_qla.l2norm import normalize, normalize_gradient
 from jax_qla.refusal import refuse
 from jax_qla.segments import piece_count, rows_of_pieces
@@ -33,12 +34,14 @@ _ROWS, _STATES, _SEGMENTS, _SPARED = "rows", "states", "segments", "spared"
 """What the leading axes of an operand count: [B, T, ...], [N, ...] (or so many for each) or segments [N, 2]. The last
 is what spares work and has no such axes: `jax.vmap` drops it, and the work is done."""
 
-_KINDS_OF_RESIDUALS = Residuals(_ROWS, _ROWS, _STATES)  # type: ignore[arg-type]
+_KINDS_OF_RESIDUALS = Residuals(_ROWS, _ROWS, _STATES, _STATES)  # type: ignore[arg-type]
 
 
 @functools.partial(
     jax.jit,
-    static_argnames=("choice", "scale", "output_final_state", "with_residuals", "piece_rows", "l2norm", "precision"),
+    static_argnames=(
+        *("choice", "scale", "output_final_state", "with_residuals", "piece_rows", "l2norm", "precision", "keep"),
+    ),
 )
 def forward(
     q: jax.Array,
@@ -58,6 +61,7 @@ def forward(
     piece_rows: int | None = None,
     l2norm: bool = False,
     precision: Any = None,
+    keep: bool = False,
 ) -> tuple[jax.Array, jax.Array | None, Residuals | None]:
     """o, final_state and residuals of the local gated delta rule.
 
@@ -74,6 +78,7 @@ def forward(
             residuals say what lies between the pieces. None lets the implementation cut, and keeps nothing of it.
         l2norm: whether q and k are to be divided by sqrt(|x|^2 + 1e-6), over K.
         precision: of the matrix products, as the API has it.
+        keep: whether residuals have the states before all chunks, of the pieces of `piece_rows`, or of whole sequences.
 
     Returns:
         o [B, T, Hv, V] in v's dtype; final_state [N, Hv, K, V] float32 or None; the residuals, or None where they were
@@ -84,18 +89,18 @@ def forward(
 
     def local(*operands: Any) -> Any:
         if _nothing_to_do(operands[2], operands[6]):
-            kept = {"with_residuals": with_residuals, "precision": precision}
+            kept = {"with_residuals": with_residuals, "precision": precision, "keep": keep}
             return _forward_of_nothing(*operands, output_final_state=output_final_state, **kept)
         return _on_platform(choice, "forward", operands, options, l2norm)
 
     if not with_residuals or pieces is not None:
-        piece_rows = None
+        piece_rows, keep = None, False
     cut = None if pieces is None else _cut(k, v, segments, choice)
     options: dict[str, Any] = {"scale": scale, "output_final_state": output_final_state}
     options |= {"with_residuals": with_residuals, "cut": cut, "piece_rows": piece_rows, "precision": precision}
-    options["asked_rows"] = choice.piece_rows
+    options |= {"asked_rows": choice.piece_rows, "keep": keep}
     kinds = (*(_ROWS,) * 5, _STATES, _SEGMENTS, _KINDS_OF_RESIDUALS, _STATES)
-    one_by_one = piece_rows is not None and segments is not None
+    one_by_one = (piece_rows is not None and segments is not None) or (keep and _has_a_part_of_a_chunk(v))
     batchable = _batchable(local, kinds, (_ROWS, _STATES, _KINDS_OF_RESIDUALS), one_by_one=one_by_one)
     operands = (q, k, v, g, beta, initial_state, segments, residuals, pieces)
     o, final_state, residuals = batchable(*match_varying(operands, operands))
@@ -148,7 +153,8 @@ def backward(
     options = {"scale": scale, "cut": cut, "piece_rows": piece_rows, "precision": precision}
     options["asked_rows"] = choice.piece_rows
     kinds = (*(_ROWS,) * 5, _STATES, _SEGMENTS, _KINDS_OF_RESIDUALS, _ROWS, *(_STATES,) * 3, _SPARED)
-    one_by_one = piece_rows is not None and segments is not None
+    keep = residuals is not None and residuals.chunk_states is not None
+    one_by_one = (piece_rows is not None and segments is not None) or (keep and _has_a_part_of_a_chunk(v))
     batchable = _batchable(local, kinds, (*(_ROWS,) * 5, _STATES), one_by_one=one_by_one)
     rows, of_shard = (q, k, v, g, beta), (pieces, adjoint_response, chunk_states)
     operands = (*rows, initial_state, segments, residuals, do, d_final_state, *of_shard)
@@ -275,6 +281,12 @@ def chunk_states(
     batchable = _batchable(local, (), (), one_by_one=True)
     operands = (q, k, v, g, beta, initial_state, None, residuals, pieces)
     return ChunkStates(*batchable(*match_varying(operands, operands)))
+
+
+def _has_a_part_of_a_chunk(v: jax.Array) -> bool:
+    """Whether tokens are no multiple of a chunk. Then what is kept of the chunks of several batches is not that of one
+    of them all."""
+    return v.shape[0] * v.shape[1] % CHUNK != 0
 
 
 def _cut(k: jax.Array, v: jax.Array, segments: jax.Array | None, choice: Choice) -> policy.Cut:
@@ -471,6 +483,7 @@ def _forward_of_nothing(
     output_final_state: bool,
     with_residuals: bool,
     precision: Any,
+    keep: bool,
 ) -> tuple[jax.Array, jax.Array | None, Residuals | None]:
     del pieces
     batch, _, value_heads, value_dim = v.shape
@@ -480,6 +493,9 @@ def _forward_of_nothing(
         shape = (sequences, value_heads, q.shape[3], value_dim)
         state = jnp.zeros(shape, jnp.float32) if initial_state is None else initial_state
     residuals = _empty_residuals(v, precision) if with_residuals else None
+    if residuals is not None and keep:
+        shapes = ChunkStates.shapes(sequences, v, q.shape[3], precision)
+        residuals = residuals._replace(chunk_states=_zeros(ChunkStates, shapes))
     o, state, residuals = match_varying(
         (jnp.zeros_like(v), state, residuals), (q, k, v, g, beta, initial_state, segments)
     )
@@ -515,8 +531,11 @@ def _zero_states(q: jax.Array, v: jax.Array, segments: jax.Array | None) -> jax.
 
 
 def _empty_residuals(v: jax.Array, precision: Any) -> Residuals:
-    a, gamma = (jnp.zeros(x.shape, x.dtype) for x in Residuals.shapes(v, precision).values())
-    return Residuals(a, gamma)
+    return _zeros(Residuals, Residuals.shapes(v, precision))
+
+
+def _zeros(kind: Callable[..., _Tree], shapes: Mapping[str, jax.ShapeDtypeStruct]) -> _Tree:
+    return kind(**{name: jnp.zeros(x.shape, x.dtype) for name, x in shapes.items()})
 
 
 def _summary_of_nothing(*operands: Any, cut: policy.Cut, with_residuals: bool, precision: Any) -> Any:
@@ -528,7 +547,7 @@ def _summary_of_nothing(*operands: Any, cut: policy.Cut, with_residuals: bool, p
         shapes = Pieces.shapes(v.shape[0], cut.pieces, v.shape[2], q.shape[3], v.shape[3])
         kept = (
             _empty_residuals(v, precision),
-            Pieces(**{name: jnp.zeros(x.shape, x.dtype) for name, x in shapes.items()}),
+            _zeros(Pieces, shapes),
         )
     return match_varying((identity, response, *kept), operands)
 
@@ -543,4 +562,4 @@ def _state_gradient_of_nothing(*operands: Any) -> tuple[jax.Array, jax.Array | N
 def _chunk_states_of_nothing(*operands: Any, precision: Any) -> ChunkStates:
     k, v, pieces = operands[1], operands[2], operands[-1]
     shapes = ChunkStates.shapes(pieces.forgotten.shape[0], v, k.shape[3], precision)
-    return match_varying(ChunkStates(**{name: jnp.zeros(x.shape, x.dtype) for name, x in shapes.items()}), operands)
+    return match_varying(_zeros(ChunkStates, shapes), operands)

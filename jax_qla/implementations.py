@@ -20,7 +20,7 @@ import jax.numpy as jnp
 
 from jax_qla import driver, store
 from jax_qla.kernels.common import CHUNK, state_tile_rows
-from jax_qla.segments import slot_count
+from jax_qla.segments import state_count
 
 NAMES = ("cuda", "xla", "reference")
 """All implementations."""
@@ -52,6 +52,33 @@ class Between(NamedTuple):
         }
 
 
+class ChunkStates(NamedTuple):
+    """What the backward pass of "cuda" recomputes of the forward one, for Hv value heads, unless that has kept it; the
+    first part of it, which does not wait for the gradient of the state after the rows."""
+
+    h: jax.Array
+    """The state before each chunk, in v's dtype, in tiles of 64 rows of K, transposed; one [Hv, K / 64, V, 64] a chunk
+    slot but the first, which no chunk has. Where T is a multiple of 64, those of equal batches side by side are those
+    of all of them."""
+    vd: jax.Array
+    """[B T, Hv, V] in v's dtype, what each token writes to the state; [B T, Hv, 2 V], its high and its low part, where
+    operands are split."""
+
+    @staticmethod
+    def shapes(
+        pieces: int, v: jax.Array, key_dim: int, precision: Any, *, groups: int = 1
+    ) -> dict[str, jax.ShapeDtypeStruct]:
+        """By field, of rows v [B, T, Hv, V] in `pieces` pieces altogether, for the heads of one of so many groups."""
+        batch, length, all_heads, value_dim = v.shape
+        heads = all_heads // groups
+        count, parts = state_count(batch * length, pieces), 2 if splits(precision, v.dtype) else 1
+        rows = state_tile_rows(key_dim)
+        return {
+            "h": jax.ShapeDtypeStruct((count, heads, key_dim // rows, value_dim, rows), v.dtype),
+            "vd": jax.ShapeDtypeStruct((batch * length, heads, value_dim * parts), v.dtype),
+        }
+
+
 class Residuals(NamedTuple):
     """What forward keeps for backward."""
 
@@ -62,6 +89,8 @@ class Residuals(NamedTuple):
     """[B, T, Hv] float32, the cumulative sum of g within the chunk."""
     between: Between | None = None
     """Where sequences have been cut into pieces, unless backward is to compute it again."""
+    chunk_states: ChunkStates | None = None
+    """Where the caller wants them kept, of the same pieces or of whole sequences."""
 
     @staticmethod
     def shapes(v: Any, precision: Any) -> dict[str, jax.ShapeDtypeStruct]:
@@ -105,32 +134,6 @@ class Pieces(NamedTuple):
         """By field, where a sequence has `count` pieces."""
         shapes = Between.shapes(sequences * (count + 2), heads, key_dim, value_dim)
         return {"response": shapes.pop("entering"), **shapes}
-
-
-class ChunkStates(NamedTuple):
-    """What the backward pass of "cuda" recomputes of the forward one, for Hv value heads; the first part of it, which
-    does not wait for the gradient of the state after the rows."""
-
-    h: jax.Array
-    """The state before each chunk, in v's dtype, in tiles of 64 rows of K, transposed; one [Hv, K / 64, V, 64] a chunk
-    slot."""
-    vd: jax.Array
-    """[B T, Hv, V] in v's dtype, what each token writes to the state; [B T, Hv, 2 V], its high and its low part, where
-    operands are split."""
-
-    @staticmethod
-    def shapes(
-        pieces: int, v: jax.Array, key_dim: int, precision: Any, *, groups: int = 1
-    ) -> dict[str, jax.ShapeDtypeStruct]:
-        """By field, of rows v [B, T, Hv, V] in `pieces` pieces altogether, for the heads of one of so many groups."""
-        batch, length, all_heads, value_dim = v.shape
-        heads = all_heads // groups
-        slots, parts = slot_count(batch * length, pieces), 2 if splits(precision, v.dtype) else 1
-        rows = state_tile_rows(key_dim)
-        return {
-            "h": jax.ShapeDtypeStruct((slots, heads, key_dim // rows, value_dim, rows), v.dtype),
-            "vd": jax.ShapeDtypeStruct((batch * length, heads, value_dim * parts), v.dtype),
-        }
 
 
 _ONLY_CUDA = "the kernels of 'cuda' run on NVIDIA Hopper GPUs only"

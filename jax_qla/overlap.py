@@ -32,7 +32,7 @@ _OF_PREPARE = frozenset({"a", "gamma", "lengths"})
 _OF_STATE = frozenset({"d_final_state", "dh", "dv", "d_initial_state"})
 """What `state_gradients` does not touch before it has the gradient that it begins with."""
 
-_APART = frozenset({"o", "final_state"})
+_APART = {"prepare": frozenset({"o"}), "forward": frozenset({"o", "final_state", "h", "vd"})}
 """`prepare` writes rows of o that no sequence has, `forward` the others, and what of both it has of some heads, another
 launch of it has of others."""
 
@@ -83,7 +83,8 @@ def early_starts(steps: Sequence[Step], plans: Sequence[Mapping[str, Any]], resu
         written |= {
             (step.kernel, name) for name, buffer in buffers.items() if buffer in results and buffer not in writers
         }
-        early = {name: buffer for name, buffer in buffers.items() if uses_early(step, name) and name not in _APART}
+        apart = _APART.get(step.kernel, frozenset())
+        early = {name: buffer for name, buffer in buffers.items() if uses_early(step, name) and name not in apart}
         awaited = [writers.get(buffer, -2) for buffer in early.values()]
         awaited += [used.get(buffer, -2) for name, buffer in early.items() if (step.kernel, name) in written]
         found.append(index > 0 and all(which < known for which in awaited))

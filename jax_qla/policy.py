@@ -289,24 +289,44 @@ def kept_rows(
     *,
     packed: bool,
     asked_rows: int | None = None,
+    with_states: bool = False,
 ) -> int | None:
     """As `piece_rows`, where what is found of the pieces can be kept for the backward pass; else None.
 
     The backward pass finds out from their number how long they are (`segments.rows_of_pieces`), which does not say it
     of a packed batch whose tokens are no multiple of them, or nearly so. Nor is it kept of more pieces than one in 1024
     tokens, whose states would take more memory than the other residuals, unless such pieces were asked for; nor where
-    the backward pass leaves the sequences whole.
+    the backward pass leaves the sequences whole. `with_states`, where the states before all chunks are kept too, which
+    are those of the pieces of the forward pass and more than what is found of these, none of that counts.
     """
     if tokens == 0 or sequences == 0:
         return None
-    rows = backward_rows(tokens, sequences, heads, key_dim, value_dim, packed=packed, asked_rows=asked_rows)
+    choose = piece_rows if with_states else backward_rows
+    rows = choose(tokens, sequences, heads, key_dim, value_dim, packed=packed, asked_rows=asked_rows)
     if rows is None:
         return None
     parts = piece_count(tokens, sequences, rows, packed=packed)
     filled = parts - sequences if packed else parts  # of a packed batch, one a sequence more than tokens fill
-    if _override(asked_rows) is None and 2 * _ROWS_OF_MEMORY * filled > tokens:
+    if not with_states and _override(asked_rows) is None and 2 * _ROWS_OF_MEMORY * filled > tokens:
         return None
     return rows if rows == rows_of_pieces(tokens, sequences, parts, packed=packed) else None
+
+
+def keeps_states(
+    tokens: int,
+    sequences: int,
+    heads: int,
+    key_dim: int,
+    value_dim: int,
+    *,
+    packed: bool,
+    asked_rows: int | None = None,
+) -> bool:
+    """Whether the states before all chunks can be kept for the backward pass, with the arguments of `kept_rows`: where
+    sequences are whole, or what is found of their pieces can be."""
+    sizes = (tokens, sequences, heads, key_dim, value_dim)
+    whole = piece_rows(*sizes, packed=packed, asked_rows=asked_rows) is None
+    return whole or kept_rows(*sizes, packed=packed, asked_rows=asked_rows, with_states=True) is not None
 
 
 def shard_cut(

@@ -219,6 +219,11 @@ def first_slot(start: Any, n: Any) -> Any:
     return start // CHUNK + n + 1
 
 
+def state_count(tokens: int, sequences: int) -> int:
+    """Number of places for what is kept of every chunk: one a slot but the first, which no chunk has."""
+    return slot_count(tokens, sequences) - 1
+
+
 def chunk_table(segments: jax.Array | np.ndarray, tokens: int) -> Any:
     """Chunks of all sequences, one slot each, such that every row of [0, tokens) is covered exactly once.
 

@@ -34,7 +34,7 @@ from jax.sharding import PartitionSpec as P
 
 from jax_qla import context_parallel, dispatch, policy
 from jax_qla.context_parallel import Axes, Carry
-from jax_qla.implementations import Between, Choice, Pieces, Residuals
+from jax_qla.implementations import Between, Choice, ChunkStates, Pieces, Residuals
 from jax_qla.refusal import refuse_sharded_export
 from jax_qla.segments import segments_from_segment_ids
 
@@ -53,8 +53,9 @@ class MeshAxes(NamedTuple):
 OPERANDS = ("bthk", "bthk", "btHv", "btH", "btH")
 """Shapes of q, k, v, g and beta."""
 
-_RESIDUALS = ("btHc", "btH", "pHkv", "pHckj", "pH")
-"""Shapes of what `Residuals` holds, the last three perhaps not: p are all pieces of a device, by batch and sequence."""
+_OF_ROWS, _OF_PIECES, _OF_CHUNKS = ("btHc", "btH"), ("pHkv", "pHckj", "pH"), ("pHxvk", "pHv")
+"""Shapes of what `Residuals` holds, the last two perhaps not: p are all pieces, chunks or rows of a device, by batch
+and sequence."""
 _CARRY = ("sbHkv", "sbHkj", "sbHkv", "sbHckj", "sbH")
 """Shapes of what `Carry` holds, the last three perhaps not. Pieces go with the rows of the batch that they are of."""
 
@@ -457,7 +458,16 @@ def _spread(
 
 @functools.partial(
     jax.jit,
-    static_argnames=("layout", "choice", "scale", "output_final_state", "with_residuals", "l2norm", "precision"),
+    static_argnames=(
+        "layout",
+        "choice",
+        "scale",
+        "output_final_state",
+        "with_residuals",
+        "l2norm",
+        "precision",
+        "keep",
+    ),
 )
 def forward(
     q: jax.Array,
@@ -475,11 +485,14 @@ def forward(
     with_residuals: bool,
     l2norm: bool = False,
     precision: Any = None,
+    keep: bool = False,
 ) -> tuple[jax.Array, jax.Array | None, Residuals | None, Carry | None]:
     """o, final_state, residuals and what the backward needs of the exchange between the shards of the sequence.
 
     Shapes are those of `context_parallel`, of the whole batch as the caller sees it. Where `layout` says that the
-    caller has cut the sequence (`manual_sequence`), final_state is this device's summand of it.
+    caller has cut the sequence (`manual_sequence`), final_state is this device's summand of it. `keep`: whether
+    residuals are to have the states before all chunks; they have where each device has whole sequences, and it is known
+    how many.
     """
     # In Auto mode nothing can leave whose size is the number of shards: the backward repeats the exchange.
     exchanged = bool(layout.sequence) and not layout.alone
@@ -488,8 +501,12 @@ def forward(
     piece_rows = None
     # Nor can what lies between pieces of sequences that the compiler may cut. Those of a dense shard are in the carry.
     if with_residuals and not layout.automatic and not (exchanged and segments is None):
-        piece_rows = _kept_rows(layout, k, v, segments, choice.piece_rows)
-    residual_dims = _RESIDUALS if piece_rows is not None else _RESIDUALS[:2]
+        sizes, of_part = _part(layout, k, v, segments, choice.piece_rows)
+        keep = keep and not exchanged and policy.keeps_states(*sizes, **of_part)
+        piece_rows = policy.kept_rows(*sizes, **of_part, with_states=keep)
+    else:
+        keep = False
+    residual_dims = _OF_ROWS + _OF_PIECES * (piece_rows is not None) + _OF_CHUNKS * keep
     carry_dims = _CARRY if with_residuals and segments is None else _CARRY[:2]
     states = _state_dims(segments)
 
@@ -504,6 +521,7 @@ def forward(
             piece_rows=piece_rows,
             l2norm=l2norm,
             precision=precision,
+            keep=keep,
         )
         kept = (x[None] for x in jax.tree.leaves(carry)) if with_carry else ()
         return o, *([final_state] if output_final_state else []), *jax.tree.leaves(residuals), *kept
@@ -532,15 +550,19 @@ def forward(
     final_state = results.pop(0) if output_final_state else None
     residuals = None
     if with_residuals:
-        (a, gamma, *between), results = results[: len(residual_dims)], results[len(residual_dims) :]
-        residuals = Residuals(a, gamma, Between(*between) if between else None)
+        found, results = iter(results[: len(residual_dims)]), results[len(residual_dims) :]
+        residuals = Residuals(next(found), next(found))
+        if piece_rows is not None:
+            residuals = residuals._replace(between=Between(*(next(found) for _ in _OF_PIECES)))
+        if keep:
+            residuals = residuals._replace(chunk_states=ChunkStates(*found))
     return o, final_state, residuals, _carry(results) if with_carry else None
 
 
-def _kept_rows(
+def _part(
     layout: Layout, k: jax.Array, v: jax.Array, segments: jax.Array | None, asked_rows: int | None
-) -> int | None:
-    """`policy.kept_rows` of what each device computes."""
+) -> tuple[tuple[int, ...], dict[str, Any]]:
+    """What `policy.kept_rows` wants to know of what each device computes."""
     sizes = (jax.sharding.get_abstract_mesh() if layout.mesh is None else layout.mesh).shape
 
     def part(size: int, axes: Axes) -> int:
@@ -548,11 +570,9 @@ def _kept_rows(
 
     batch, tokens = part(v.shape[0], layout.batch), part(v.shape[1], layout.sequence)
     sequences = batch if segments is None else batch * segments.shape[1]
-    return policy.kept_rows(
-        *(batch * tokens, sequences, part(v.shape[2], layout.heads), k.shape[3], v.shape[3]),
-        packed=segments is not None,
-        asked_rows=asked_rows,
-    )
+    heads = part(v.shape[2], layout.heads)
+    sizes = (batch * tokens, sequences, heads, k.shape[3], v.shape[3])
+    return sizes, {"packed": segments is not None, "asked_rows": asked_rows}
 
 
 def _carry(arrays: Sequence[jax.Array]) -> Carry:
@@ -586,7 +606,12 @@ def backward(
     stateful = initial_state is not None
     kept = None if carry is None else tuple(jax.tree.leaves(carry))
     if residuals is not None and layout.automatic:
-        residuals = residuals._replace(between=None)
+        residuals = residuals._replace(between=None, chunk_states=None)
+    residual_dims: tuple[str, ...] = _OF_ROWS
+    if residuals is not None and residuals.between is not None:
+        residual_dims += _OF_PIECES
+    if residuals is not None and residuals.chunk_states is not None:
+        residual_dims += _OF_CHUNKS
 
     def local(axes: Axes, *operands: Any) -> tuple[jax.Array, ...]:
         carry = None if operands[8] is None else _carry([x[0] for x in operands[8]])
@@ -617,7 +642,7 @@ def backward(
             do,
             d_final_state,
         ),
-        (*OPERANDS, states, "bne", _RESIDUALS, _CARRY, "btHv", states),
+        (*OPERANDS, states, "bne", residual_dims, _CARRY, "btHv", states),
         (*OPERANDS, states) if stateful else OPERANDS,
         (*(False,) * 5, True)[: 6 if stateful else 5],
         (q.shape[-2], v.shape[-2]),

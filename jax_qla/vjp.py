@@ -30,7 +30,7 @@ from jax.custom_derivatives import SymbolicZero, custom_vjp_primal_tree_values
 
 from jax_qla import dispatch, sharding
 from jax_qla.context_parallel import Carry
-from jax_qla.implementations import Choice, Residuals
+from jax_qla.implementations import Choice, ChunkStates, Residuals
 from jax_qla.refusal import refuse
 
 RESIDUAL_NAMES = ("gated_delta_rule_a", "gated_delta_rule_gamma")
@@ -43,7 +43,10 @@ CARRY_NAMES = ("gated_delta_rule_incoming", "gated_delta_rule_transition", "gate
 """`checkpoint_name` of what a shard of a sequence keeps: the state before it, its transition, those of its pieces. The
 last is also that of what is kept of the pieces of a whole sequence, which come with the residuals."""
 
-CHECKPOINT_NAMES = RESIDUAL_NAMES + CARRY_NAMES + RESULT_NAMES
+CHUNK_STATE_NAMES = ("gated_delta_rule_h", "gated_delta_rule_vd")
+"""`checkpoint_name` of the states before all chunks and of what each token writes, with `save_chunk_states`."""
+
+CHECKPOINT_NAMES = RESIDUAL_NAMES + CARRY_NAMES + CHUNK_STATE_NAMES + RESULT_NAMES
 """All names. With all of them saved, `jax.checkpoint` never runs the forward again."""
 
 
@@ -58,6 +61,8 @@ class Options:
     """Whether q and k are to be normalised."""
     precision: Any = None
     layout: sharding.Layout = sharding.LOCAL
+    keep: bool = False
+    """Whether to keep the states before all chunks."""
 
 
 def gated_delta_rule(
@@ -111,6 +116,7 @@ def _forward(options: Options, operands: tuple[Any, ...], *, with_residuals: boo
         with_residuals=with_residuals,
         l2norm=options.l2norm,
         precision=options.precision,
+        keep=options.keep,
     )
 
 
@@ -118,7 +124,11 @@ def _gated_delta_rule_fwd(options: Options, *primals: Any) -> tuple[Any, Any]:
     operands = custom_vjp_primal_tree_values(primals)
     o, final_state, residuals, carry = _forward(options, operands, with_residuals=True)
     if residuals is not None:
-        residuals = Residuals(*map(checkpoint_name, residuals, (*RESIDUAL_NAMES, CARRY_NAMES[2])))
+        named = Residuals(*map(checkpoint_name, residuals[:3], (*RESIDUAL_NAMES, CARRY_NAMES[2])))
+        if residuals.chunk_states is not None:
+            states = ChunkStates(*map(checkpoint_name, residuals.chunk_states, CHUNK_STATE_NAMES))
+            named = named._replace(chunk_states=states)
+        residuals = named
     if carry is not None:
         carry = Carry(*map(checkpoint_name, carry, CARRY_NAMES))
     o = checkpoint_name(o, RESULT_NAMES[0])

@@ -317,6 +317,7 @@ def forward(
     piece_rows: int | None = None,
     precision: Precision = None,
     asked_rows: int | None = None,
+    keep: bool = False,
 ) -> tuple[jax.Array, jax.Array | None, Residuals | None]:
     """The chunked forward pass.
 
@@ -331,18 +332,22 @@ def forward(
         piece_rows: how "cuda" cuts the sequences, if it keeps what it finds of the pieces.
         precision: of the matrix products; None chooses as the module says.
         asked_rows: not read: nothing is cut.
+        keep: whether "cuda" keeps the states before all chunks.
 
     Returns:
         o [B, T, Hv, V] in v's dtype, zero outside every segment; final_state [N, Hv, K, V] float32; residuals of the
         structure that all implementations share, filled with zeros: this backward recomputes what it needs.
     """
     del residuals, pieces, cut
-    kept = Residuals.shapes(v, precision)
-    precision = _precision(precision, v)
     batch, tokens, key_heads, k_dim = q.shape
     value_heads, v_dim = v.shape[2:]
     heads = (key_heads, value_heads // key_heads)
-    sequences = batch if segments is None else segments.shape[0]
+    parts = sequences = batch if segments is None else segments.shape[0]
+    if piece_rows is not None:
+        parts = piece_count(batch * tokens, sequences, piece_rows, packed=segments is not None)
+    kept = Residuals.shapes(v, precision)
+    kept_states = ChunkStates.shapes(parts, v, k_dim, precision) if keep else None
+    precision = _precision(precision, v)
     state_shape = (sequences, *heads, k_dim, v_dim)
     zero = _zero(q, k, v, g, beta, initial_state)
     first_states = _first_states(initial_state, state_shape, zero)
@@ -385,18 +390,22 @@ def forward(
     if with_residuals:
         empty = _empty_residuals(kept, zero)
         if piece_rows is not None:
-            parts = piece_count(batch * tokens, sequences, piece_rows, packed=segments is not None)
-            shapes = Between.shapes(parts, value_heads, k_dim, v_dim)
-            between = {name: jnp.broadcast_to(zero.astype(x.dtype), x.shape) for name, x in shapes.items()}
-            empty = empty._replace(between=Between(**between))
+            of_pieces = _filled(Between.shapes(parts, value_heads, k_dim, v_dim), zero)
+            empty = empty._replace(between=Between(**of_pieces))
+        if kept_states is not None:
+            empty = empty._replace(chunk_states=ChunkStates(**_filled(kept_states, zero)))
     if not output_final_state or final is None:
         return o, None, empty
     return o, final.reshape(sequences, value_heads, k_dim, v_dim), empty
 
 
+def _filled(shapes: Mapping[str, jax.ShapeDtypeStruct], zero: jax.Array) -> dict[str, jax.Array]:
+    return {name: jnp.broadcast_to(zero.astype(x.dtype), x.shape) for name, x in shapes.items()}
+
+
 def _empty_residuals(shapes: Mapping[str, jax.ShapeDtypeStruct], zero: jax.Array) -> Residuals:
-    a, gamma = (jnp.broadcast_to(zero.astype(x.dtype), x.shape) for x in shapes.values())
-    return Residuals(a, gamma)
+    of_rows = _filled(shapes, zero)
+    return Residuals(of_rows["a"], of_rows["gamma"])
 
 
 def _gradients(
@@ -702,4 +711,4 @@ def chunk_states(
     del segments, residuals, cut
     zero = _zero(q, k, v, g, beta, initial_state)
     shapes = ChunkStates.shapes(pieces.forgotten.shape[0], v, k.shape[3], precision)
-    return ChunkStates(**{name: jnp.broadcast_to(zero.astype(x.dtype), x.shape) for name, x in shapes.items()})
+    return ChunkStates(**_filled(shapes, zero))

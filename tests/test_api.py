@@ -352,12 +352,41 @@ def test_halves_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
             assert residuals is not None
             assert len(residuals) == 2  # nothing is cut
         for wrong, error, sentence in (
-            ((a, gamma, None), TypeError, r"residuals\[2\] must be what .* or be left out, got NoneType"),
+            ((a, gamma, 1), TypeError, r"residuals\[2\] must be what .* or be left out, got int"),
             ((a, gamma, (*third[:2], third[2][:2])), ValueError, r"residuals\[2\]\[2\] must have shape"),
             ((a, gamma, [x[:2] for x in third]), ValueError, "the residuals are of 2 pieces"),
         ):
             with pytest.raises(error, match=sentence):
                 jax_qla.chunk_gated_delta_rule_bwd(*x, wrong, jnp.zeros_like(x[2]), **packed)
+
+
+@pytest.mark.parametrize("rows", ["0", "64"], ids=["whole", "in pieces"])
+def test_halves_that_save_chunk_states(rows: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are the fourth part of the residuals, and may be left out."""
+    monkeypatch.setenv(policy.OVERRIDE, rows)
+    monkeypatch.setattr(jax, "device_count", lambda: 1)
+    x = tokens(1, 200)
+    packed = {"cu_seqlens": jnp.array([0, 20, 70], jnp.int32)}
+    for options, parts in (({}, 4 if rows == "64" else 1), (packed, 200 // 64 + 2 if rows == "64" else 2)):
+        with stand_in.kernels():
+            o, _, residuals = jax_qla.chunk_gated_delta_rule_fwd(*x, **options, save_chunk_states=True)
+            assert residuals is not None
+            a, gamma, between, (h, vd) = residuals
+            assert (between is None) == (rows == "0")
+            assert h.shape == (200 // 64 + parts, x[2].shape[2], 1, x[2].shape[3], x[0].shape[3])
+            assert vd.shape == (200, *x[2].shape[2:])
+            saved = jax_qla.chunk_gated_delta_rule_bwd(*x, residuals, o, **options)
+            for fewer in ([a, gamma], residuals[:3]):
+                assert_close(saved, jax_qla.chunk_gated_delta_rule_bwd(*x, fewer, o, **options), 0)
+            for wrong, error, sentence in (
+                (h, TypeError, r"residuals\[3\] must be what .* or be left out, got ArrayImpl"),
+                ((h, vd[:5]), ValueError, r"residuals\[3\]\[1\] must have shape"),
+                ((h[:, :1], vd), ValueError, r"residuals\[3\]\[0\] must have shape"),
+            ):
+                with pytest.raises(error, match=sentence):
+                    jax_qla.chunk_gated_delta_rule_bwd(*x, (a, gamma, between, wrong), o, **options)
+        _, _, residuals = jax_qla.chunk_gated_delta_rule_fwd(*x, **options, save_chunk_states=True)
+        assert residuals is None  # "xla" saves nothing
 
 
 def test_halves_in_pieces_that_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -58,6 +58,8 @@ def configurations() -> list[Any]:
         if name in ("forward", "states", "state_gradients"):
             options += [{"value_tile": 64, "split": True}]
             options += [{"value_tile": 64}, {"key_dim": 64, "value_dim": 64, "value_tile": 64, "l2norm": True}]
+        if name == "forward":
+            options += [{"keep": True, **option} for option in options]
         elif name != "prepare":
             options += [{"key_dim": 64, "value_dim": 64}]
         for option in options:
@@ -83,7 +85,7 @@ def test_no_order_of_events_stops_a_kernel(
             "value_heads": key_heads * ratio,
             "value_dim": 128,
             "parts": max(chunks, 2),  # as `compose` takes `spans`
-            "slots": 1,
+            "state_slots": 1,
             "chunk": (0, rows, 0),
         }
         barrier_model.replace_tilelang(monkeypatch, sizes)
@@ -123,7 +125,14 @@ def test_who_has_waited_when_the_next_kernel_may_begin(
     sizes: dict[str, Any] = dict.fromkeys(
         ("sequences", "initial_states", "final_states", "key_heads", "value_heads", "heads", "cut_sequences"), 1
     )
-    sizes |= {"cut_pieces": 2, "tokens": 2 * CHUNK, "value_dim": 128, "parts": 2, "slots": 1, "chunk": (0, CHUNK, 0)}
+    sizes |= {
+        "cut_pieces": 2,
+        "tokens": 2 * CHUNK,
+        "value_dim": 128,
+        "parts": 2,
+        "state_slots": 1,
+        "chunk": (0, CHUNK, 0),
+    }
     barrier_model.replace_tilelang(monkeypatch, sizes)
     block, operands = block_of(kernel, 2, CHUNK, 1)
     config = module.Config(**options)

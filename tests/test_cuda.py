@@ -46,10 +46,11 @@ def cuda(
     scale: float,
     l2norm: bool = False,
     precision: str | None = None,
+    keep: bool = False,
 ) -> Any:
     """The kernels as a function of the battery's signature."""
     choice = implementations.choose(q, k, v, implementation="cuda", precision=precision)
-    options = vjp.Options(choice, scale, output_final_state=True, l2norm=l2norm, precision=precision)
+    options = vjp.Options(choice, scale, output_final_state=True, l2norm=l2norm, precision=precision, keep=keep)
     if segments is None:
         return vjp.gated_delta_rule(options, q, k, v, g, beta, initial_state, None)
     # vjp wants the sequences of every row of a packed batch; the battery has one row.
@@ -61,6 +62,9 @@ def cuda(
 
 in_high_precision = functools.partial(cuda, precision="high")
 """The same with what meets the inverse as sums of two numbers."""
+
+that_keeps = functools.partial(cuda, keep=True)
+"""The same with the states before all chunks kept for the backward pass."""
 
 
 def _cases() -> Iterator[battery.Case]:
@@ -137,10 +141,27 @@ def test_battery_in_high_precision(case: battery.Case, measured: dict[str, dict[
     measured[name] = battery.check(case, in_high_precision, limits)
 
 
+@pytest.mark.parametrize("precision", [None, "high"], ids=["default", "high"])
+@pytest.mark.parametrize("case", [*CASES, NORMALISED], ids=str)
+def test_battery_with_states_kept(
+    case: battery.Case, precision: str | None, measured: dict[str, dict[str, battery.Error]]
+) -> None:
+    if precision and case.dtype != "bfloat16":
+        pytest.skip("bfloat16 only")
+    if not precision and (case.name in MISSED or case.name in MISSED_IN_PIECES):
+        pytest.skip("limits are not reached without states kept either")
+    limits = IDENTICAL if case.keys.startswith("identical") else LIMITS
+    name = f"{case}, states kept, {precision}, rows of a piece: {os.environ[policy.OVERRIDE]}"
+    measured[name] = battery.check(case, functools.partial(that_keeps, precision=precision), limits)
+
+
 BOTH_PRECISIONS = pytest.mark.parametrize("function", [cuda, in_high_precision], ids=["default", "high"])
+THREE_WAYS = pytest.mark.parametrize(
+    "function", [cuda, in_high_precision, that_keeps], ids=["default", "high", "states kept"]
+)
 
 
-@BOTH_PRECISIONS
+@THREE_WAYS
 @pytest.mark.parametrize("case", [MANY_HEADS, LAST_IN_HALVES, CASES[-1], NORMALISED], ids=str)
 def test_bitwise_repeatable(case: battery.Case, function: battery.Function) -> None:
     first = battery.run(case, function)
@@ -165,7 +186,7 @@ def test_groups_of_heads_give_the_same_bits(
             assert all(again[name].tobytes() == first[name].tobytes() for name in first)
 
 
-@BOTH_PRECISIONS
+@THREE_WAYS
 @pytest.mark.parametrize("case", [CASES[-1], NORMALISED], ids=str)
 def test_poisoned_memory(case: battery.Case, function: battery.Function) -> None:
     """Results do not depend on what the memory of workspaces and results held before."""
@@ -179,9 +200,10 @@ def test_poisoned_memory(case: battery.Case, function: battery.Function) -> None
         assert all(again[name].tobytes() == first[name].tobytes() for name in first)
 
 
+@pytest.mark.parametrize("keep", [False, True], ids=["anew", "states kept"])
 @pytest.mark.parametrize("precision", [None, "high"], ids=["default", "high"])
 @pytest.mark.parametrize("cu_seqlens", [[0, 700, 100, 5000], [-5, 64, 64, 1 << 30], [500, 400, 300, 0]])
-def test_lying_cu_seqlens_stay_in_bounds(cu_seqlens: list[int], precision: str | None) -> None:
+def test_lying_cu_seqlens_stay_in_bounds(cu_seqlens: list[int], precision: str | None, keep: bool) -> None:
     """Under compute-sanitizer this finds any access outside the buffers; here, that the call ends and is finite."""
     x = battery.inputs(MANY_HEADS)
     q, k, v, g, beta = (jnp.asarray(y) for y in x[:5])
@@ -189,7 +211,12 @@ def test_lying_cu_seqlens_stay_in_bounds(cu_seqlens: list[int], precision: str |
 
     def loss(*operands: Any) -> jax.Array:
         o, state = jax_qla.chunk_gated_delta_rule(
-            *operands, cu_seqlens=lies, output_final_state=True, implementation="cuda", precision=precision
+            *operands,
+            cu_seqlens=lies,
+            output_final_state=True,
+            implementation="cuda",
+            precision=precision,
+            save_chunk_states=keep,
         )
         assert state is not None
         return jnp.sum(o.astype(jnp.float32)) + jnp.sum(state)

@@ -33,7 +33,7 @@ RESULTS = {
     "summaries": ("response", "transition", "forgotten"),
     "adjoint_summaries": ("adjoint_response",),
     "compose": ("entering",),
-    "forward": ("o", "final_state"),
+    "forward": ("o", "final_state", "h", "vd"),
     "states": ("h", "vd"),
     "state_gradients": ("dh", "dv", "d_initial_state"),
     "gradients": ("dq", "dk", "dv", "dg", "dbeta"),
@@ -82,8 +82,8 @@ def launch_specifications(
                 x = jnp.zeros((have["segments"].shape[0], *x.shape[1:]), x.dtype)
             operands.append(x)
         found = specification(*operands, **options)
-        names = RESULTS[step.kernel]
-        for name, x in zip(names, found if len(names) > 1 else (found,), strict=True):
+        found = found if isinstance(found, tuple) else (found,)
+        for name, x in zip(RESULTS[step.kernel][: len(found)], found, strict=True):
             target = step.rename.get(name, name)
             if target in outputs and outputs[target].shape[:1] != (0,):  # an empty one is not wanted
                 assert x.shape == outputs[target].shape, f"{step.kernel}: {target}"
@@ -176,14 +176,17 @@ def _case(packed: bool) -> tuple[dict[str, jax.Array], jax.Array | None]:
 
 
 @pytest.mark.usefixtures("_chain")
-@pytest.mark.parametrize("kept", [False, True], ids=["anew", "kept"])
+@pytest.mark.parametrize("kept", ["nothing", "pieces", "chunk states", "both"])
 @pytest.mark.parametrize("states", [True, False], ids=["states", "no states"])
 @pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
-def test_forward_and_backward(packed: bool, states: bool, kept: bool) -> None:
+def test_forward_and_backward(packed: bool, states: bool, kept: str) -> None:
     x, segments = _case(packed)
     tokens = TOKENS  # of both cases
-    piece_rows = policy.kept_rows(tokens, len(PACKED) if packed else 2, 4, 16, 8, packed=packed) if kept else None
-    assert piece_rows == (int(os.environ[policy.OVERRIDE]) or None if kept else None)
+    sizes = (tokens, len(PACKED) if packed else 2, 4, 16, 8)
+    keep, pieces = kept in ("chunk states", "both"), kept in ("pieces", "both")
+    assert policy.keeps_states(*sizes, packed=packed)
+    piece_rows = policy.kept_rows(*sizes, packed=packed, with_states=keep) if pieces else None
+    assert piece_rows == (int(os.environ[policy.OVERRIDE]) or None if pieces else None)
     rows: Any = [x[name] for name in ("q", "k", "v", "g", "beta")]
     state, d_final = (x["initial_state"], x["d_final_state"]) if states else (None, None)
 
@@ -191,8 +194,9 @@ def test_forward_and_backward(packed: bool, states: bool, kept: bool) -> None:
     def both(of_kernels: bool, segments: Any) -> Any:
         module: Any = cuda if of_kernels else xla
         options = {"output_final_state": states, "with_residuals": True, "piece_rows": piece_rows, "scale": 0.25}
-        o, final, residuals = module.forward(*rows, state, segments, **options)
+        o, final, residuals = module.forward(*rows, state, segments, **options, keep=keep)
         assert (residuals.between is None) == (piece_rows is None)
+        assert (residuals.chunk_states is None) != keep
         gradients = module.backward(
             *rows, state, segments, residuals, x["do"], d_final, piece_rows=piece_rows, scale=0.25
         )
@@ -267,17 +271,20 @@ def _rule(
     layout: sharding.Layout = sharding.LOCAL,
     l2norm: bool = False,
     precision: str | None = None,
+    keep: bool = False,
 ) -> Any:
     """o and final states, differentiable, of the operands of `sharding.forward` up to segments."""
     rule: Any = vjp.gated_delta_rule
-    options: dict[str, Any] = {"layout": layout, "l2norm": l2norm, "precision": precision}
+    options: dict[str, Any] = {"layout": layout, "l2norm": l2norm, "precision": precision, "keep": keep}
     return rule(vjp.Options(choice, 0.25, output_final_state=True, **options), *operands)
 
 
-def _batched(packed: bool, members: int) -> tuple[tuple[jax.Array, ...], jax.Array | None, tuple[jax.Array, ...]]:
+def _batched(
+    packed: bool, members: int, tokens: int = TOKENS
+) -> tuple[tuple[jax.Array, ...], jax.Array | None, tuple[jax.Array, ...]]:
     """Operands and segments of `sharding.forward`, and cotangents, all of several members, of different numbers."""
     sequences = len(PACKED) if packed else 2
-    x = _operands(members if packed else 2 * members, TOKENS if packed else 200, members * sequences)
+    x = _operands(members if packed else 2 * members, tokens if packed else tokens // 2, members * sequences)
     shaped = {name: a.reshape(members, -1, *a.shape[1:]) for name, a in x.items()}
     segments = None
     if packed:
@@ -319,6 +326,37 @@ def test_what_is_kept_is_each_members_own(packed: bool, forward: str, backward: 
     stand_in.forget_traces()
     found = both(OF_KERNELS, forward, backward)
     stand_in.forget_traces()
+    expected = both(Choice("xla", "xla", "", ""), "one by one", "one by one")
+    names = ("o", "final_state", "dq", "dk", "dv", "dg", "dbeta", "d_initial_state")
+    for name, a, b in zip(names, found, expected, strict=True):
+        _close(a, b, name)
+
+
+@pytest.mark.usefixtures("_chain")
+@pytest.mark.parametrize("tokens", [TOKENS, 448])
+@pytest.mark.parametrize(("forward", "backward"), [("vmap", "vmap"), ("vmap", "one by one"), ("one by one", "vmap")])
+@pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
+def test_chunk_states_are_each_members_own(
+    packed: bool, forward: str, backward: str, tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Under `jax.vmap` or not; all at once where tokens are a multiple of a chunk and no packed batch is cut."""
+    operands, segments, cotangents = _batched(packed, MEMBERS, tokens)
+    calls = _recorded(monkeypatch)
+    ways: Any = {"vmap": lambda f, *x: jax.vmap(f)(*x), "one by one": _one_by_one}
+
+    @functools.partial(jax.jit, static_argnums=(0, 1, 2))
+    def both(choice: Choice, forward: str, backward: str) -> Any:
+        def transpose_of(operands: Any, segments: Any) -> Any:
+            return jax.vjp(lambda *x: _rule(choice, *x, segments, keep=True), *operands)
+
+        results, transpose = ways[forward](transpose_of, operands, segments)
+        return *results, *ways[backward](lambda transpose, x: transpose(x), transpose, cotangents)
+
+    stand_in.forget_traces()
+    found = both(OF_KERNELS, forward, backward)
+    stand_in.forget_traces()
+    assert {call[-1] for call in calls} == {"forward", "gradients"}  # each traced more than once
+    assert not any("states" in call for call in calls)
     expected = both(Choice("xla", "xla", "", ""), "one by one", "one by one")
     names = ("o", "final_state", "dq", "dk", "dv", "dg", "dbeta", "d_initial_state")
     for name, a, b in zip(names, found, expected, strict=True):
@@ -708,9 +746,10 @@ def test_pieces_of_a_shard_that_a_call_asks_for(monkeypatch: pytest.MonkeyPatch)
     stand_in.forget_traces()
 
 
+@pytest.mark.parametrize("keep", [False, True], ids=["anew", "chunk states"])
 @pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
 @pytest.mark.usefixtures("_in_pieces")
-def test_devices_keep_their_own_pieces(packed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_devices_keep_their_own_pieces(packed: bool, keep: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Batch and heads over a mesh with named axes: cut as each device's part is, and summarised once."""
     calls = _recorded(monkeypatch)
     operands, segments, cotangents = _batched(packed, 2)
@@ -722,7 +761,7 @@ def test_devices_keep_their_own_pieces(packed: bool, monkeypatch: pytest.MonkeyP
 
     @functools.partial(jax.jit, static_argnums=(0, 1))
     def both(choice: Choice, layout: sharding.Layout, *operands: Any) -> Any:
-        results, transpose = jax.vjp(lambda *x: _rule(choice, *x, segments, layout=layout), *operands)
+        results, transpose = jax.vjp(lambda *x: _rule(choice, *x, segments, layout=layout, keep=keep), *operands)
         return *results, *transpose(cotangents)
 
     stand_in.forget_traces()
@@ -732,7 +771,8 @@ def test_devices_keep_their_own_pieces(packed: bool, monkeypatch: pytest.MonkeyP
         found = both(OF_KERNELS, layout, *operands)
     stand_in.forget_traces()
     before = ["layout"] if packed else []
-    assert calls == [[*before, "prepare", "summaries", "compose", "forward"], [*before, *KEPT]]
+    backward = [kernel for kernel in KEPT if not (keep and kernel == "states")]
+    assert calls == [[*before, "prepare", "summaries", "compose", "forward"], [*before, *backward]]
     for i, (a, b) in enumerate(zip(found, expected, strict=True)):
         _close(jax.device_get(a), b, f"result {i}")
 

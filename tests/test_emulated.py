@@ -19,7 +19,7 @@ import programs
 import pytest
 import stand_in
 import test_recurrent_cuda as decoding
-from test_cuda import IDENTICAL, LIMITS, MISSED
+from test_cuda import IDENTICAL, LIMITS, MISSED, that_keeps
 from test_cuda import cuda as rule
 
 from jax_qla import cuda, implementations, policy, store
@@ -155,11 +155,29 @@ def test_blocks_of_long_sequences_come_first(count: int, longest: int) -> None:
     np.testing.assert_array_equal(found, in_order if tokens // 64 >= count else np.arange(count))
 
 
-def test_two_warpgroups_of_state(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("keep", [False, True], ids=["anew", "kept"])
+def test_two_warpgroups_of_state(keep: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """As where heads fill a card: blocks of 128 value columns."""
     monkeypatch.setattr(policy, "MULTIPROCESSORS", 1)
     assert policy.value_tile(WIDE.value_heads, WIDE.value_dim) == 128
-    battery.check(WIDE, rule, LIMITS)
+    battery.check(WIDE, that_keeps if keep else rule, LIMITS)
+
+
+@pytest.mark.parametrize("rows", [0, 128], ids=["whole", "in pieces"])
+@pytest.mark.parametrize("precision", [None, "high"])
+def test_states_are_kept(rows: int, precision: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    emulated = emulator.emulated
+    used: list[str] = []
+
+    def recording(name: str, config: Any) -> emulator.Emulated:
+        used.append(name)
+        return emulated(name, config)
+
+    monkeypatch.setattr(emulator, "emulated", recording)
+    monkeypatch.setenv(policy.OVERRIDE, str(rows))
+    battery.check(PACKED, functools.partial(that_keeps, precision=precision), LIMITS)
+    assert "gradients" in used
+    assert "states" not in used
 
 
 @pytest.mark.parametrize(

@@ -297,8 +297,8 @@ def test_dtypes_are_the_kernels(dtype: str) -> None:
         assert found[name].dtype == dtype, name
     for name in ("gamma", "final_state", "d_initial_state", "dg", "dbeta"):
         assert found[name].dtype == jnp.float32, name
-    slots = tables.slot_count(TOKENS, len(bounds))
-    assert found["h"].shape == found["dh"].shape == (slots, 6, 1, VALUE_DIM, KEY_DIM)
+    count = tables.state_count(TOKENS, len(bounds))
+    assert found["h"].shape == found["dh"].shape == (count, 6, 1, VALUE_DIM, KEY_DIM)
     assert found["a"].shape == (TOKENS, 6, 64)
 
 

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import stand_in
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 pytest.importorskip("flax", reason="needs the flax extra")
@@ -281,6 +282,19 @@ def test_piece_rows_are_handed_on(framework: Framework) -> None:
     assert y.shape == x.shape
     with pytest.raises(ValueError, match="piece_rows must be a multiple of 64"):
         call(framework, framework.make(CONFIG, piece_rows=65), x)
+
+
+def test_save_chunk_states_is_handed_on(framework: Framework) -> None:
+    """To what is differentiated; without the kernels it changes nothing."""
+    x = random_array(1, 70, 16)
+    with stand_in.kernels():
+        for save in (False, True):
+            layer = framework.make(CONFIG, WEIGHTS, save_chunk_states=save)
+            kept = jax.eval_shape(lambda x, layer=layer: jax.vjp(layer, x)[1], x.astype(jnp.bfloat16))
+            tiles = (1 + 70 // 64, CONFIG.num_value_heads, 1, CONFIG.value_head_dim, CONFIG.key_head_dim)
+            assert ([leaf.shape for leaf in jax.tree.leaves(kept)].count(tiles) == 1) == save
+    y = call(framework, framework.make(CONFIG, WEIGHTS), x)
+    assert_close(call(framework, framework.make(CONFIG, WEIGHTS, save_chunk_states=True), x), y, 0)
 
 
 def test_weights_come_back_and_wrong_ones_are_refused(framework: Framework) -> None:

@@ -106,6 +106,40 @@ def test_pieces_are_saved_with_the_residuals(monkeypatch: pytest.MonkeyPatch) ->
         assert forwards(()) == 2
 
 
+@pytest.mark.parametrize("rows", ["0", "64"], ids=["whole", "in pieces"])
+def test_chunk_states_are_saved_where_they_are_wanted(rows: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For the kernels, where JAX sees one device; with the pieces that they are of; and the names cover them."""
+    monkeypatch.setenv(policy.OVERRIDE, rows)
+    operands = tokens(1, 130)
+
+    def rule(*x: jax.Array, save: bool = True) -> jax.Array:
+        return jax_qla.chunk_gated_delta_rule(*x, save_chunk_states=save)[0]
+
+    def kept(save: bool) -> Counter[Any]:
+        stand_in.forget_traces()
+        leaves = jax.tree.leaves(jax.eval_shape(lambda *x: jax.vjp(partial(rule, save=save), *x)[1], *operands))
+        return Counter((x.shape, x.dtype) for x in leaves)
+
+    def forwards(*names: str) -> int:
+        stand_in.forget_traces()
+        remembering = jax.checkpoint(
+            lambda *x: rule(*x).sum(), policy=checkpoint_policies.save_only_these_names(*names)
+        )
+        return calls(jax.grad(remembering), *operands)["forward"]
+
+    assert kept(True) == kept(False)
+    parts = 1 if rows == "0" else 3
+    (key_dim, (heads, value_dim)), dtype = (operands[0].shape[3], operands[2].shape[2:]), operands[2].dtype
+    with stand_in.kernels():
+        states = [((130 // 64 + parts, heads, 1, value_dim, key_dim), dtype), ((130, heads, value_dim), dtype)]
+        monkeypatch.setattr(jax, "device_count", lambda: 1)
+        assert kept(True) - kept(False) == Counter(states)
+        assert forwards(*jax_qla.CHECKPOINT_NAMES) == 1
+        assert forwards(*(name for name in jax_qla.CHECKPOINT_NAMES if name not in jax_qla.CHUNK_STATE_NAMES)) == 2
+        monkeypatch.setattr(jax, "device_count", lambda: 8)
+        assert kept(True) == kept(False)
+
+
 def test_gradient_is_one_forward_and_one_backward() -> None:
     assert calls(loss, *OPERANDS) == {}  # inside the custom_vjp
     assert calls(jax.grad(loss), *OPERANDS) == {"forward": 1, "backward": 1}
@@ -119,7 +153,8 @@ def test_named_results_spare_the_second_forward(kernels: bool) -> None:
         return calls(jax.grad(function), *OPERANDS)
 
     names = jax_qla.CHECKPOINT_NAMES
-    assert names == (*jax_qla.RESIDUAL_NAMES, *jax_qla.CARRY_NAMES, *jax_qla.RESULT_NAMES)
+    groups = (jax_qla.RESIDUAL_NAMES, jax_qla.CARRY_NAMES, jax_qla.CHUNK_STATE_NAMES, jax_qla.RESULT_NAMES)
+    assert names == sum(groups, ())
     with stand_in.kernels() if kernels else mock.MagicMock():
         assert forwards(checkpoint_policies.nothing_saveable) == {"forward": 2, "backward": 1}
         assert forwards(checkpoint_policies.save_only_these_names(*names)) == {"forward": 1, "backward": 1}

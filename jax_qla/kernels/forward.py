@@ -44,6 +44,11 @@ a second launch computes its heads, in halves of their value columns (policy.who
 With `split` X, Vd and `a` are sums of two numbers: Vd takes three products instead of one, and O and the state two each of Vd. A stage has
 a tile more, for the low part of `a`, and a block 64 value columns.
 
+With `keep` the state before each chunk, h, and Vd are results too, as kernels/states.py has them, so that the backward pass need not compute them
+again. They leave from the registers that products read them from, by way of two tiles of 64 columns a warpgroup: O's, then Vd's, then O's, and one
+that takes h in halves of K, the first when the state has been rounded, the second while Vd is computed. In blocks of 128 columns that leaves room
+for two tiles of P only, which is computed when the chunk before the one before has been.
+
 Operations a chunk and head at K = V = 128: 10.5 MFLOP, 1.75 us of an SM's share of 790 TFLOP/s; 16.8 with `split`, P computed twice included.
 """
 
@@ -52,7 +57,18 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 
-from jax_qla.kernels.common import CHUNK, LENGTH_PRELUDE, LOG2_E, P_PRELUDE, PASS_CONFIGS, accumulator_layout, macros
+from jax_qla.kernels import states
+from jax_qla.kernels.common import (
+    CHUNK,
+    LENGTH_PRELUDE,
+    LOG2_E,
+    LONG,
+    P_PRELUDE,
+    PASS_CONFIGS,
+    SHORT,
+    accumulator_layout,
+    macros,
+)
 from jax_qla.kernels.specification import (
     among_heads,
     decay,
@@ -113,6 +129,24 @@ __device__ __forceinline__ void jax_qla_take_state(void* registers, const void* 
 )
 
 
+KEEP_PRELUDE = r"""
+// A tile [64][64] of 16-bit elements, 128-byte swizzled, becomes columns 64 `part` to 64 `part` + 63 of what is, in pairs, the left operand of a wgmma
+// in registers, or their transpose.
+template <bool transposed>
+__device__ __forceinline__ void jax_qla_store_operand(const void* registers, int part, void* tile) {
+  const unsigned* pairs = static_cast<const unsigned*>(registers) + part * 16;
+  const int lane = threadIdx.x & 31, warp = (threadIdx.x >> 5) & 3, matrix = lane >> 3;
+  const unsigned row = jax_qla_address(tile) + (lane & 7) * 128 + (transposed ? (matrix >> 1) * 1024 : (warp * 2 + (matrix & 1)) * 1024);
+#pragma unroll
+  for (int n = 0; n < 4; ++n) {
+    const int column = transposed ? warp * 2 + (matrix & 1) : 2 * n + (matrix >> 1);
+    jax_qla_store_matrices<transposed>(row + (transposed ? n * 2048 : 0) + ((column ^ (lane & 7)) << 4), pairs[4 * n], pairs[4 * n + 1],
+                                       pairs[4 * n + 2], pairs[4 * n + 3]);
+  }
+}
+"""
+
+
 STATE, PREPARED, NOTHING = range(3)
 """What a block awaits of the kernel launched before. It is `compose`, and has what the state's warpgroups begin with: all else was there before
 that kernel let this one begin. Or `prepare`, and has `a` and gamma, for which only the warps wait that read them. Or this kernel, of other
@@ -123,7 +157,7 @@ heads, which has awaited what both need."""
 class Config:
     """Sizes this program is specialised for: `key_dim`, `value_dim` 64 or 128, `dtype` "bfloat16" or "float16", and
     `value_tile`, the value columns of a block: 64, or 128 where V is; `l2norm`: whether q and k
-    are to be normalised; `split` (kernels/common.py): with bfloat16 and blocks of 64 columns only."""
+    are to be normalised; `split` (kernels/common.py): with bfloat16 and blocks of 64 columns only; `keep`: whether h and Vd are results."""
 
     key_dim: int = 128
     value_dim: int = 128
@@ -131,6 +165,7 @@ class Config:
     value_tile: int = 128
     l2norm: bool = False
     split: bool = False
+    keep: bool = False
 
 
 def program(config: Config):
@@ -142,12 +177,46 @@ def program(config: Config):
     tiles = V // W  # blocks a head
     parts = W // 64  # warpgroups that hold the state
     stages = 3
-    l2norm, split = config.l2norm, config.split
+    l2norm, split, keep = config.l2norm, config.split, config.keep
+    p_stages = 2 if keep and parts > 1 else stages
+    kept = LONG if keep else None
     S = 128 * parts  # threads that hold the state
     m = macros()
     tokens, key_heads, value_heads, sequences = T.dynamic("tokens, key_heads, value_heads, sequences")
     initial_states, final_states = T.dynamic("initial_states, final_states")  # sequences, or 0: not given, not wanted
+    state_slots = T.dynamic("state_slots")
     cut_sequences, cut_pieces = T.dynamic("cut_sequences, cut_pieces")  # or 0: each of `segments` has a final state
+
+    @T.macro
+    def put_state(pairs, tiles, wg, half):
+        """A warpgroup's tile becomes 64 rows of K, from 64 `half` on, of its rounded state."""
+        T.call_extern("handle", "jax_qla_store_operand<false>", pairs.data, half, T.address_of(tiles[wg, 0, 0]))
+
+    @T.macro
+    def send_state(tiles, wg, h, slot, head, half, first):
+        T.tma_copy(
+            tiles[wg, :, :],
+            h[slot, head, half, first : first + 64, 0:64],
+            leader_scope_threads=128,
+            eviction_policy=SHORT,
+        )
+
+    @T.macro
+    def put_rows(pairs, tiles, wg):
+        """A warpgroup's tile becomes a chunk of Vd, of which it has the transpose."""
+        T.call_extern("handle", "jax_qla_store_operand<true>", pairs.data, 0, T.address_of(tiles[wg, 0, 0]))
+
+    @T.macro
+    def send_rows(tiles, wg, target, row, rows, head, first, thread):
+        """A warpgroup's tile goes to so many rows from `row` on, at most 64, and 64 columns from `first` on."""
+        if rows >= C:
+            T.tma_copy(
+                tiles[wg, :, :],
+                target[row : row + C, head, first : first + 64],
+                leader_scope_threads=128,
+            )
+        else:
+            m.store_rows(tiles, wg, target, row, rows, head, first, 0, thread)
 
     @T.prim_func
     def forward(
@@ -164,13 +233,15 @@ def program(config: Config):
         spans: T.Tensor((cut_sequences, 2), "int32"),
         o: T.Tensor((tokens, value_heads, V), dtype),
         final_state: T.Tensor((final_states, value_heads, K, V), "float32"),
+        h: T.Tensor((state_slots, value_heads, K // 64, V, 64), dtype),  # with `keep` only, and so
+        vd: T.Tensor((tokens, value_heads, V * (1 + split)), dtype),
         ratio: T.int32,
         scale: T.float32,
         first_head: T.int32,
         heads: T.int32,  # of this launch, from first_head on
         awaits: T.int32,
     ):
-        with T.Kernel(sequences * heads * tiles, threads=S + 256, prelude=PRELUDE) as block:
+        with T.Kernel(sequences * heads * tiles, threads=S + 256, prelude=PRELUDE + KEEP_PRELUDE * keep) as block:
             T.annotate_min_blocks_per_sm(1)
             place = T.alloc_var("int32")  # among the sequences
             place = T.truncdiv(block, heads * tiles)
@@ -201,10 +272,16 @@ def program(config: Config):
             o_s = T.alloc_shared((parts, C, 64), dtype)
             # which nothing else here asks for
             T.annotate_layout({x: make_full_bank_swizzled_layout(x) for x in (v_s, o_s)})
+            if keep:
+                h_s = T.alloc_shared((parts, C, 64), dtype)
+                T.annotate_layout({h_s: make_full_bank_swizzled_layout(h_s)})
+                if split:
+                    vd_low_s = T.alloc_shared((parts, C, 64), dtype)
+                    T.annotate_layout({vd_low_s: make_full_bank_swizzled_layout(vd_low_s)})
             a_s = T.alloc_shared((stages, C, C), dtype)
             if split:
                 low_s = T.alloc_shared((stages, C, C), dtype)  # the low part of a
-            p_s = T.alloc_shared((stages, C, C), dtype)
+            p_s = T.alloc_shared((p_stages, C, C), dtype)
             gamma_s = T.alloc_shared((stages, C), "float32")
             rise_s = T.alloc_shared((stages, C), "float32")
             fall_s = T.alloc_shared((stages, C), "float32")
@@ -231,21 +308,22 @@ def program(config: Config):
                                     T.barrier_wait(taken[0], 0)
                         if c >= stages:
                             T.barrier_wait(free[at], (c // stages + 1) % 2)
-                        m.load_rows(k, start + c * C, key_head, 0, K, k_s, at, loaded)
-                        m.load_rows(q, start + c * C, key_head, 0, K, q_s, at, loaded)
+                        m.load_rows(k, start + c * C, key_head, 0, K, k_s, at, loaded, kept)
+                        m.load_rows(q, start + c * C, key_head, 0, K, q_s, at, loaded, kept)
                         for part in T.unroll(parts):
                             T.tma_copy(
                                 v[start + c * C : start + c * C + C, head, first + part * 64 : first + part * 64 + 64],
                                 v_s[at * parts + part, :, :],
                                 barrier=loaded[at],
                                 leader_scope_threads=32,
+                                eviction_policy=kept,
                             )
                         if c == 0:
                             if awaits == PREPARED:
                                 T.pdl_sync()
-                        m.load_rows(a, start + c * C, head, 0, C, a_s, at, loaded)
+                        m.load_rows(a, start + c * C, head, 0, C, a_s, at, loaded, kept)
                         if split:
-                            m.load_rows(a, start + c * C, head, C, C, low_s, at, loaded)
+                            m.load_rows(a, start + c * C, head, C, C, low_s, at, loaded, kept)
                         T.barrier_arrive(loaded[at])
                 elif l2norm:
                     if tx < S + 224:
@@ -309,6 +387,9 @@ def program(config: Config):
                     T.barrier_arrive(gated[at])
                     T.sync_threads(3, 128)
                     T.gemm(q_s[at, :, :], k_s[at, :, :], p, transpose_B=True, clear_accum=True)
+                    if p_stages < stages:
+                        if c >= p_stages:
+                            T.barrier_wait(free[(c - p_stages) % stages], ((c - p_stages) // stages) % 2)
                     T.call_extern(
                         "handle",
                         "jax_qla_store_decayed<false, false>",
@@ -316,7 +397,7 @@ def program(config: Config):
                         T.address_of(gamma_s[at, 0]),
                         scale,
                         T.address_of(gamma_s[at, 0]),  # lengths of queries are a factor of O
-                        T.address_of(p_s[at, 0, 0]),
+                        T.address_of(p_s[c % p_stages, 0, 0]),
                     )
                     T.fence_proxy_async()
                     T.barrier_arrive(ready[at])
@@ -376,6 +457,12 @@ def program(config: Config):
                             T.address_of(v_t[0, 0]),
                             T.access_ptr(v_s[wg, 0, 0], "r"),
                         )
+                        if keep:
+                            if count > 0:
+                                put_state(state_b, h_s, wg, 0)
+                                T.fence_proxy_async()
+                                T.sync_threads(4 + wg, 128)
+                                send_state(h_s, wg, h, start // C + n, head, 0, first + part)
                         T.wait_wgmma(0)
                         for c in T.serial(count):
                             at = c % stages
@@ -401,6 +488,11 @@ def program(config: Config):
                                 state[i, j] = state[i, j] * whole
                             T.tma_store_wait(0)
                             T.sync_threads(4 + wg, 128)  # by now the previous chunk's outputs have left
+                            if keep and K > 64:
+                                put_state(state_b, h_s, wg, 1)
+                                T.fence_proxy_async()
+                                T.sync_threads(4 + wg, 128)
+                                send_state(h_s, wg, h, start // C + n + c, head, 1, first + part)
                             T.wait_wgmma(1 + 2 * split)
                             for i, j in T.Parallel(64, C):
                                 acc[i, j] = acc[i, j] * scaled_s[at, j]
@@ -417,9 +509,29 @@ def program(config: Config):
                                 m.keep_low(u, vk_b, low_vk)
                                 T.wgmma_gemm(low_vk, k_s[at, :, :], state)
                             T.barrier_wait(ready[at], (c // stages) % 2)
-                            T.wgmma_gemm(vd_b, p_s[at, :, :], acc, transpose_B=True)
+                            T.wgmma_gemm(vd_b, p_s[c % p_stages, :, :], acc, transpose_B=True)
                             if split:
-                                T.wgmma_gemm(low, p_s[at, :, :], acc, transpose_B=True)
+                                T.wgmma_gemm(low, p_s[c % p_stages, :, :], acc, transpose_B=True)
+                            if keep:
+                                put_rows(vd_b, o_s, wg)
+                                if split:
+                                    put_rows(low, vd_low_s, wg)
+                                T.fence_proxy_async()
+                                T.sync_threads(4 + wg, 128)
+                                send_rows(
+                                    o_s, wg, vd, start + c * C, end - start - c * C, head, first + part, tx - wg * 128
+                                )
+                                if split:
+                                    send_rows(
+                                        vd_low_s,
+                                        wg,
+                                        vd,
+                                        start + c * C,
+                                        end - start - c * C,
+                                        head,
+                                        V + first + part,
+                                        tx - wg * 128,
+                                    )
                             # The next chunk's U begins before O leaves; after the last chunk it is of whatever lies there, and unused.
                             if c + 1 < count:
                                 T.barrier_wait(gated[after], ((c + 1) // stages) % 2)
@@ -434,6 +546,11 @@ def program(config: Config):
                             if l2norm:
                                 for i, j in T.Parallel(64, C):
                                     acc[i, j] = acc[i, j] * query_s[c % (stages + 1), j]
+                            if keep:
+                                T.tma_store_wait(0)
+                                T.sync_threads(4 + wg, 128)  # by now Vd and the second half of h have
+                                if c + 1 < count:
+                                    put_state(state_b, h_s, wg, 0)
                             T.call_extern(
                                 "handle",
                                 "jax_qla_store_transposed",
@@ -442,16 +559,10 @@ def program(config: Config):
                             )
                             T.fence_proxy_async()
                             T.sync_threads(4 + wg, 128)
-                            if end - start >= (c + 1) * C:
-                                T.tma_copy(
-                                    o_s[wg, :, :],
-                                    o[start + c * C : start + c * C + C, head, first + part : first + part + 64],
-                                    leader_scope_threads=128,
-                                )
-                            else:
-                                m.store_rows(
-                                    o_s, wg, o, start + c * C, end - start - c * C, head, first + part, 0, tx - wg * 128
-                                )
+                            if keep:
+                                if c + 1 < count:
+                                    send_state(h_s, wg, h, start // C + n + c + 1, head, 0, first + part)
+                            send_rows(o_s, wg, o, start + c * C, end - start - c * C, head, first + part, tx - wg * 128)
                             T.call_extern(
                                 "handle",
                                 "jax_qla_load_transposed",
@@ -487,8 +598,10 @@ def specification(
     l2norm: int = 0,
     first_head: int = 0,
     heads: int | None = None,
-) -> tuple[jax.Array, jax.Array]:
-    """(o [tokens, Hv, V] in v's dtype, final_state [N, Hv, K, V]); not a number in other heads than `heads` from `first_head` on.
+    keep: bool = False,
+) -> tuple[jax.Array, ...]:
+    """(o [tokens, Hv, V] in v's dtype, final_state [N, Hv, K, V]) and, with `keep`, (h, vd) of `states`; not a number in other heads than `heads`
+    from `first_head` on.
 
     `segments` are sequences or, with `pieces` and `spans`, their pieces; without, these are empty.
     """
@@ -517,5 +630,8 @@ def specification(
         final_state = final_state[jnp.sum(spans, axis=1) - 1]
     o = scatter_chunks(o, chunks, v.shape[0], v.dtype)
     computed = v.shape[1] if heads is None else heads
-    o, final_state = (of_heads(x, first_head, computed) for x in (o, final_state))
-    return among_heads(o, first_head, v.shape[1]), among_heads(final_state, first_head, v.shape[1])
+    results = [of_heads(x, first_head, computed) for x in (o, final_state)]
+    if keep:
+        scalars = {"ratio": ratio, "l2norm": l2norm, "first_head": first_head, "heads": computed}
+        results += states.specification(k, v, a, gamma, beta, initial_state, segments, chunks, **scalars)
+    return tuple(among_heads(x, first_head, v.shape[1]) for x in results)

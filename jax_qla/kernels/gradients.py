@@ -85,6 +85,7 @@ from jax_qla.kernels.specification import (
     gather_parts,
     inverse_length,
     last_row,
+    of_all_slots,
     of_heads,
     scatter_chunks,
     states_of_tiles,
@@ -492,7 +493,9 @@ def program(config: Config):
     m = macros()
     l2norm, normed, split = config.l2norm, "true" if config.l2norm else "false", config.split
     row_stages = 1 if split else 2  # of Vd and D
-    tokens, key_heads, value_heads, sequences, slots = T.dynamic("tokens, key_heads, value_heads, sequences, slots")
+    tokens, key_heads, value_heads, sequences, state_slots = T.dynamic(
+        "tokens, key_heads, value_heads, sequences, state_slots"
+    )
     of_launch = T.dynamic("heads")  # value heads, from first_head on
 
     def tile_of(stage):
@@ -535,7 +538,7 @@ def program(config: Config):
     def load_states(states, tile, slot, head, loaded):
         for x in T.unroll(K // 64):
             T.tma_copy(
-                states[slot, head, x, 0:V, 0:64],
+                states[slot - 1, head, x, 0:V, 0:64],
                 tile[:, x * 64 : x * 64 + 64],
                 barrier=loaded[0],
                 leader_scope_threads=32,
@@ -554,8 +557,8 @@ def program(config: Config):
         do: T.Tensor((tokens, value_heads, V), dtype),
         vd: T.Tensor((tokens, of_launch, V * (1 + split)), dtype),
         d: T.Tensor((tokens, value_heads, V), dtype),  # D; may be dv itself
-        h: T.Tensor((slots, of_launch, K // 64, V, 64), dtype),
-        dh: T.Tensor((slots, of_launch, K // 64, V, 64), dtype),
+        h: T.Tensor((state_slots, of_launch, K // 64, V, 64), dtype),
+        dh: T.Tensor((state_slots, of_launch, K // 64, V, 64), dtype),
         segments: T.Tensor((sequences, 2), "int32"),
         dq: T.Tensor((tokens, key_heads, K), dtype),
         dk: T.Tensor((tokens, key_heads, K), dtype),
@@ -567,7 +570,9 @@ def program(config: Config):
         group: T.int32,  # key heads of a block
         first_head: T.int32,
     ):
-        with T.Kernel(slots, T.ceildiv(T.truncdiv(of_launch, ratio), group), threads=512, prelude=PRELUDE) as (
+        with T.Kernel(
+            state_slots + 1, T.ceildiv(T.truncdiv(of_launch, ratio), group), threads=512, prelude=PRELUDE
+        ) as (
             slot,
             part_of_heads,
         ):
@@ -1172,7 +1177,7 @@ def specification(
     values, gates, strength, output, d = (gather_chunks(x, chunks) for x in (v, gamma, beta, do, d))
     corrected = gather_parts(vd, chunks, v.shape[-1])
     used = chunks[:, 2, None, None, None] > 0
-    h, dh = (jnp.where(used, states_of_tiles(x), 0).astype(keys.dtype) for x in (h, dh))
+    h, dh = (jnp.where(used, of_all_slots(states_of_tiles(x)), 0).astype(keys.dtype) for x in (h, dh))
     end = last_row(gates, chunks)
     rise, fall = jnp.exp(gates), jnp.exp(end[:, None] - gates)
     of_key, scales = inverse_length(keys, l2norm), scale * inverse_length(queries, l2norm)

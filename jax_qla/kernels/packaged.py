@@ -45,7 +45,7 @@ def _packaged() -> tuple[tuple[str, Any], ...]:
             kernels.append(("adjoint_summaries", adjoint_summaries.Config(key_dim, value_dim, dtype, l2norm, split)))
             for value_tile in (64,) if split else sorted({64, value_dim}):
                 sizes = (key_dim, value_dim, dtype, value_tile, l2norm, split)
-                kernels.append(("forward", forward.Config(*sizes)))
+                kernels.extend(("forward", forward.Config(*sizes, keep)) for keep in (False, True))
                 kernels.append(("states", states.Config(*sizes)))
                 kernels.append(("state_gradients", state_gradients.Config(*sizes)))
     for key_dim, value_dim, dtype, state_dtype in itertools.product(

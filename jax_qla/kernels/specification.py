@@ -126,6 +126,17 @@ def states_of_tiles(tiles: jax.Array) -> jax.Array:
     return jnp.swapaxes(tiles, -1, -2).reshape(*axes, count * rows, columns)
 
 
+def of_chunk_slots(x: jax.Array) -> jax.Array:
+    """[slots, ...] of those that may have a chunk, [slots - 1, ...]: all but the first, which is of the rows before all sequences."""
+    chunk_slots: jax.Array = x[1:]
+    return chunk_slots
+
+
+def of_all_slots(x: jax.Array) -> jax.Array:
+    """`of_chunk_slots` undone, with zeros."""
+    return jnp.concatenate([jnp.zeros_like(x[:1]), x])
+
+
 def chunk_in_piece(pieces: jax.Array, chunks: jax.Array) -> jax.Array:
     """Number of every slot's chunk in its piece, from 0, [slots]."""
     piece = chunks[:, 0]

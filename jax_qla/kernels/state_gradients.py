@@ -52,6 +52,7 @@ from jax_qla.kernels.specification import (
     gather_parts,
     inverse_length,
     last_row,
+    of_chunk_slots,
     of_heads,
     scan_slots,
     scatter_chunks,
@@ -90,7 +91,9 @@ def program(config: Config):
     stages = 3
     S = 2 * W  # threads that hold the gradient: one warpgroup for every 64 value columns
     m = macros()
-    tokens, key_heads, value_heads, sequences, slots = T.dynamic("tokens, key_heads, value_heads, sequences, slots")
+    tokens, key_heads, value_heads, sequences, state_slots = T.dynamic(
+        "tokens, key_heads, value_heads, sequences, state_slots"
+    )
     heads = T.dynamic("heads")  # of this launch, from first_head on
     initial_states, final_states = T.dynamic("initial_states, final_states")  # sequences, or 0: not wanted, not given
     cut_sequences, cut_pieces = T.dynamic("cut_sequences, cut_pieces")  # or 0: each of `segments` has an initial state
@@ -107,7 +110,7 @@ def program(config: Config):
         segments: T.Tensor((sequences, 2), "int32"),  # sequences, or their pieces
         pieces: T.Tensor((cut_pieces, 4), "int32"),
         spans: T.Tensor((cut_sequences, 2), "int32"),
-        dh: T.Tensor((slots, heads, K // 64, V, 64), dtype),
+        dh: T.Tensor((state_slots, heads, K // 64, V, 64), dtype),
         dv: T.Tensor((tokens, value_heads, V), dtype),
         d_initial_state: T.Tensor((initial_states, value_heads, K, V), "float32"),
         ratio: T.int32,
@@ -224,7 +227,7 @@ def program(config: Config):
                             at = c % stages
                             line = start + (count - 1 - c) * C
                             lines = T.min(end - line, C)
-                            slot = start // C + n + 1 + (count - 1 - c)
+                            slot = start // C + n + (count - 1 - c)
                             T.barrier_wait(ready[at], (c // stages) % 2)
                             T.barrier_wait(loaded[at], (c // stages) % 2)
                             # dVd = exp(gamma_C - gamma) K dS + P^T dO
@@ -334,7 +337,7 @@ def specification(
     first_head: int = 0,
     heads: int | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """(dh [slots, heads, K / 64, V, 64] in do's dtype, dv [tokens, Hv, V] in do's dtype, d_initial_state [N, Hv, K, V]), of so many value heads from
+    """(dh [slots - 1, heads, K / 64, V, 64] in do's dtype, dv [tokens, Hv, V] in do's dtype, d_initial_state [N, Hv, K, V]), of so many value heads from
     `first_head` on, or of all; dv and d_initial_state are not a number in others.
 
     `segments` are sequences or, with `pieces` and `spans`, their pieces; without, these are empty. dh of a slot without rows is not defined.
@@ -365,5 +368,7 @@ def specification(
     d_initial_state, (dh, dv) = scan_slots(step, d_final_state, segments, chunks, xs, reverse=True)
     if pieces.shape[0] > 0:
         d_initial_state = d_initial_state[spans[:, 0]]
+    dh = of_chunk_slots(dh).astype(do.dtype)
     dv = scatter_chunks(dv, chunks, do.shape[0], do.dtype)
-    return dh.astype(do.dtype), *(among_heads(x, first_head, all_heads) for x in (dv, d_initial_state))
+    dv, d_initial_state = (among_heads(x, first_head, all_heads) for x in (dv, d_initial_state))
+    return dh, dv, d_initial_state

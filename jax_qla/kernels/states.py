@@ -32,6 +32,7 @@ from jax_qla.kernels.specification import (
     gather_parts,
     inverse_length,
     last_row,
+    of_chunk_slots,
     of_heads,
     part_columns,
     scan_slots,
@@ -72,7 +73,9 @@ def program(config: Config):
     stages = 3
     S = 2 * W  # threads that hold the state: one warpgroup for every 64 value columns
     m = macros()
-    tokens, key_heads, value_heads, sequences, slots = T.dynamic("tokens, key_heads, value_heads, sequences, slots")
+    tokens, key_heads, value_heads, sequences, state_slots = T.dynamic(
+        "tokens, key_heads, value_heads, sequences, state_slots"
+    )
     heads = T.dynamic("heads")  # of this launch, from first_head on
     initial_states = T.dynamic("initial_states")  # sequences, or 0: not given
 
@@ -85,7 +88,7 @@ def program(config: Config):
         beta: T.Tensor((tokens, value_heads), "float32"),
         initial_state: T.Tensor((initial_states, value_heads, K, V), "float32"),
         segments: T.Tensor((sequences, 2), "int32"),
-        h: T.Tensor((slots, heads, K // 64, V, 64), dtype),
+        h: T.Tensor((state_slots, heads, K // 64, V, 64), dtype),
         vd: T.Tensor((tokens, heads, V * (1 + split)), dtype),
         ratio: T.int32,
         first_head: T.int32,
@@ -211,7 +214,7 @@ def program(config: Config):
                             at = c % stages
                             line = start + c * C
                             lines = T.min(end - line, C)
-                            slot = start // C + n + 1 + c
+                            slot = start // C + n + c
                             T.copy(state, state_b)
                             T.barrier_wait(ready[at], (c // stages) % 2)
                             T.barrier_wait(loaded[at], (c // stages) % 2)
@@ -309,7 +312,7 @@ def specification(
     first_head: int = 0,
     heads: int | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """(h [slots, heads, K / 64, V, 64], vd [tokens, heads, V] or, where `a` has two parts, [tokens, heads, 2 V], in v's dtype) of so many value heads from
+    """(h [slots - 1, heads, K / 64, V, 64], vd [tokens, heads, V] or, where `a` has two parts, [tokens, heads, 2 V], in v's dtype) of so many value heads from
     `first_head` on, or of all; h of a slot without rows is not defined."""
     heads = v.shape[1] if heads is None else heads
     k = of_heads(k, first_head // ratio, heads // ratio)
@@ -331,4 +334,5 @@ def specification(
     _, (h, vd) = scan_slots(step, initial_state, segments, chunks, xs)
     if a.shape[-1] > CHUNK:
         vd = part_columns(vd)
-    return h.astype(v.dtype), scatter_chunks(vd, chunks, v.shape[0], v.dtype)
+    h = of_chunk_slots(h).astype(v.dtype)
+    return h, scatter_chunks(vd, chunks, v.shape[0], v.dtype)

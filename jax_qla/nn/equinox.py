@@ -39,6 +39,7 @@ class GatedDeltaNet(eqx.Module):
         param_dtype: of the parameters; A_log and dt_bias are always float32.
         implementation: of the gated delta rule, as in `jax_qla.chunk_gated_delta_rule`.
         piece_rows: how "cuda" cuts the sequences of `__call__` and `prefill`, as there.
+        save_chunk_states: whether `__call__` saves what its gradient else computes again, as there.
         key: makes the initial parameters.
 
     Example:
@@ -74,6 +75,7 @@ class GatedDeltaNet(eqx.Module):
     dtype: Any = eqx.field(static=True)
     implementation: str | tuple[str, ...] | None = eqx.field(static=True)
     piece_rows: int | None = eqx.field(static=True)
+    save_chunk_states: bool = eqx.field(static=True)
 
     def __init__(
         self,
@@ -83,12 +85,14 @@ class GatedDeltaNet(eqx.Module):
         param_dtype: Any = jnp.float32,
         implementation: str | Sequence[str] | None = None,
         piece_rows: int | None = None,
+        save_chunk_states: bool = False,
         key: jax.Array,
     ):
         self.config = config
         self.dtype = jnp.dtype(dtype)
         self.implementation = implementation if isinstance(implementation, str | None) else tuple(implementation)
         self.piece_rows = piece_rows
+        self.save_chunk_states = save_chunk_states
         shapes = parameters.parameter_shapes(config)
         keys = dict(zip(shapes, jax.random.split(key, len(shapes)), strict=True))
 
@@ -127,6 +131,7 @@ class GatedDeltaNet(eqx.Module):
             segment_ids=segment_ids,
             implementation=self.implementation,
             piece_rows=self.piece_rows,
+            save_chunk_states=self.save_chunk_states,
         )
         return self._apply(self.out_proj, y)
 

@@ -41,6 +41,7 @@ class GatedDeltaNet(nnx.Module):
         param_dtype: of the parameters; A_log and dt_bias are always float32.
         implementation: of the gated delta rule, as in `jax_qla.chunk_gated_delta_rule`.
         piece_rows: how "cuda" cuts the sequences of `__call__` and `prefill`, as there.
+        save_chunk_states: whether `__call__` saves what its gradient else computes again, as there.
         rngs: the stream "params" makes the initial parameters.
 
     Example:
@@ -64,6 +65,7 @@ class GatedDeltaNet(nnx.Module):
         param_dtype: Any = jnp.float32,
         implementation: str | Sequence[str] | None = None,
         piece_rows: int | None = None,
+        save_chunk_states: bool = False,
         rngs: nnx.Rngs,
     ):
         self.config = config
@@ -71,6 +73,7 @@ class GatedDeltaNet(nnx.Module):
         # A tuple, because NNX hashes what is static in a module.
         self.implementation = implementation if isinstance(implementation, str | None) else tuple(implementation)
         self.piece_rows = piece_rows
+        self.save_chunk_states = save_chunk_states
         shapes = parameters.parameter_shapes(config)
 
         def linear(name: str) -> nnx.Linear:
@@ -118,6 +121,7 @@ class GatedDeltaNet(nnx.Module):
             segment_ids=segment_ids,
             implementation=self.implementation,
             piece_rows=self.piece_rows,
+            save_chunk_states=self.save_chunk_states,
         )
         return self.out_proj(y)
 

@@ -50,6 +50,7 @@ def mix(
     segment_ids: jax.Array | None = None,
     implementation: str | Sequence[str] | None = None,
     piece_rows: int | None = None,
+    save_chunk_states: bool = False,
 ) -> jax.Array:
     """Mixes whole sequences in parallel, for training.
 
@@ -58,7 +59,7 @@ def mix(
         weights: the parameters between the projections.
         config: of the layer.
         segment_ids: int32 [B, T], which keeps packed sequences apart; as in `jax_qla.chunk_gated_delta_rule`.
-        implementation, piece_rows: as in `jax_qla.chunk_gated_delta_rule`.
+        implementation, piece_rows, save_chunk_states: as in `jax_qla.chunk_gated_delta_rule`.
 
     Returns:
         [B, T, Hv * V] in the dtype of projected.qkv: the input of the output projection.
@@ -71,6 +72,7 @@ def mix(
         implementation=implementation,
         precision=_precision(qkv.dtype, config, implementation),
         piece_rows=piece_rows,
+        save_chunk_states=save_chunk_states,
     )
     return _output(o, projected, weights, config)
 
