@@ -88,6 +88,8 @@ class Shape:
     two_streams: bool
     precision: str | None = None
     """Of "cuda"."""
+    saving: bool = False
+    """Whether the states before all chunks are saved for the backward pass."""
 
     @property
     def calls(self) -> int:
@@ -129,6 +131,7 @@ def draw_shape(random: np.random.Generator, pair: Sequence[str], largest: int, s
         l2norm=bool(random.random() < 0.5),
         two_streams=streams and bool(random.random() < 0.3),
         precision="high" if kernels and random.random() < 0.3 else None,
+        saving=bool(random.random() < 0.3),
     )
 
 
@@ -194,6 +197,7 @@ def compiled(shape: Shape, implementation: str) -> Any:
                 use_qk_l2norm_in_kernel=shape.l2norm,
                 implementation=implementation,
                 precision=shape.precision if implementation == "cuda" else None,
+                save_chunk_states=shape.saving,
             )
 
         (o, final_state), vjp = jax.vjp(rule, given)

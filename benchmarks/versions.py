@@ -30,9 +30,9 @@ from rows import Row, parse, select
 class Version:
     """A checkout, in a process of its own."""
 
-    def __init__(self, name: str, folder: Path, implementation: str, calls: int) -> None:
+    def __init__(self, name: str, folder: Path, implementation: str, calls: int, saving: bool) -> None:
         self.name = name
-        command = [sys.executable, __file__, "--serve", str(folder), implementation, str(calls)]
+        command = [sys.executable, __file__, "--serve", str(folder), implementation, str(calls), str(int(saving))]
         path = os.pathsep.join([str(folder), *filter(None, [os.environ.get("PYTHONPATH")])])
         self._process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": path}
@@ -61,7 +61,7 @@ class Version:
         self._process.wait()
 
 
-def serve(folder: Path, implementation: str, calls: int) -> None:
+def serve(folder: Path, implementation: str, calls: int, saving: bool) -> None:
     """Answers what `Version.ask` asks, on the standard streams."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # who prints meanwhile does not answer
@@ -79,7 +79,7 @@ def serve(folder: Path, implementation: str, calls: int) -> None:
         answer: Any
         if question == "begin":
             row, arguments = parse(name), ()
-            library = JaxQla("", implementation, calls=calls)
+            library = JaxQla("", implementation, calls=calls, saving=saving)
             library.prepare([row], memory=False)
             arguments = library.arguments(row, inputs.make(row))
             answer = [x.tobytes().hex() for x in library.numbers(row, arguments)]
@@ -128,6 +128,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--implementation", default="cuda")
     parser.add_argument("--calls", type=int, default=CALLS, help="calls in one jitted function")
+    parser.add_argument("--saving", action="store_true", help="with save_chunk_states")
     parser.add_argument("--output", type=Path, default=Path("runs/versions"), metavar="DIR")
     options = parser.parse_args(arguments)
     pairs = [x.partition("=") for x in options.versions]
@@ -139,7 +140,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except ValueError as error:
         parser.error(str(error))
     options.output.mkdir(parents=True, exist_ok=True)
-    versions = [Version(name, Path(folder), options.implementation, options.calls) for name, _, folder in pairs]
+    of_all = (options.implementation, options.calls, options.saving)
+    versions = [Version(name, Path(folder), *of_all) for name, _, folder in pairs]
     found: dict[str, dict[str, Any]] = {}
     try:
         for row in rows:
@@ -154,6 +156,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--serve"]:
-        serve(Path(sys.argv[2]), sys.argv[3], int(sys.argv[4]))
+        serve(Path(sys.argv[2]), sys.argv[3], int(sys.argv[4]), bool(int(sys.argv[5])))
     else:
         main()

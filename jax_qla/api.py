@@ -120,11 +120,11 @@ def chunk_gated_delta_rule(
         save_chunk_states: whether the forward pass of "cuda", where it is differentiated, keeps for the backward pass
             what that else computes again: the state before each chunk of 64 tokens and what each token writes to it,
             2 (K V / 64 + V) bytes per token and value head (768 at K = V = 128; with precision "high" in bfloat16
-            1024). Gradients differ by rounding only. The backward pass takes about a quarter less time, the
-            forward pass longer, both together less (docs/performance.md). Inside `jax.checkpoint` nothing is kept
-            but what its policy names (`jax_qla.CHECKPOINT_NAMES` has these too), and what the forward pass
-            writes when it runs again spares the work without more memory. It has no effect where devices share a
-            sequence, where the compiler cuts the operands (Auto meshes without `mesh_axes`), and with other
+            1024). o and the final state are the same bit for bit, gradients differ by rounding. The backward pass takes
+            about a quarter less time, the forward pass longer, both together less (docs/performance.md). Inside
+            `jax.checkpoint` it is for policies that keep these (`jax_qla.CHECKPOINT_NAMES` has their names): where
+            nothing is kept, the forward pass runs twice, and writes them twice. It has no effect where the compiler
+            cuts the operands (Auto meshes without `mesh_axes`, and several devices without a mesh), and with other
             implementations.
 
     Returns:

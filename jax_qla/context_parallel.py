@@ -329,7 +329,7 @@ def backward(
                 *rows, None, residuals, do, d_final_state, pieces, scale=scale, **shared
             )
             states = carry.incoming
-            if pieces is not None:
+            if pieces is not None and not (residuals is not None and residuals.chunk_states is not None):
                 assert residuals is not None
                 # While the others answer: after the response is known and before what is received is looked at.
                 response, entering = jax.lax.optimization_barrier((response, states))

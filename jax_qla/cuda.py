@@ -6,7 +6,8 @@ is a packed one whose tables are constants. Where sequences are cut into pieces 
 them in a packed batch, and the states that enter these come first: summaries and compose, for the backward pass also
 adjoint_summaries and compose in reverse; what follows takes pieces for sequences. A forward pass that keeps what
 it finds of the pieces (`implementations.Between`) spares the backward one summaries and the first compose; `states`
-then goes ahead of the other, unless the card has room for it beside `state_gradients`.
+then goes ahead of the other, unless the card has room for it beside `state_gradients`. With `keep`, `forward` writes
+what `states` would (`ChunkStates`), of whole sequences or of these pieces, and the backward pass is without that.
 Where a sequence goes on beyond a device, this falls into two calls: `summary` (prepare, summaries, and compose for N
 and for M) begins, and `forward`, given what it found, goes on (compose, forward) when the state before is known. So do
 `state_gradient` (adjoint_summaries, compose in reverse) and `backward`; meanwhile `chunk_states` (compose, states)
@@ -15,9 +16,9 @@ Intermediate results (h, dh, Vd, lengths of keys, states between pieces) are res
 
 Memory of the backward besides its operands and results, in elements of v's dtype: h and dh, ceil(T / 64) * Hv * K * V
 each, and Vd, as v (twice v where operands are split); of one group of heads at a time (policy.head_groups), whose three
-kernels take the memory of the group before. Rows of dv where |beta| is tiny are dX until the gradients kernel scales
-them. In pieces: five times K V in float32 per piece and value head (two where the forward pass has kept two), three
-times in the forward pass, five in `summary`.
+kernels take the memory of the group before. (Kept states are of all heads, and h and Vd then are operands.) Rows of dv
+where |beta| is tiny are dX until the gradients kernel scales them. In pieces: five times K V in float32 per piece and
+value head (two where the forward pass has kept two), three times in the forward pass, five in `summary`.
 """
 
 from __future__ import annotations
@@ -177,8 +178,9 @@ def forward(
         residuals = Residuals(call.unflat(results["a"]), call.unflat(results["gamma"]))
         if piece_rows is not None:
             residuals = residuals._replace(between=Between(*(results[name] for name in Between._fields)))
-        if keep:
-            residuals = residuals._replace(chunk_states=ChunkStates(*(results[name] for name in ChunkStates._fields)))
+    if keep:
+        assert residuals is not None
+        residuals = residuals._replace(chunk_states=ChunkStates(*(results[name] for name in ChunkStates._fields)))
     return call.unflat(results["o"]), final_state, residuals if with_residuals else None
 
 

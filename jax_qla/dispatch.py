@@ -78,7 +78,8 @@ def forward(
             residuals say what lies between the pieces. None lets the implementation cut, and keeps nothing of it.
         l2norm: whether q and k are to be divided by sqrt(|x|^2 + 1e-6), over K.
         precision: of the matrix products, as the API has it.
-        keep: whether residuals have the states before all chunks, of the pieces of `piece_rows`, or of whole sequences.
+        keep: whether residuals have the states before all chunks, of the given pieces, of those of `piece_rows`, or of
+            whole sequences.
 
     Returns:
         o [B, T, Hv, V] in v's dtype; final_state [N, Hv, K, V] float32 or None; the residuals, or None where they were
@@ -94,7 +95,8 @@ def forward(
         return _on_platform(choice, "forward", operands, options, l2norm)
 
     if not with_residuals or pieces is not None:
-        piece_rows, keep = None, False
+        piece_rows = None
+    keep = keep and with_residuals
     cut = None if pieces is None else _cut(k, v, segments, choice)
     options: dict[str, Any] = {"scale": scale, "output_final_state": output_final_state}
     options |= {"with_residuals": with_residuals, "cut": cut, "piece_rows": piece_rows, "precision": precision}
@@ -485,7 +487,6 @@ def _forward_of_nothing(
     precision: Any,
     keep: bool,
 ) -> tuple[jax.Array, jax.Array | None, Residuals | None]:
-    del pieces
     batch, _, value_heads, value_dim = v.shape
     sequences = batch if segments is None else segments.shape[0]
     state = None
@@ -494,7 +495,8 @@ def _forward_of_nothing(
         state = jnp.zeros(shape, jnp.float32) if initial_state is None else initial_state
     residuals = _empty_residuals(v, precision) if with_residuals else None
     if residuals is not None and keep:
-        shapes = ChunkStates.shapes(sequences, v, q.shape[3], precision)
+        parts = sequences if pieces is None else pieces.forgotten.shape[0]
+        shapes = ChunkStates.shapes(parts, v, q.shape[3], precision)
         residuals = residuals._replace(chunk_states=_zeros(ChunkStates, shapes))
     o, state, residuals = match_varying(
         (jnp.zeros_like(v), state, residuals), (q, k, v, g, beta, initial_state, segments)

@@ -491,8 +491,7 @@ def forward(
 
     Shapes are those of `context_parallel`, of the whole batch as the caller sees it. Where `layout` says that the
     caller has cut the sequence (`manual_sequence`), final_state is this device's summand of it. `keep`: whether
-    residuals are to have the states before all chunks; they have where each device has whole sequences, and it is known
-    how many.
+    residuals are to have the states before all chunks; they have unless the compiler may cut the operands.
     """
     # In Auto mode nothing can leave whose size is the number of shards: the backward repeats the exchange.
     exchanged = bool(layout.sequence) and not layout.alone
@@ -500,12 +499,11 @@ def forward(
     with_residuals = with_residuals and choice.on_cuda == "cuda"
     piece_rows = None
     # Nor can what lies between pieces of sequences that the compiler may cut. Those of a dense shard are in the carry.
+    keep = keep and with_residuals and not layout.automatic
     if with_residuals and not layout.automatic and not (exchanged and segments is None):
         sizes, of_part = _part(layout, k, v, segments, choice.piece_rows)
-        keep = keep and not exchanged and policy.keeps_states(*sizes, **of_part)
+        keep = keep and policy.keeps_states(*sizes, **of_part)
         piece_rows = policy.kept_rows(*sizes, **of_part, with_states=keep)
-    else:
-        keep = False
     residual_dims = _OF_ROWS + _OF_PIECES * (piece_rows is not None) + _OF_CHUNKS * keep
     carry_dims = _CARRY if with_residuals and segments is None else _CARRY[:2]
     states = _state_dims(segments)

@@ -5,7 +5,8 @@ and none normalised) and, where the program may be lowered for the CUDA kernels,
 dtype ([B, T, Hv, 128] in bfloat16 with precision="high") and gamma [B, T, Hv] in float32; the chunk states are
 recomputed. Where one card computes long sequences in pieces (policy.py), so do the state before each piece and its
 transition, 4 K (V + K) bytes per piece and value head (128 KiB at K = V = 128: 8 pieces of 32 heads take 32 MiB), so
-that the backward pass need not summarise the pieces again. It does where the compiler may spread the call over several
+that the backward pass need not summarise the pieces again. (The chunk states, 768 bytes per token and value head at
+K = V = 128, if `save_chunk_states` asks for them.) It does where the compiler may spread the call over several
 devices, so that the number of pieces is not known in time: in Auto meshes without names, and without a mesh where JAX
 sees several. "xla" recomputes everything and saves no residuals.
 
@@ -15,7 +16,9 @@ and for the CUDA kernels as much of every piece of a dense batch.
 
 Inside `jax.checkpoint` the residuals and the results carry names (`CHECKPOINT_NAMES`), by which a policy such as
 `jax.checkpoint_policies.save_only_these_names(*jax_qla.CHECKPOINT_NAMES)` keeps them and so spares a second forward;
-without such a policy the forward runs again.
+without such a policy the forward runs again. At K = V = 128 these are, in bytes per token and value head: a 128, gamma
+4, o 256, the chunk states 768. Where a call asks for the last and the policy does not keep them, the forward pass runs
+again and writes them twice, the first time for nobody.
 """
 
 from __future__ import annotations

@@ -326,7 +326,7 @@ def forward(
         g (log decay), beta: [B, T, Hv] float32.
         initial_state: [N, Hv, K, V] float32, or None for zeros; N = B when dense.
         segments: None (dense), or int32 [N, 2], start and end row of each sequence, sorted and disjoint; B = 1.
-        residuals, pieces, cut: not read: nothing is kept from `summary`.
+        residuals, pieces: not read: nothing is kept from `summary`. cut: how "cuda" cuts the sequences, if it has.
         scale: factor of q.
         output_final_state, with_residuals: whether to return these (else None).
         piece_rows: how "cuda" cuts the sequences, if it keeps what it finds of the pieces.
@@ -338,13 +338,15 @@ def forward(
         o [B, T, Hv, V] in v's dtype, zero outside every segment; final_state [N, Hv, K, V] float32; residuals of the
         structure that all implementations share, filled with zeros: this backward recomputes what it needs.
     """
-    del residuals, pieces, cut
+    del residuals, pieces
     batch, tokens, key_heads, k_dim = q.shape
     value_heads, v_dim = v.shape[2:]
     heads = (key_heads, value_heads // key_heads)
     parts = sequences = batch if segments is None else segments.shape[0]
     if piece_rows is not None:
         parts = piece_count(batch * tokens, sequences, piece_rows, packed=segments is not None)
+    elif cut is not None:
+        parts = sequences * (cut.pieces + 2)
     kept = Residuals.shapes(v, precision)
     kept_states = ChunkStates.shapes(parts, v, k_dim, precision) if keep else None
     precision = _precision(precision, v)

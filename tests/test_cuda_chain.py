@@ -333,8 +333,10 @@ def test_what_is_kept_is_each_members_own(packed: bool, forward: str, backward: 
 
 
 @pytest.mark.usefixtures("_chain")
-@pytest.mark.parametrize("tokens", [TOKENS, 448])
-@pytest.mark.parametrize(("forward", "backward"), [("vmap", "vmap"), ("vmap", "one by one"), ("one by one", "vmap")])
+@pytest.mark.parametrize(
+    ("forward", "backward", "tokens"),
+    [("vmap", "vmap", 448), ("vmap", "vmap", TOKENS), ("vmap", "one by one", 448), ("one by one", "vmap", 448)],
+)
 @pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
 def test_chunk_states_are_each_members_own(
     packed: bool, forward: str, backward: str, tokens: int, monkeypatch: pytest.MonkeyPatch
@@ -783,8 +785,8 @@ PARTS = ((60, 200), (200, 200), (450, 600))
 
 @pytest.mark.usefixtures("_chain")
 @pytest.mark.parametrize("states", [True, False], ids=["states", "no states"])
-@pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
-def test_of_a_shard(packed: bool, states: bool) -> None:
+@pytest.mark.parametrize(("packed", "keep"), [(False, False), (False, True), (True, False)])
+def test_of_a_shard(packed: bool, keep: bool, states: bool) -> None:
     """What is computed of a shard before its first state is known; and of a dense one the rest, given what it found."""
     kernels: Any = cuda
     plain: Any = xla
@@ -810,13 +812,16 @@ def test_of_a_shard(packed: bool, states: bool) -> None:
         if packed:
             assert adjoint is None
             return transition, response, *again[:2], gradient
-        o, final, _ = kernels.forward(
+        o, final, kept = kernels.forward(
             *(*rows, x["initial_state"], None, residuals, pieces),
             cut=cut,
             scale=0.25,
             output_final_state=True,
-            with_residuals=False,
+            with_residuals=True,
+            keep=keep,
         )
+        assert (kept.chunk_states is None) != keep
+        residuals = kept
         gradients = kernels.backward(
             *(*rows, x["initial_state"], None, residuals, x["do"], x["d_final_state"], pieces, adjoint),
             cut=cut,
@@ -878,9 +883,19 @@ def _over_devices(packed: bool, l2norm: bool) -> tuple[Any, ...]:
 
 
 @pytest.mark.usefixtures("_chain")
-@pytest.mark.parametrize(("mode", "l2norm"), [("named", False), ("manual", False), ("auto", False), ("named", True)])
+@pytest.mark.parametrize(
+    ("mode", "l2norm", "keep"),
+    [
+        *((mode, False, False) for mode in ("named", "manual", "auto")),
+        ("named", True, False),
+        ("named", False, True),
+        ("manual", False, True),
+    ],
+)
 @pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
-def test_sequence_over_devices(packed: bool, mode: str, l2norm: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sequence_over_devices(
+    packed: bool, mode: str, l2norm: bool, keep: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Sequences over 8 devices, 70 tokens on each, against one device by another implementation.
 
     Named axes let the backward pass go on from what the forward pass found; in an Auto mesh it begins anew. What the
@@ -890,8 +905,9 @@ def test_sequence_over_devices(packed: bool, mode: str, l2norm: bool, monkeypatc
     rows, state, segments, cotangents, expected = _over_devices(packed, l2norm)
 
     def apply(layout: sharding.Layout, segments: Any, *operands: Any) -> Any:
-        return _rule(OF_KERNELS, *operands, segments, layout=layout, l2norm=l2norm)
+        return _rule(OF_KERNELS, *operands, segments, layout=layout, l2norm=l2norm, keep=keep)
 
+    calls = _recorded(monkeypatch)
     stand_in.forget_traces()
     mesh = jax.make_mesh((DEVICES,), ("seq",), axis_types=(AxisType.Auto,))
     by_token, whole = P(None, "seq"), P()
@@ -911,13 +927,15 @@ def test_sequence_over_devices(packed: bool, mode: str, l2norm: bool, monkeypatc
             function = functools.partial(apply, layout)
         found = _results_and_gradients(function)(segments, cotangents, *rows, state)
     stand_in.forget_traces()
+    assert any("states" in call for call in calls) != keep
     names_of = ("o", "final_state", "dq", "dk", "dv", "dg", "dbeta", "d_initial_state")
     for name, a, b in zip(names_of, found, expected, strict=True):
         _close(jax.device_get(a), b, name)
 
 
+@pytest.mark.parametrize("keep", [False, True], ids=["anew", "kept"])
 @pytest.mark.parametrize("devices", [1, 2])
-def test_of_a_shard_nothing_is_computed_twice(devices: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_of_a_shard_nothing_is_computed_twice(devices: int, keep: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernels of a dense shard, call by call: each begins with what needs no other device, and goes on from it.
 
     Where one device has all of the sequence, it is no shard.
@@ -930,7 +948,7 @@ def test_of_a_shard_nothing_is_computed_twice(devices: int, monkeypatch: pytest.
     @functools.partial(jax.shard_map, mesh=mesh, in_specs=P(None, "seq"), out_specs=P(None, "seq"), check_vma=False)
     def gradients(*rows: Any) -> Any:
         layout = sharding.resolve(MeshAxes(sequence="seq"), rows, sharding.OPERANDS)
-        options = vjp.Options(OF_KERNELS, 0.25, output_final_state=False, layout=layout)
+        options = vjp.Options(OF_KERNELS, 0.25, output_final_state=False, layout=layout, keep=keep)
         rule: Any = vjp.gated_delta_rule
         return jax.grad(lambda *rows: rule(options, *rows, None, None)[0].sum(), argnums=tuple(range(5)))(*rows)
 
@@ -938,12 +956,12 @@ def test_of_a_shard_nothing_is_computed_twice(devices: int, monkeypatch: pytest.
     jax.eval_shape(gradients, *rows)
     stand_in.forget_traces()
     if devices == 1:
-        assert calls == [["prepare", "forward"], END]
+        assert calls == [["prepare", "forward"], END[keep:]]
         return
     assert calls == [
         ["prepare", "summaries", "compose", "compose"],
         ["compose", "forward"],
         ["adjoint_summaries", "compose"],
-        ["compose", "states"],
+        *([] if keep else [["compose", "states"]]),
         ["compose", "state_gradients", "gradients"],
     ]

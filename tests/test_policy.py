@@ -259,6 +259,24 @@ def test_what_is_kept_says_how_long_pieces_are(monkeypatch: pytest.MonkeyPatch) 
     assert policy.kept_rows(0, 2, 8, 128, 128, packed=False) is None
 
 
+def test_states_are_kept_of_the_pieces_of_the_forward_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many there are and whatever the backward pass would do; unless their number does not say how long."""
+    whole, many = (32768, 4, 32, 128, 128), (2048, 1, 8, 128, 128)
+    assert policy.piece_rows(*whole, packed=False) is None
+    assert policy.keeps_states(*whole, packed=False)
+    assert policy.kept_rows(*many, packed=False) is None
+    left_whole = (8192, 1, 32, 128, 128)
+    assert policy.backward_rows(*left_whole, packed=False) is None
+    for sizes in (whole, many, left_whole):
+        for packed in (False, True):
+            rows = policy.piece_rows(*sizes, packed=packed)
+            assert policy.kept_rows(*sizes, packed=packed, with_states=True) == rows
+            assert policy.keeps_states(*sizes, packed=packed)
+    monkeypatch.setenv(policy.OVERRIDE, "192")
+    for tokens, kept in ((1000, True), (560, False)):
+        assert policy.keeps_states(tokens, 2, 8, 128, 128, packed=True) == kept
+
+
 def test_shards_are_always_cut(monkeypatch: pytest.MonkeyPatch) -> None:
     """Into pieces that cover them, as long as those of one card where that cuts, and one where there is no more."""
     for tokens in (1, 63, 64, 65, 500, 8192, 65536, 65500):

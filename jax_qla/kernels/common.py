@@ -550,14 +550,33 @@ def macros():
             T.wgmma_gemm(low, k[at, :, :], state)
 
     @T.macro
-    def store_rows(tiles, stage, target, row, rows, head, first, part, thread):
-        """A warpgroup writes columns part..part + 64 of rows 0..`rows` of tile `stage` of tiles [stages, 64, width] in shared memory
-        to `target[row.., head, first + part..]` by ordinary stores."""
-        for x in T.serial(T.ceildiv(rows, 2)):
-            if x * 2 + thread // 64 < rows:
-                target[row + x * 2 + thread // 64, head, first + part + thread % 64] = tiles[
-                    stage, x * 2 + thread // 64, part + thread % 64
-                ]
+    def send_rows(tiles, stage, column, target, row, rows, head, first, thread, kept=None):
+        """A warpgroup writes columns column..column + 64 of tile `stage` of tiles [stages, 64, width] in shared memory to `target[row.., head, first..]`:
+        the whole tile by TMA, with `kept` as in `load_rows`, or if there are less than 64 `rows`, these, by ordinary stores."""
+        if rows >= C:
+            T.tma_copy(
+                tiles[stage, :, column : column + 64],
+                target[row : row + C, head, first : first + 64],
+                leader_scope_threads=128,
+                eviction_policy=kept,
+            )
+        else:
+            for x in T.serial(T.ceildiv(rows, 2)):
+                if x * 2 + thread // 64 < rows:
+                    target[row + x * 2 + thread // 64, head, first + thread % 64] = tiles[
+                        stage, x * 2 + thread // 64, column + thread % 64
+                    ]
+
+    @T.macro
+    def send_state(tiles, stage, column, target, slot, head, part, first):
+        """A warpgroup has TMA write columns column..column + 64, rows of K, of tile `stage` of tiles [stages, 64, width] in shared memory, whose rows
+        are value columns, to tile `part` of a slot's state in `target`, h or dh, from value column `first` on."""
+        T.tma_copy(
+            tiles[stage, :, column : column + 64],
+            target[slot, head, part, first : first + 64, 0:64],
+            leader_scope_threads=128,
+            eviction_policy=SHORT,
+        )
 
     @T.macro
     def load_last_first(q, k, a, do, start, count, key_head, head, first, stages, shared):
@@ -565,6 +584,7 @@ def macros():
         for c in T.serial(count):
             if c >= stages:
                 T.barrier_wait(shared.free[c % stages], (c // stages + 1) % 2)
+            # Not by a loop: TileLang would call these operands what the loop calls them.
             load_rows(
                 k,
                 start + (count - 1 - c) * C,
@@ -682,7 +702,8 @@ def macros():
         keep_low=keep_low,
         begin_correction=begin_correction,
         begin_update=begin_update,
-        store_rows=store_rows,
+        send_rows=send_rows,
+        send_state=send_state,
         load_last_first=load_last_first,
         prepare_last_first=prepare_last_first,
     )

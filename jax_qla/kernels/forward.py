@@ -23,7 +23,8 @@ Plan, one block per (sequence, value head, tile of `value_tile` value columns), 
     gated[stage]    last but one  state                    gates are there, rows beyond the sequence are zero in K, V and a
     ready[stage]    last but one  state                    P is there, which only the last of the five products needs
     measured[stage] last          state                    lengths of queries are there, if they are wanted
-    free[stage]     state         last                     the products of the chunk are done: the stage may be overwritten
+    free[stage]     state         last, then with `keep`   the products of the chunk are done: the stage may be overwritten, and so may its P
+                                  last but one
     taken           state         last                     the initial state has left the second and third stage of K and Q, by way of which a
                                                            block of 128 columns takes it
 
@@ -45,9 +46,9 @@ With `split` X, Vd and `a` are sums of two numbers: Vd takes three products inst
 a tile more, for the low part of `a`, and a block 64 value columns.
 
 With `keep` the state before each chunk, h, and Vd are results too, as kernels/states.py has them, so that the backward pass need not compute them
-again. They leave from the registers that products read them from, by way of two tiles of 64 columns a warpgroup: O's, then Vd's, then O's, and one
-that takes h in halves of K, the first when the state has been rounded, the second while Vd is computed. In blocks of 128 columns that leaves room
-for two tiles of P only, which is computed when the chunk before the one before has been.
+again. They leave from the registers that products read them from, by way of two tiles of 64 columns a warpgroup: one takes O and Vd in turn, the
+other h in halves of K, the first when the state has been rounded, the second while Vd is computed. In blocks of 128 columns that leaves room for two
+tiles of P, not three. At 16, 32, 4x8192 such a block writes 64 KB a step and reads 40: memory binds (450 of some 530 us), which it did not.
 
 Operations a chunk and head at K = V = 128: 10.5 MFLOP, 1.75 us of an SM's share of 790 TFLOP/s; 16.8 with `split`, P computed twice included.
 """
@@ -65,7 +66,6 @@ from jax_qla.kernels.common import (
     LONG,
     P_PRELUDE,
     PASS_CONFIGS,
-    SHORT,
     accumulator_layout,
     macros,
 )
@@ -193,30 +193,9 @@ def program(config: Config):
         T.call_extern("handle", "jax_qla_store_operand<false>", pairs.data, half, T.address_of(tiles[wg, 0, 0]))
 
     @T.macro
-    def send_state(tiles, wg, h, slot, head, half, first):
-        T.tma_copy(
-            tiles[wg, :, :],
-            h[slot, head, half, first : first + 64, 0:64],
-            leader_scope_threads=128,
-            eviction_policy=SHORT,
-        )
-
-    @T.macro
     def put_rows(pairs, tiles, wg):
         """A warpgroup's tile becomes a chunk of Vd, of which it has the transpose."""
         T.call_extern("handle", "jax_qla_store_operand<true>", pairs.data, 0, T.address_of(tiles[wg, 0, 0]))
-
-    @T.macro
-    def send_rows(tiles, wg, target, row, rows, head, first, thread):
-        """A warpgroup's tile goes to so many rows from `row` on, at most 64, and 64 columns from `first` on."""
-        if rows >= C:
-            T.tma_copy(
-                tiles[wg, :, :],
-                target[row : row + C, head, first : first + 64],
-                leader_scope_threads=128,
-            )
-        else:
-            m.store_rows(tiles, wg, target, row, rows, head, first, 0, thread)
 
     @T.prim_func
     def forward(
@@ -462,11 +441,13 @@ def program(config: Config):
                                 put_state(state_b, h_s, wg, 0)
                                 T.fence_proxy_async()
                                 T.sync_threads(4 + wg, 128)
-                                send_state(h_s, wg, h, start // C + n, head, 0, first + part)
+                                m.send_state(h_s, wg, 0, h, start // C + n, head, 0, first + part)
                         T.wait_wgmma(0)
                         for c in T.serial(count):
                             at = c % stages
                             after = (c + 1) % stages
+                            line = start + c * C
+                            lines = end - line
                             # U = S^T K^T is there. S^T Q^T
                             T.wgmma_gemm(state_b, q_s[at, :, :], acc, transpose_B=True, clear_accum=True)
                             # X = beta (V^T - exp(gamma) U)
@@ -492,7 +473,7 @@ def program(config: Config):
                                 put_state(state_b, h_s, wg, 1)
                                 T.fence_proxy_async()
                                 T.sync_threads(4 + wg, 128)
-                                send_state(h_s, wg, h, start // C + n + c, head, 1, first + part)
+                                m.send_state(h_s, wg, 0, h, start // C + n + c, head, 1, first + part)
                             T.wait_wgmma(1 + 2 * split)
                             for i, j in T.Parallel(64, C):
                                 acc[i, j] = acc[i, j] * scaled_s[at, j]
@@ -518,20 +499,9 @@ def program(config: Config):
                                     put_rows(low, vd_low_s, wg)
                                 T.fence_proxy_async()
                                 T.sync_threads(4 + wg, 128)
-                                send_rows(
-                                    o_s, wg, vd, start + c * C, end - start - c * C, head, first + part, tx - wg * 128
-                                )
+                                m.send_rows(o_s, wg, 0, vd, line, lines, head, first + part, tx - wg * 128)
                                 if split:
-                                    send_rows(
-                                        vd_low_s,
-                                        wg,
-                                        vd,
-                                        start + c * C,
-                                        end - start - c * C,
-                                        head,
-                                        V + first + part,
-                                        tx - wg * 128,
-                                    )
+                                    m.send_rows(vd_low_s, wg, 0, vd, line, lines, head, V + first, tx)
                             # The next chunk's U begins before O leaves; after the last chunk it is of whatever lies there, and unused.
                             if c + 1 < count:
                                 T.barrier_wait(gated[after], ((c + 1) // stages) % 2)
@@ -561,8 +531,8 @@ def program(config: Config):
                             T.sync_threads(4 + wg, 128)
                             if keep:
                                 if c + 1 < count:
-                                    send_state(h_s, wg, h, start // C + n + c + 1, head, 0, first + part)
-                            send_rows(o_s, wg, o, start + c * C, end - start - c * C, head, first + part, tx - wg * 128)
+                                    m.send_state(h_s, wg, 0, h, start // C + n + c + 1, head, 0, first + part)
+                            m.send_rows(o_s, wg, 0, o, line, lines, head, first + part, tx - wg * 128)
                             T.call_extern(
                                 "handle",
                                 "jax_qla_load_transposed",

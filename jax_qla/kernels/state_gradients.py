@@ -247,12 +247,7 @@ def program(config: Config):
                             T.fence_proxy_async()
                             T.sync_threads(4 + wg, 128)
                             for x in T.unroll(K // 64):
-                                T.tma_copy(
-                                    dh_s[wg, :, x * 64 : x * 64 + 64],
-                                    dh[slot, number, x, first + part : first + part + 64, 0:64],
-                                    leader_scope_threads=128,
-                                    eviction_policy=SHORT,
-                                )
+                                m.send_state(dh_s, wg, x * 64, dh, slot, number, x, first + part)
                             # by now the previous chunk's dv has left too, and its stage may be overwritten
                             T.tma_store_wait(K // 64)
                             if c > 0:
@@ -298,15 +293,8 @@ def program(config: Config):
                             )
                             T.fence_proxy_async()
                             T.sync_threads(4 + wg, 128)
-                            if lines == C:
-                                T.tma_copy(
-                                    do_s[at, :, part : part + 64],
-                                    dv[line : line + C, head, first + part : first + part + 64],
-                                    leader_scope_threads=128,
-                                    eviction_policy=SHORT,
-                                )
-                            else:
-                                m.store_rows(do_s, at, dv, line, lines, head, first, part, tx - wg * 128)
+                            m.send_rows(do_s, at, part, dv, line, lines, head, first + part, tx - wg * 128, SHORT)
+                            if lines < C:
                                 T.tma_store_wait(0)  # one group less than the waits above count on
                             T.wait_wgmma(0)
                         T.tma_store_wait(0)

@@ -233,12 +233,7 @@ def program(config: Config):
                             T.fence_proxy_async()
                             T.sync_threads(4 + wg, 128)
                             for x in T.unroll(K // 64):
-                                T.tma_copy(
-                                    h_s[wg, :, x * 64 : x * 64 + 64],
-                                    h[slot, number, x, first + part : first + part + 64, 0:64],
-                                    leader_scope_threads=128,
-                                    eviction_policy=SHORT,
-                                )
+                                m.send_state(h_s, wg, x * 64, h, slot, number, x, first + part)
                             # by now the previous chunk's Vd has left too, and its stage may be overwritten
                             T.tma_store_wait(K // 64)
                             if c > 0:
@@ -272,24 +267,9 @@ def program(config: Config):
                                 )
                             T.fence_proxy_async()
                             T.sync_threads(4 + wg, 128)
-                            if lines == C:
-                                T.tma_copy(
-                                    v_s[at, :, part : part + 64],
-                                    vd[line : line + C, number, first + part : first + part + 64],
-                                    leader_scope_threads=128,
-                                    eviction_policy=SHORT,
-                                )
-                                if split:
-                                    T.tma_copy(
-                                        low_s[at, :, :],
-                                        vd[line : line + C, number, V + first : V + first + 64],
-                                        leader_scope_threads=128,
-                                        eviction_policy=SHORT,
-                                    )
-                            else:
-                                m.store_rows(v_s, at, vd, line, lines, number, first, part, tx - wg * 128)
-                                if split:
-                                    m.store_rows(low_s, at, vd, line, lines, number, V + first, 0, tx)
+                            m.send_rows(v_s, at, part, vd, line, lines, number, first + part, tx - wg * 128, SHORT)
+                            if split:
+                                m.send_rows(low_s, at, 0, vd, line, lines, number, V + first, tx, SHORT)
                             T.wait_wgmma(0)
                         T.tma_store_wait(0)
             T.pdl_sync()  # ends after what came before, for what follows waits for this kernel alone
