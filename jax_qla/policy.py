@@ -312,19 +312,9 @@ def kept_rows(
     return rows if rows == rows_of_pieces(tokens, sequences, parts, packed=packed) else None
 
 
-def keeps_states(
-    tokens: int,
-    sequences: int,
-    heads: int,
-    key_dim: int,
-    value_dim: int,
-    *,
-    packed: bool,
-    asked_rows: int | None = None,
-) -> bool:
+def keeps_states(*sizes: int, packed: bool, asked_rows: int | None = None) -> bool:
     """Whether the states before all chunks can be kept for the backward pass, with the arguments of `kept_rows`: where
     sequences are whole, or what is found of their pieces can be."""
-    sizes = (tokens, sequences, heads, key_dim, value_dim)
     whole = piece_rows(*sizes, packed=packed, asked_rows=asked_rows) is None
     return whole or kept_rows(*sizes, packed=packed, asked_rows=asked_rows, with_states=True) is not None
 

@@ -177,6 +177,7 @@ def inputs(case: Case) -> Inputs:
     elif case.beta == "some faint":
         beta[:, ::3] *= 2.0**-12
         beta[:, ::6] = 0
+        beta[:, 1::9] *= 2.0**-26  # less than float16 has
     elif case.beta is not None:
         beta = np.full_like(beta, case.beta)
     state_shape = (case.sequences, value_heads, case.key_dim, case.value_dim)
@@ -454,5 +455,6 @@ CASES: tuple[Case, ...] = (
     ),
     Case("float16", dtype="float16"),
     Case("float16, normalised", dtype="float16", l2norm=True),
+    Case("float16, some beta faint", dtype="float16", beta="some faint"),
 )
 """All cases, nearly all in float32 and bfloat16; K and V in {64, 128}."""

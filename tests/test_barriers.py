@@ -58,10 +58,10 @@ def configurations() -> list[Any]:
         if name in ("forward", "states", "state_gradients"):
             options += [{"value_tile": 64, "split": True}]
             options += [{"value_tile": 64}, {"key_dim": 64, "value_dim": 64, "value_tile": 64, "l2norm": True}]
-        if name == "forward":
-            options += [{"keep": True, **option} for option in options]
         elif name != "prepare":
             options += [{"key_dim": 64, "value_dim": 64}]
+        if name == "forward":
+            options += [{"keep": True, **option} for option in options]
         for option in options:
             size = threads - 128 * (option.get("value_tile") == 64)
             if name == "compose":  # 16 rows a warp

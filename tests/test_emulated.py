@@ -74,7 +74,8 @@ LONG = battery.Case("emulated, pieces of more chunks than stages", dtype="bfloat
 WIDE = battery.Case("emulated, V 128", dtype="bfloat16", tokens=290, value_dim=128)
 
 
-def test_whole_and_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+def _used(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Names of the kernels that run from here on."""
     emulated = emulator.emulated
     used: list[str] = []
 
@@ -83,6 +84,11 @@ def test_whole_and_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
         return emulated(name, config)
 
     monkeypatch.setattr(emulator, "emulated", recording)
+    return used
+
+
+def test_whole_and_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    used = _used(monkeypatch)
     assert PACKED.segments
     assert max(end - start for start, end in PACKED.segments) > policy.cut_beyond(128)
     for case, rows, room in ((PACKED, 0, True), (PACKED, 128, False), (LONG, 320, True)):
@@ -166,14 +172,7 @@ def test_two_warpgroups_of_state(keep: bool, monkeypatch: pytest.MonkeyPatch) ->
 @pytest.mark.parametrize("rows", [0, 128], ids=["whole", "in pieces"])
 @pytest.mark.parametrize("precision", [None, "high"])
 def test_states_are_kept(rows: int, precision: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    emulated = emulator.emulated
-    used: list[str] = []
-
-    def recording(name: str, config: Any) -> emulator.Emulated:
-        used.append(name)
-        return emulated(name, config)
-
-    monkeypatch.setattr(emulator, "emulated", recording)
+    used = _used(monkeypatch)
     monkeypatch.setenv(policy.OVERRIDE, str(rows))
     battery.check(PACKED, functools.partial(that_keeps, precision=precision), LIMITS)
     assert "gradients" in used

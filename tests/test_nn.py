@@ -284,8 +284,9 @@ def test_piece_rows_are_handed_on(framework: Framework) -> None:
         call(framework, framework.make(CONFIG, piece_rows=65), x)
 
 
-def test_save_chunk_states_is_handed_on(framework: Framework) -> None:
+def test_save_chunk_states_is_handed_on(framework: Framework, monkeypatch: pytest.MonkeyPatch) -> None:
     """To what is differentiated; without the kernels it changes nothing."""
+    monkeypatch.setattr(jax, "device_count", lambda: 1)
     x = random_array(1, 70, 16)
     with stand_in.kernels():
         for save in (False, True):

@@ -7,7 +7,7 @@ Z = D h^T, Y = diag(exp(gamma_C - gamma)) Vd dh^T:
     dq     = sum over the value heads of the key head of  scale diag(exp(gamma)) dO h^T + E K
     dk     = sum over the value heads of the key head of  E^T Q + (M + M^T) K - diag(exp(gamma) w) Z + Y
     dv     = diag(w) D
-    dbeta  = <D_i, Vd_i> / (c_i beta_i), which for beta_i = 0 is the limit
+    dbeta  = <D_i, Vd_i> / (c_i beta_i), which for beta_i = 0 (or SCANTY) is the limit
              rowsum(F o K K^T) + <D_i, V_i> - exp(gamma_i) <Z_i, K_i>, a difference of larger numbers elsewhere
     dgamma = rowsum(R) - colsum(R) + scale exp(gamma_i) <(dO h^T)_i, Q_i> - w_i exp(gamma_i) <Z_i, K_i>,
              R = E o P + diag(w) F o K K^T, strictly lower
@@ -472,6 +472,10 @@ __device__ __forceinline__ void jax_qla_project(void* registers, const void* til
 )
 
 
+SCANTY = {"bfloat16": 0.0, "float16": 2.0**-14}
+"""Where |beta_i| is less, Vd_i, which is beta_i times numbers of v's size, has not the dtype's precision, or is 0, and dbeta_i is the limit."""
+
+
 @dataclass(frozen=True)
 class Config:
     """Sizes this program is specialised for: `key_dim`, `value_dim` 64 or 128, `dtype` "bfloat16" or "float16"; `l2norm`: whether q and k
@@ -497,6 +501,9 @@ def program(config: Config):
         "tokens, key_heads, value_heads, sequences, state_slots"
     )
     of_launch = T.dynamic("heads")  # value heads, from first_head on
+
+    def ample(beta):
+        return T.abs(beta) >= T.float32(SCANTY[dtype]) if SCANTY[dtype] > 0 else beta != 0
 
     def tile_of(stage):
         """Where the rows of a value head lie, from its number modulo 2."""
@@ -709,7 +716,7 @@ def program(config: Config):
                                     )
                                     for x in T.unroll(4):
                                         total = total - (columns_q_s[at, x, i] + columns_k_s[at, x, i])
-                                    if beta_s[at, i] != 0:
+                                    if ample(beta_s[at, i]):
                                         divisor = (
                                             beta_s[at, i]
                                             * T.Select(
@@ -1200,7 +1207,8 @@ def specification(
     z_dot, y_dot = (jnp.sum(x * keys, axis=-1) for x in (z, y))
     at_zero = of_key * (jnp.sum(f * kk, axis=2) - rise * z_dot) + jnp.sum(d * values, axis=-1)
     elsewhere = jnp.sum(d * corrected, axis=-1) / (factor * jnp.where(strength == 0, 1, strength))
-    dbeta = jnp.where(strength == 0, at_zero, elsewhere)
+    scanty = jnp.abs(strength) < SCANTY.get(v.dtype.name, 0.0)
+    dbeta = jnp.where(scanty | (strength == 0), at_zero, elsewhere)
     dgamma = jnp.sum(r, axis=2) - jnp.sum(r, axis=1) + jnp.sum(dq_state * queries, axis=-1)
     dgamma += -weight * rise * z_dot
     before = jnp.cumsum(y_dot, axis=1) - y_dot
