@@ -353,7 +353,7 @@ def chunk_gated_delta_rule_fwd(
             With save_chunk_states, where it has an effect, there is a fourth, and the third is None where sequences
             are whole: (h, vd), the state before each chunk in tiles [C, Hv, ceil(K / 64), V, min(K, 64)] in v's
             dtype, C places for the chunks of all pieces, and what each token writes to the state,
-            [B T, Hv, V] (in high precision [B T, Hv, 2 V]). Both may be left out.
+            [B T, Hv, V] (in high precision [B T, Hv, 2 V]). It may be left out, or both may.
 
     Raises:
         As `chunk_gated_delta_rule`.
@@ -655,10 +655,12 @@ def _residuals(residuals: Sequence[Any], k: Any, v: Any, sequences: int, precisi
     if states is not None:
         states = _of_residuals(states, 3, ChunkStates)
         of_h, of_vd = ChunkStates.shapes(sequences if parts is None else parts, v, k.shape[3], precision).values()
-        # Devices that share a batch have a place for a part of a chunk each.
-        places = states.h.shape[:1] if getattr(states.h, "ndim", 0) else of_h.shape[:1]
-        of_h = jax.ShapeDtypeStruct((*places, *of_h.shape[1:]), of_h.dtype)
-        _check_residuals(states, 3, {"h": of_h, "vd": of_vd}, "of the chunks and of the tokens")
+        places = states.h.shape[0] if getattr(states.h, "ndim", 0) else 0
+        # Devices that share a batch may each have a part of a chunk, for which there is no place.
+        if of_h.shape[0] - jax.device_count() < places < of_h.shape[0]:
+            of_h = jax.ShapeDtypeStruct((places, *of_h.shape[1:]), of_h.dtype)
+        what = "of the chunks and of the tokens, with residuals[2] where that was returned too"
+        _check_residuals(states, 3, {"h": of_h, "vd": of_vd}, what)
     return Residuals(a, gamma, between, states)
 
 

@@ -382,6 +382,7 @@ def test_halves_that_save_chunk_states(rows: str, monkeypatch: pytest.MonkeyPatc
                 (h, TypeError, r"residuals\[3\] must be what .* or be left out, got ArrayImpl"),
                 ((h, vd[:5]), ValueError, r"residuals\[3\]\[1\] must have shape"),
                 ((h[:, :1], vd), ValueError, r"residuals\[3\]\[0\] must have shape"),
+                ((h[1:], vd), ValueError, r"residuals\[3\]\[0\] must have shape .* residuals\[2\] where that was"),
             ):
                 with pytest.raises(error, match=sentence):
                     jax_qla.chunk_gated_delta_rule_bwd(*x, (a, gamma, between, wrong), o, **options)
