@@ -332,7 +332,7 @@ def test_what_is_kept_is_each_members_own(packed: bool, forward: str, backward: 
         _close(a, b, name)
 
 
-@pytest.mark.usefixtures("_chain")
+@pytest.mark.usefixtures("_in_pieces")
 @pytest.mark.parametrize(
     ("forward", "backward", "tokens"),
     [("vmap", "vmap", 448), ("vmap", "vmap", TOKENS), ("vmap", "one by one", 448), ("one by one", "vmap", 448)],
@@ -889,7 +889,6 @@ def _over_devices(packed: bool, l2norm: bool) -> tuple[Any, ...]:
         *((mode, False, False) for mode in ("named", "manual", "auto")),
         ("named", True, False),
         ("named", False, True),
-        ("manual", False, True),
     ],
 )
 @pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])

@@ -169,8 +169,7 @@ def test_two_warpgroups_of_state(keep: bool, monkeypatch: pytest.MonkeyPatch) ->
     battery.check(WIDE, that_keeps if keep else rule, LIMITS)
 
 
-@pytest.mark.parametrize("rows", [0, 128], ids=["whole", "in pieces"])
-@pytest.mark.parametrize("precision", [None, "high"])
+@pytest.mark.parametrize(("rows", "precision"), [(128, None), (0, "high")])
 def test_states_are_kept(rows: int, precision: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     used = _used(monkeypatch)
     monkeypatch.setenv(policy.OVERRIDE, str(rows))
