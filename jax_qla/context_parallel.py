@@ -315,7 +315,7 @@ def backward(
     """
     shared: dict[str, Any] = {"choice": choice, "l2norm": l2norm, "precision": precision}
     states, d_states = initial_state, d_final_state
-    shard = pieces = adjoint_response = chunk_states = None
+    shard = pieces = adjoint_response = None
     local_segments = segments
     if axes:
         if carry is None:
@@ -329,13 +329,13 @@ def backward(
                 *rows, None, residuals, do, d_final_state, pieces, scale=scale, **shared
             )
             states = carry.incoming
-            if pieces is not None and not (residuals is not None and residuals.chunk_states is not None):
-                assert residuals is not None
+            if pieces is not None and residuals is not None and residuals.chunk_states is None:
                 # While the others answer: after the response is known and before what is received is looked at.
                 response, entering = jax.lax.optimization_barrier((response, states))
                 chunk_states = dispatch.chunk_states(*rows, entering, residuals, pieces, **shared)
-            outgoing, chunk_states = response_before(
-                jnp.swapaxes(carry.transition, -1, -2), response, axes, reverse=True, meanwhile=chunk_states
+                residuals = residuals._replace(chunk_states=chunk_states)
+            outgoing, residuals = response_before(
+                jnp.swapaxes(carry.transition, -1, -2), response, axes, reverse=True, meanwhile=residuals
             )
             d_states = outgoing if d_final_state is None else outgoing + d_final_state
         else:
@@ -359,7 +359,7 @@ def backward(
     flat_residuals = None if residuals is None else flat[5]._replace(**_of_pieces(residuals))
     *gradients, d_states = dispatch.backward(
         *(*flat[:5], states, flat_segments, flat_residuals, flat[6], d_states),
-        *(pieces, adjoint_response, chunk_states),
+        *(pieces, adjoint_response),
         scale=scale,
         **shared,
     )

@@ -16,9 +16,9 @@ Intermediate results (h, dh, Vd, lengths of keys, states between pieces) are res
 
 Memory of the backward besides its operands and results, in elements of v's dtype: h and dh, ceil(T / 64) * Hv * K * V
 each, and Vd, as v (twice v where operands are split); of one group of heads at a time (policy.head_groups), whose three
-kernels take the memory of the group before. (Kept states are of all heads, and h and Vd then are operands.) Rows of dv
-where |beta| is tiny are dX until the gradients kernel scales them. In pieces: five times K V in float32 per piece and
-value head (two where the forward pass has kept two), three times in the forward pass, five in `summary`.
+kernels take the memory of the group before. (Kept h and Vd are operands, of all heads.) Rows of dv where |beta| is tiny
+are dX until the gradients kernel scales them. In pieces: five times K V in float32 per piece and value head (two where
+the forward pass has kept two), three times in the forward pass, five in `summary`.
 """
 
 from __future__ import annotations
@@ -197,7 +197,6 @@ def backward(
     d_final_state: jax.Array | None,
     pieces: Pieces | None = None,
     adjoint_response: jax.Array | None = None,
-    chunk_states: ChunkStates | None = None,
     *,
     scale: float,
     cut: policy.Cut | None = None,
@@ -207,14 +206,12 @@ def backward(
     asked_rows: int | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array, jax.Array | None]:
     """Gradients; the contract is `dispatch.backward`'s, `asked_rows` as in `forward`."""
-    a, gamma, between, kept = residuals
+    a, gamma, between, chunk_states = residuals
     options: dict[str, Any] = {"rows": piece_rows, "asked_rows": asked_rows, "backward": True}
-    options |= {"shard": None if pieces is None else cut, "whole": kept is not None and piece_rows is None}
+    options |= {"shard": None if pieces is None else cut, "whole": chunk_states is not None and piece_rows is None}
     call = _Call(q, k, v, segments, l2norm=l2norm, precision=precision, **options)
     if do is None:
         do = jnp.zeros_like(v)
-    if chunk_states is None:
-        chunk_states = kept
     inputs = call.flat(q=q, k=k, v=v, g=g, beta=beta, do=do, a=a, gamma=gamma) | call.tables
     inputs |= {"initial_state": call.states(initial_state), "d_final_state": call.states(d_final_state)}
     if pieces is not None and adjoint_response is not None:
@@ -234,11 +231,9 @@ def backward(
     if pieces is not None or not call.cut:  # each of what the kernels take for sequences has an initial state
         inputs |= _no_pieces()
     initial, final = ({"initial_state": "entering"}, {"d_final_state": "leaving"}) if call.cut else ({}, {})
-    chunks, groups = -(-call.tokens // CHUNK), 1
-    if chunk_states is None:
-        groups = policy.head_groups(
-            chunks, call.recurrences, call.key_heads, call.value_heads, call.key_dim, call.value_dim
-        )
+    chunks = -(-call.tokens // CHUNK)
+    sizes = (call.key_heads, call.value_heads, call.key_dim, call.value_dim)
+    groups = policy.head_groups(chunks, call.recurrences, *sizes, with_states=chunk_states is not None)
     steps = [*call.table_steps, *steps]
     heads = call.value_heads // groups
     chunk_shapes = ChunkStates.shapes(call.parts, v, call.key_dim, precision, groups=groups)

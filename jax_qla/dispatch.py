@@ -30,9 +30,8 @@ SECOND_ORDER = (
 )
 """What a program that needs more derivatives is told."""
 
-_ROWS, _STATES, _SEGMENTS, _SPARED = "rows", "states", "segments", "spared"
-"""What the leading axes of an operand count: [B, T, ...], [N, ...] (or so many for each) or segments [N, 2]. The last
-is what spares work and has no such axes: `jax.vmap` drops it, and the work is done."""
+_ROWS, _STATES, _SEGMENTS = "rows", "states", "segments"
+"""What the leading axes of an operand count: [B, T, ...], [N, ...] (or so many for each) or segments [N, 2]."""
 
 _KINDS_OF_RESIDUALS = Residuals(_ROWS, _ROWS, _STATES, _STATES)  # type: ignore[arg-type]
 
@@ -123,7 +122,6 @@ def backward(
     d_final_state: jax.Array | None,
     pieces: Pieces | None = None,
     adjoint_response: jax.Array | None = None,
-    chunk_states: ChunkStates | None = None,
     *,
     choice: Choice,
     scale: float,
@@ -134,11 +132,10 @@ def backward(
 
     Args:
         q, k, v, g, beta, initial_state, segments, choice, scale, l2norm, precision: as in `forward`.
-        residuals: from `forward`.
+        residuals: from `forward`; with `pieces`, perhaps with what `chunk_states` has computed.
         do: [B, T, Hv, V] in v's dtype, or None for zero.
         d_final_state: [N, Hv, K, V] float32, or None for zero. At most one of the two is None.
         pieces, adjoint_response: what `summary` and `state_gradient` have computed of these rows, or both None.
-        chunk_states: with these, what `chunk_states` has computed, or None.
 
     Returns:
         dq, dk in q's dtype, dv in v's, dg, dbeta in float32, and d_initial_state in float32, or None without an initial
@@ -154,11 +151,11 @@ def backward(
     cut = None if pieces is None else _cut(k, v, segments, choice)
     options = {"scale": scale, "cut": cut, "piece_rows": piece_rows, "precision": precision}
     options["asked_rows"] = choice.piece_rows
-    kinds = (*(_ROWS,) * 5, _STATES, _SEGMENTS, _KINDS_OF_RESIDUALS, _ROWS, *(_STATES,) * 3, _SPARED)
+    kinds = (*(_ROWS,) * 5, _STATES, _SEGMENTS, _KINDS_OF_RESIDUALS, _ROWS, *(_STATES,) * 3)
     keep = residuals is not None and residuals.chunk_states is not None
     one_by_one = (piece_rows is not None and segments is not None) or (keep and _has_a_part_of_a_chunk(v))
     batchable = _batchable(local, kinds, (*(_ROWS,) * 5, _STATES), one_by_one=one_by_one)
-    rows, of_shard = (q, k, v, g, beta), (pieces, adjoint_response, chunk_states)
+    rows, of_shard = (q, k, v, g, beta), (pieces, adjoint_response)
     operands = (*rows, initial_state, segments, residuals, do, d_final_state, *of_shard)
     dq, dk, dv, dg, dbeta, d_initial_state = batchable(*match_varying(operands, operands))
     return dq, dk, dv, dg, dbeta, d_initial_state
@@ -279,8 +276,8 @@ def chunk_states(
             return _chunk_states_of_nothing(*operands, precision=precision)
         return _on_platform(choice, "chunk_states", operands, options, l2norm)
 
-    # Slots of chunks are no multiple of the batch: for `jax.vmap`, which drops them again, one by one.
-    batchable = _batchable(local, (), (), one_by_one=True)
+    kinds = (*(_ROWS,) * 5, _STATES, _SEGMENTS, _KINDS_OF_RESIDUALS, _STATES)
+    batchable = _batchable(local, kinds, (_STATES, _STATES), one_by_one=_has_a_part_of_a_chunk(v))
     operands = (q, k, v, g, beta, initial_state, None, residuals, pieces)
     return ChunkStates(*batchable(*match_varying(operands, operands)))
 
@@ -438,8 +435,6 @@ def _fold(kind: Any, operand: Any, tokens: int, *, packed: bool) -> Any:
     [n, 1, T, ...] -> [1, n T, ...], with the n N segments of all, those of member i moved by i T.
     """
 
-    if kind == _SPARED:
-        return None
     if isinstance(kind, Residuals) and operand is not None:
         return Residuals(*(_fold(*pair, tokens, packed=packed) for pair in zip(kind, operand, strict=True)))
 
@@ -517,9 +512,7 @@ def _backward_of_nothing(
     d_final_state: jax.Array | None,
     pieces: Pieces | None,
     adjoint_response: jax.Array | None,
-    chunk_states: ChunkStates | None,
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array, jax.Array | None]:
-    del chunk_states
     dq, dk, dv, dg, dbeta = map(jnp.zeros_like, (q, k, v, g, beta))
     d_initial_state = None
     if initial_state is not None:

@@ -130,7 +130,16 @@ def key_heads_together(chunks: int, key_heads: int, value_heads: int) -> int:
     return min(_divisors(key_heads), key=lambda n: _gradients(chunks, key_heads, value_heads, n))
 
 
-def head_groups(chunks: int, recurrences: int, key_heads: int, value_heads: int, key_dim: int, value_dim: int) -> int:
+def head_groups(
+    chunks: int,
+    recurrences: int,
+    key_heads: int,
+    value_heads: int,
+    key_dim: int,
+    value_dim: int,
+    *,
+    with_states: bool = False,
+) -> int:
     """Groups of heads that the backward pass computes one after the other. Most of its memory, the states before every
     chunk and their gradients, is that of one group.
 
@@ -142,6 +151,7 @@ def head_groups(chunks: int, recurrences: int, key_heads: int, value_heads: int,
         chunks: of all sequences.
         recurrences: of a head: sequences, or the pieces of them that are computed side by side.
         key_heads, value_heads, key_dim, value_dim: Hk, Hv, K and V.
+        with_states: whether the states before every chunk have been kept, of all heads, so that `states` does not run.
     """
     if override := os.environ.get(GROUPS_OVERRIDE):
         if not override.isdecimal() or int(override) == 0:
@@ -163,7 +173,7 @@ def head_groups(chunks: int, recurrences: int, key_heads: int, value_heads: int,
         return value_heads * CHUNK + value_heads * (2 * key_dim * value_dim / CHUNK + value_dim) / groups
 
     groups = max(n for n in _divisors(key_heads) if n == 1 or fill(together, n))
-    if takes(groups) > given and tile < value_dim:
+    if takes(groups) > given and tile < value_dim and not with_states:
         halves = 2 * together * (value_dim // tile)
         groups = next((n for n in _divisors(key_heads) if takes(n) <= given and fill(halves, n)), groups)
     return groups

@@ -54,8 +54,8 @@ OPERANDS = ("bthk", "bthk", "btHv", "btH", "btH")
 """Shapes of q, k, v, g and beta."""
 
 _OF_ROWS, _OF_PIECES, _OF_CHUNKS = ("btHc", "btH"), ("pHkv", "pHckj", "pH"), ("pHxvk", "pHv")
-"""Shapes of what `Residuals` holds, the last two perhaps not: p are all pieces, chunks or rows of a device, by batch
-and sequence."""
+"""Shapes of what `Residuals` holds, the last two perhaps not (`_residual_dims`): p are all pieces, chunks or rows of a
+device, by batch and sequence."""
 _CARRY = ("sbHkv", "sbHkj", "sbHkv", "sbHckj", "sbH")
 """Shapes of what `Carry` holds, the last three perhaps not. Pieces go with the rows of the batch that they are of."""
 
@@ -504,7 +504,7 @@ def forward(
         sizes, of_part = _part(layout, k, v, segments, choice.piece_rows)
         keep = keep and policy.keeps_states(*sizes, **of_part)
         piece_rows = policy.kept_rows(*sizes, **of_part, with_states=keep)
-    residual_dims = _OF_ROWS + _OF_PIECES * (piece_rows is not None) + _OF_CHUNKS * keep
+    residual_dims = _residual_dims(piece_rows is not None, keep)
     carry_dims = _CARRY if with_residuals and segments is None else _CARRY[:2]
     states = _state_dims(segments)
 
@@ -557,6 +557,11 @@ def forward(
     return o, final_state, residuals, _carry(results) if with_carry else None
 
 
+def _residual_dims(between: bool, chunk_states: bool) -> tuple[str, ...]:
+    """Shapes of the arrays of `Residuals`, by which of those that may be missing are there."""
+    return _OF_ROWS + _OF_PIECES * between + _OF_CHUNKS * chunk_states
+
+
 def _part(
     layout: Layout, k: jax.Array, v: jax.Array, segments: jax.Array | None, asked_rows: int | None
 ) -> tuple[tuple[int, ...], dict[str, Any]]:
@@ -605,11 +610,9 @@ def backward(
     kept = None if carry is None else tuple(jax.tree.leaves(carry))
     if residuals is not None and layout.automatic:
         residuals = residuals._replace(between=None, chunk_states=None)
-    residual_dims: tuple[str, ...] = _OF_ROWS
-    if residuals is not None and residuals.between is not None:
-        residual_dims += _OF_PIECES
-    if residuals is not None and residuals.chunk_states is not None:
-        residual_dims += _OF_CHUNKS
+    residual_dims: tuple[str, ...] = ()
+    if residuals is not None:
+        residual_dims = _residual_dims(residuals.between is not None, residuals.chunk_states is not None)
 
     def local(axes: Axes, *operands: Any) -> tuple[jax.Array, ...]:
         carry = None if operands[8] is None else _carry([x[0] for x in operands[8]])

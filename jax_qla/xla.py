@@ -473,7 +473,6 @@ def backward(
     d_final_state: jax.Array | None,
     pieces: Pieces | None = None,
     adjoint_response: jax.Array | None = None,
-    chunk_states: ChunkStates | None = None,
     *,
     scale: float,
     cut: Cut | None = None,
@@ -487,14 +486,14 @@ def backward(
     its own states, carrying the state's gradient back, and finishing all gradients of its rows.
 
     Args:
-        residuals, pieces, adjoint_response, chunk_states, cut, piece_rows, asked_rows: not read, see `forward`.
+        residuals, pieces, adjoint_response, cut, piece_rows, asked_rows: not read, see `forward`.
         do: [B, T, Hv, V]. d_final_state: [N, Hv, K, V] float32. All others as in `forward`.
 
     Returns:
         dq, dk in q's dtype, dv in v's, dg, dbeta float32, and d_initial_state float32 (None without initial_state).
         Rows outside every segment have zero gradients.
     """
-    del residuals, pieces, adjoint_response, chunk_states, cut, piece_rows, asked_rows
+    del residuals, pieces, adjoint_response, cut, piece_rows, asked_rows
     precision = _precision(precision, v)
     batch, tokens, key_heads, k_dim = q.shape
     value_heads, v_dim = v.shape[2:]

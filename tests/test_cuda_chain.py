@@ -208,32 +208,46 @@ def test_forward_and_backward(packed: bool, states: bool, kept: str) -> None:
 
 
 @pytest.mark.usefixtures("_chain")
+@pytest.mark.parametrize("keep", [False, True], ids=["anew", "kept"])
 @pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
-def test_groups_of_heads(packed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_groups_of_heads(packed: bool, keep: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """One after the other they give what all give together, in less memory."""
     x, segments = _case(packed)
     operands: Any = [x[name] for name in ("q", "k", "v", "g", "beta", "initial_state")]
     module: Any = cuda
+    sizes = (TOKENS, len(PACKED) if packed else 2, 4, 16, 8)
+    piece_rows = policy.kept_rows(*sizes, packed=packed, with_states=True) if keep else None
+    of_group = ["dh"] if keep else ["h", "dh", "vd"]
+    end = [name for name in END if not (keep and name == "states")]
     kernels: list[str] = []
-    sizes: list[int] = []
+    memory: list[int] = []
     early: list[list[bool]] = []
 
     def recording(steps: Sequence[Step], inputs: Any, outputs: Any, *more: Any) -> dict[str, jax.Array]:
         kernels.extend(step.kernel for step in steps if step.kernel in END)
-        sizes.extend(outputs[name].size for name in ("h", "dh", "vd"))
+        memory.extend(outputs[name].size for name in of_group)
         plans = [{"operands": [{"name": name} for name in _named(step.kernel)]} for step in steps]
         early.append(overlap.early_starts(steps, plans, outputs))
         return launch_specifications(steps, inputs, outputs, *more)
 
-    found = []
-    _, _, residuals = module.forward(*operands, segments, output_final_state=True, with_residuals=True, scale=0.25)
-    monkeypatch.setattr(cuda, "launch", recording)
-    for groups in (1, 2):
+    @jax.jit
+    def residuals_of(operands: Any, segments: Any) -> Any:
+        options = {"output_final_state": True, "with_residuals": True, "scale": 0.25}
+        return module.forward(*operands, segments, **options, keep=keep, piece_rows=piece_rows)[2]
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def gradients(groups: int, operands: Any, segments: Any, residuals: Any) -> Any:
         monkeypatch.setenv(policy.GROUPS_OVERRIDE, str(groups))
-        found.append(module.backward(*operands, segments, residuals, x["do"], x["d_final_state"], scale=0.25))
-    assert kernels == END * 3
-    assert early[1][-len(END) :] == [True] * len(END)
-    assert sizes[:3] == [2 * size for size in sizes[3:]]
+        cotangents = (x["do"], x["d_final_state"])
+        return module.backward(*operands, segments, residuals, *cotangents, scale=0.25, piece_rows=piece_rows)
+
+    residuals = residuals_of(operands, segments)
+    monkeypatch.setattr(cuda, "launch", recording)
+    found = [gradients(groups, operands, segments, residuals) for groups in (1, 2)]
+    assert kernels == end * 3
+    # `states` waits by itself before it writes where the group before still reads, `state_gradients` does not.
+    assert early[1][-len(end) :] == [not keep, *[True] * (len(end) - 1)]
+    assert memory[: len(of_group)] == [2 * size for size in memory[len(of_group) :]]
     for name, a, b in zip(("dq", "dk", "dv", "dg", "dbeta", "d_initial_state"), *found, strict=True):
         _close(a, b, name)
 
@@ -304,19 +318,31 @@ def _one_by_one(function: Any, *operands: Any) -> Any:
 MEMBERS = 3
 
 
-@pytest.mark.parametrize("backward", ["vmap", "one by one"])
-@pytest.mark.parametrize("forward", ["vmap", "one by one"])
-@pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
 @pytest.mark.usefixtures("_in_pieces")
-def test_what_is_kept_is_each_members_own(packed: bool, forward: str, backward: str) -> None:
-    """Under `jax.vmap` or not, the residuals of one member are right for another's way of computing gradients."""
-    operands, segments, cotangents = _batched(packed, MEMBERS)
+@pytest.mark.parametrize(
+    ("forward", "backward", "keep", "tokens"),
+    [
+        ("vmap", "one by one", False, TOKENS),
+        ("one by one", "vmap", False, TOKENS),
+        ("vmap", "vmap", True, TOKENS),
+        ("vmap", "one by one", True, 448),
+        ("one by one", "vmap", True, 448),
+    ],
+)
+@pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
+def test_what_is_kept_is_each_members_own(
+    packed: bool, forward: str, backward: str, keep: bool, tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Under `jax.vmap` or not, the residuals of one member are right for another's way of computing gradients. Chunk
+    states of all members lie side by side where their tokens are a multiple of a chunk and no packed batch is cut."""
+    operands, segments, cotangents = _batched(packed, MEMBERS, tokens)
+    calls = _recorded(monkeypatch)
     ways: Any = {"vmap": lambda f, *x: jax.vmap(f)(*x), "one by one": _one_by_one}
 
     @functools.partial(jax.jit, static_argnums=(0, 1, 2))
     def both(choice: Choice, forward: str, backward: str) -> Any:
         def transpose_of(operands: Any, segments: Any) -> Any:
-            return jax.vjp(lambda *x: _rule(choice, *x, segments), *operands)
+            return jax.vjp(lambda *x: _rule(choice, *x, segments, keep=keep), *operands)
 
         results, transpose = ways[forward](transpose_of, operands, segments)
         kept = [x.dtype for x in jax.tree.leaves(transpose) if x.dtype == jnp.bfloat16]
@@ -326,39 +352,8 @@ def test_what_is_kept_is_each_members_own(packed: bool, forward: str, backward: 
     stand_in.forget_traces()
     found = both(OF_KERNELS, forward, backward)
     stand_in.forget_traces()
-    expected = both(Choice("xla", "xla", "", ""), "one by one", "one by one")
-    names = ("o", "final_state", "dq", "dk", "dv", "dg", "dbeta", "d_initial_state")
-    for name, a, b in zip(names, found, expected, strict=True):
-        _close(a, b, name)
-
-
-@pytest.mark.usefixtures("_in_pieces")
-@pytest.mark.parametrize(
-    ("forward", "backward", "tokens"),
-    [("vmap", "vmap", 448), ("vmap", "vmap", TOKENS), ("vmap", "one by one", 448), ("one by one", "vmap", 448)],
-)
-@pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
-def test_chunk_states_are_each_members_own(
-    packed: bool, forward: str, backward: str, tokens: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Under `jax.vmap` or not; all at once where tokens are a multiple of a chunk and no packed batch is cut."""
-    operands, segments, cotangents = _batched(packed, MEMBERS, tokens)
-    calls = _recorded(monkeypatch)
-    ways: Any = {"vmap": lambda f, *x: jax.vmap(f)(*x), "one by one": _one_by_one}
-
-    @functools.partial(jax.jit, static_argnums=(0, 1, 2))
-    def both(choice: Choice, forward: str, backward: str) -> Any:
-        def transpose_of(operands: Any, segments: Any) -> Any:
-            return jax.vjp(lambda *x: _rule(choice, *x, segments, keep=True), *operands)
-
-        results, transpose = ways[forward](transpose_of, operands, segments)
-        return *results, *ways[backward](lambda transpose, x: transpose(x), transpose, cotangents)
-
-    stand_in.forget_traces()
-    found = both(OF_KERNELS, forward, backward)
-    stand_in.forget_traces()
     assert {call[-1] for call in calls} == {"forward", "gradients"}  # each traced more than once
-    assert not any("states" in call for call in calls)
+    assert any("states" in call for call in calls) != keep
     expected = both(Choice("xla", "xla", "", ""), "one by one", "one by one")
     names = ("o", "final_state", "dq", "dk", "dv", "dg", "dbeta", "d_initial_state")
     for name, a, b in zip(names, found, expected, strict=True):
@@ -701,7 +696,7 @@ def test_pieces_that_a_call_asks_for(packed: bool, monkeypatch: pytest.MonkeyPat
 
     stand_in.forget_traces()
     right = both(*rows, implementation="reference")
-    for piece_rows in (64, 0, 128, 192):
+    for piece_rows in (64, 0, 192):
         expected = jax_qla.which_pieces(*rows, **where, piece_rows=piece_rows)
         parts = expected.pieces if expected.rows else 0
         assert (parts > 0) == (piece_rows > 0)

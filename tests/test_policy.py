@@ -167,6 +167,13 @@ def test_groups_of_heads(chunks: int, recurrences: int, key_heads: int, value_he
     assert policy.head_groups(chunks, recurrences, key_heads, value_heads, 128, 128) == groups
 
 
+def test_groups_of_heads_with_states() -> None:
+    """There is one recurrence then, of which halves of half the heads do not fill the card."""
+    assert policy.head_groups(512, 4, 16, 64, 128, 128, with_states=True) == 2
+    assert policy.head_groups(512, 8, 16, 32, 128, 128, with_states=True) == 2
+    assert policy.head_groups(128, 1, 16, 64, 128, 128, with_states=True) == 1
+
+
 def test_groups_of_heads_that_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     for value, groups in (("1", 1), ("2", 2), ("5", 3), ("100", 6)):
         monkeypatch.setenv(policy.GROUPS_OVERRIDE, value)

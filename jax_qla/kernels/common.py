@@ -203,30 +203,34 @@ template <typename T>
 __device__ __forceinline__ unsigned jax_qla_pack(float low, float high) {
   return jax_qla_round<!std::is_same_v<T, half_t>>(low, high);
 }
-// Columns 16 n to 16 n + 15 of x, from the matrix row at `address`.
-template <typename T, bool transposed>
-__device__ __forceinline__ void jax_qla_store_columns(const float* x, int n, unsigned address) {
-  jax_qla_store_matrices<transposed>(address, jax_qla_pack<T>(x[8 * n], x[8 * n + 1]), jax_qla_pack<T>(x[8 * n + 2], x[8 * n + 3]),
-                                     jax_qla_pack<T>(x[8 * n + 4], x[8 * n + 5]), jax_qla_pack<T>(x[8 * n + 6], x[8 * n + 7]));
-}
-// tile_ij = x_ij.
-template <typename T>
-__device__ __forceinline__ void jax_qla_store_tile(const void* registers, T* tile) {
+// tile_ij = x_ij or, if transposed, tile_ji = x_ij, rounded: pair(i) are elements 2 i and 2 i + 1 of this lane's part of x.
+template <bool transposed, typename Pair>
+__device__ __forceinline__ void jax_qla_store_pairs(const void* tile, Pair pair) {
   const int lane = threadIdx.x & 31, warp = (threadIdx.x >> 5) & 3, matrix = lane >> 3;
-  const unsigned row = jax_qla_address(tile) + (warp * 16 + (matrix & 1) * 8 + (lane & 7)) * 128;
+  const int row = (transposed ? (matrix >> 1) * 8 : warp * 16 + (matrix & 1) * 8) + (lane & 7);
+  const unsigned rows = jax_qla_address(tile) + row * 128;
 #pragma unroll
   for (int n = 0; n < 4; ++n) {
-    jax_qla_store_columns<T, false>(static_cast<const float*>(registers), n, row + (((2 * n + (matrix >> 1)) ^ (lane & 7)) << 4));
+    const int column = transposed ? warp * 2 + (matrix & 1) : 2 * n + (matrix >> 1);  // of 8
+    jax_qla_store_matrices<transposed>(rows + (transposed ? n * 2048 : 0) + ((column ^ (lane & 7)) << 4), pair(4 * n), pair(4 * n + 1),
+                                       pair(4 * n + 2), pair(4 * n + 3));
   }
 }
-// tile_ji = x_ij.
+template <typename T>
+__device__ __forceinline__ void jax_qla_store_tile(const void* registers, T* tile) {
+  const float* x = static_cast<const float*>(registers);
+  jax_qla_store_pairs<false>(tile, [x](int i) { return jax_qla_pack<T>(x[2 * i], x[2 * i + 1]); });
+}
 template <typename T>
 __device__ __forceinline__ void jax_qla_store_transposed(const void* registers, T* tile) {
-  const int lane = threadIdx.x & 31, warp = (threadIdx.x >> 5) & 3, matrix = lane >> 3;
-  const unsigned corner =
-      jax_qla_address(tile) + ((matrix >> 1) * 8 + (lane & 7)) * 128 + (((warp * 2 + (matrix & 1)) ^ (lane & 7)) << 4);
-#pragma unroll
-  for (int n = 0; n < 4; ++n) jax_qla_store_columns<T, true>(static_cast<const float*>(registers), n, corner + n * 2048);
+  const float* x = static_cast<const float*>(registers);
+  jax_qla_store_pairs<true>(tile, [x](int i) { return jax_qla_pack<T>(x[2 * i], x[2 * i + 1]); });
+}
+// The same of what is rounded already: columns 64 `part` to 64 `part` + 63 of the left operand of a wgmma in registers.
+template <bool transposed>
+__device__ __forceinline__ void jax_qla_store_operand(const void* registers, int part, void* tile) {
+  const unsigned* pairs = static_cast<const unsigned*>(registers) + part * 16;
+  jax_qla_store_pairs<transposed>(tile, [pairs](int i) { return pairs[i]; });
 }
 """
 )

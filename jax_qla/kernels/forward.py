@@ -129,24 +129,6 @@ __device__ __forceinline__ void jax_qla_take_state(void* registers, const void* 
 )
 
 
-KEEP_PRELUDE = r"""
-// A tile [64][64] of 16-bit elements, 128-byte swizzled, becomes columns 64 `part` to 64 `part` + 63 of what is, in pairs, the left operand of a wgmma
-// in registers, or their transpose.
-template <bool transposed>
-__device__ __forceinline__ void jax_qla_store_operand(const void* registers, int part, void* tile) {
-  const unsigned* pairs = static_cast<const unsigned*>(registers) + part * 16;
-  const int lane = threadIdx.x & 31, warp = (threadIdx.x >> 5) & 3, matrix = lane >> 3;
-  const unsigned row = jax_qla_address(tile) + (lane & 7) * 128 + (transposed ? (matrix >> 1) * 1024 : (warp * 2 + (matrix & 1)) * 1024);
-#pragma unroll
-  for (int n = 0; n < 4; ++n) {
-    const int column = transposed ? warp * 2 + (matrix & 1) : 2 * n + (matrix >> 1);
-    jax_qla_store_matrices<transposed>(row + (transposed ? n * 2048 : 0) + ((column ^ (lane & 7)) << 4), pairs[4 * n], pairs[4 * n + 1],
-                                       pairs[4 * n + 2], pairs[4 * n + 3]);
-  }
-}
-"""
-
-
 STATE, PREPARED, NOTHING = range(3)
 """What a block awaits of the kernel launched before. It is `compose`, and has what the state's warpgroups begin with: all else was there before
 that kernel let this one begin. Or `prepare`, and has `a` and gamma, for which only the warps wait that read them. Or this kernel, of other
@@ -188,14 +170,11 @@ def program(config: Config):
     cut_sequences, cut_pieces = T.dynamic("cut_sequences, cut_pieces")  # or 0: each of `segments` has a final state
 
     @T.macro
-    def put_state(pairs, tiles, wg, half):
-        """A warpgroup's tile becomes 64 rows of K, from 64 `half` on, of its rounded state."""
-        T.call_extern("handle", "jax_qla_store_operand<false>", pairs.data, half, T.address_of(tiles[wg, 0, 0]))
-
-    @T.macro
-    def put_rows(pairs, tiles, wg):
-        """A warpgroup's tile becomes a chunk of Vd, of which it has the transpose."""
-        T.call_extern("handle", "jax_qla_store_operand<true>", pairs.data, 0, T.address_of(tiles[wg, 0, 0]))
+    def put(operand, part, transposed, tiles, wg):
+        """A warpgroup's tile becomes columns from 64 `part` on of what products read from its registers, or their transpose."""
+        T.call_extern(
+            "handle", f"jax_qla_store_operand<{transposed}>", operand.data, part, T.address_of(tiles[wg, 0, 0])
+        )
 
     @T.prim_func
     def forward(
@@ -220,7 +199,7 @@ def program(config: Config):
         heads: T.int32,  # of this launch, from first_head on
         awaits: T.int32,
     ):
-        with T.Kernel(sequences * heads * tiles, threads=S + 256, prelude=PRELUDE + KEEP_PRELUDE * keep) as block:
+        with T.Kernel(sequences * heads * tiles, threads=S + 256, prelude=PRELUDE) as block:
             T.annotate_min_blocks_per_sm(1)
             place = T.alloc_var("int32")  # among the sequences
             place = T.truncdiv(block, heads * tiles)
@@ -438,7 +417,7 @@ def program(config: Config):
                         )
                         if keep:
                             if count > 0:
-                                put_state(state_b, h_s, wg, 0)
+                                put(state_b, 0, "false", h_s, wg)
                                 T.fence_proxy_async()
                                 T.sync_threads(4 + wg, 128)
                                 m.send_state(h_s, wg, 0, h, start // C + n, head, 0, first + part)
@@ -470,7 +449,7 @@ def program(config: Config):
                             T.tma_store_wait(0)
                             T.sync_threads(4 + wg, 128)  # by now the previous chunk's outputs have left
                             if keep and K > 64:
-                                put_state(state_b, h_s, wg, 1)
+                                put(state_b, 1, "false", h_s, wg)
                                 T.fence_proxy_async()
                                 T.sync_threads(4 + wg, 128)
                                 m.send_state(h_s, wg, 0, h, start // C + n + c, head, 1, first + part)
@@ -494,9 +473,9 @@ def program(config: Config):
                             if split:
                                 T.wgmma_gemm(low, p_s[c % p_stages, :, :], acc, transpose_B=True)
                             if keep:
-                                put_rows(vd_b, o_s, wg)
+                                put(vd_b, 0, "true", o_s, wg)
                                 if split:
-                                    put_rows(low, vd_low_s, wg)
+                                    put(low, 0, "true", vd_low_s, wg)
                                 T.fence_proxy_async()
                                 T.sync_threads(4 + wg, 128)
                                 m.send_rows(o_s, wg, 0, vd, line, lines, head, first + part, tx - wg * 128)
@@ -520,7 +499,7 @@ def program(config: Config):
                                 T.tma_store_wait(0)
                                 T.sync_threads(4 + wg, 128)  # by now Vd and the second half of h have
                                 if c + 1 < count:
-                                    put_state(state_b, h_s, wg, 0)
+                                    put(state_b, 0, "false", h_s, wg)
                             T.call_extern(
                                 "handle",
                                 "jax_qla_store_transposed",

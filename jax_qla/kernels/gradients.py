@@ -20,7 +20,7 @@ before they leave.
 What dg would add and subtract again (the diagonal of R, <Y_j, K_j> of the rows from i on) is left out: where the decay is
 strong, dg is smaller than the rounding of these. R is summed in float32 and never rounded.
 
-Plan, of the value heads that h, dh and Vd have, from `first_head` on (policy.head_groups): one block per (chunk slot, `group` key heads:
+Plan, of the value heads that dh has, from `first_head` on (policy.head_groups), h and Vd having these or all: one block per (chunk slot, `group` key heads:
 policy.key_heads_together), 512 threads, a loop over the key heads and their value heads. K, Vd and D have two
 stages of tiles, Q, dO, h and dh one each, loaded for the next head as soon as their last reader is done. Warpgroup 1 has most to do: what
 it needs first of a head, K, Vd and D, is there before, and what must wait for a free tile it needs last or not at all.
@@ -374,32 +374,22 @@ __device__ __forceinline__ void jax_qla_add_rows(void* sum_registers, const void
     dots[h] += dot[0] + dot[1];
   }
 }
-// Rows i < `rows` of x, a wgmma accumulator [64, columns], rounded to T, to rows of `out` that are `stride` elements apart. Four lanes exchange
-// their parts of a row, so that each writes 16 bytes of it.
+// Rows i < `rows` of x, a wgmma accumulator [64, columns], rounded to T, to rows of `out` that are `stride` elements apart. Two lanes exchange
+// their parts of a row, so that four write 32 bytes of it.
 template <typename T, int columns>
 __device__ __forceinline__ void jax_qla_write_tile(const void* registers, T* out, int rows, int stride) {
   const float* x = static_cast<const float*>(registers);
   const int lane = threadIdx.x & 31, row = (threadIdx.x >> 5 & 3) * 16 + lane / 4;
+  const bool odd = lane & 1;
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
-    T* line = out + static_cast<long long>(row + h * 8) * stride + lane % 4 * 8;
+    T* line = out + static_cast<long long>(row + h * 8) * stride + (lane & 1) * 8 + (lane & 2) * 2;
 #pragma unroll
-    for (int n = 0; n < columns / 8; n += 4) {
-      unsigned r[4];
-#pragma unroll
-      for (int m = 0; m < 4; ++m) r[m] = jax_qla_pack<T>(x[4 * (n + m) + 2 * h], x[4 * (n + m) + 2 * h + 1]);
-#pragma unroll
-      for (int step = 1; step < 4; step *= 2) {
-        const bool upper = lane & step;
-#pragma unroll
-        for (int m = 0; m < 4; ++m) {
-          if (m & step) continue;
-          const unsigned got = __shfl_xor_sync(0xffffffffu, upper ? r[m] : r[m + step], step);
-          r[m] = upper ? got : r[m];
-          r[m + step] = upper ? r[m + step] : got;
-        }
-      }
-      if (row + h * 8 < rows) *reinterpret_cast<uint4*>(line + n * 8) = make_uint4(r[0], r[1], r[2], r[3]);
+    for (int n = 0; n < columns / 8; n += 2) {
+      const unsigned near = jax_qla_pack<T>(x[4 * n + 2 * h], x[4 * n + 2 * h + 1]);
+      const unsigned far = jax_qla_pack<T>(x[4 * n + 4 + 2 * h], x[4 * n + 5 + 2 * h]);
+      const unsigned got = __shfl_xor_sync(0xffffffffu, odd ? near : far, 1);
+      if (row + h * 8 < rows) *reinterpret_cast<uint2*>(line + n * 8) = odd ? make_uint2(got, far) : make_uint2(near, got);
     }
   }
 }
@@ -501,6 +491,7 @@ def program(config: Config):
         "tokens, key_heads, value_heads, sequences, state_slots"
     )
     of_launch = T.dynamic("heads")  # value heads, from first_head on
+    kept_heads = T.dynamic("kept_heads")  # these, or all
 
     def ample(beta):
         return T.abs(beta) >= T.float32(SCANTY[dtype]) if SCANTY[dtype] > 0 else beta != 0
@@ -562,9 +553,9 @@ def program(config: Config):
         gamma: T.Tensor((tokens, value_heads), "float32"),
         beta: T.Tensor((tokens, value_heads), "float32"),
         do: T.Tensor((tokens, value_heads, V), dtype),
-        vd: T.Tensor((tokens, of_launch, V * (1 + split)), dtype),
+        vd: T.Tensor((tokens, kept_heads, V * (1 + split)), dtype),
         d: T.Tensor((tokens, value_heads, V), dtype),  # D; may be dv itself
-        h: T.Tensor((state_slots, of_launch, K // 64, V, 64), dtype),
+        h: T.Tensor((state_slots, kept_heads, K // 64, V, 64), dtype),
         dh: T.Tensor((state_slots, of_launch, K // 64, V, 64), dtype),
         segments: T.Tensor((sequences, 2), "int32"),
         dq: T.Tensor((tokens, key_heads, K), dtype),
@@ -604,11 +595,13 @@ def program(config: Config):
             first = T.alloc_var("int32")  # first key head of this block
             keys = T.alloc_var("int32")  # their number
             heads = T.alloc_var("int32")  # and that of their value heads
-            held = T.alloc_var("int32")  # number of the first of these in h, dh and Vd
+            held = T.alloc_var("int32")  # number of the first of these in dh
+            kept = T.alloc_var("int32")  # and in h and Vd
             first = T.truncdiv(first_head, ratio) + part_of_heads * group
             keys = T.min(group, T.truncdiv(of_launch, ratio) - part_of_heads * group)
             heads = keys * ratio
             held = part_of_heads * group * ratio
+            kept = T.Select(kept_heads == value_heads, first * ratio, held)
             tx = T.get_thread_binding()
 
             q_s = T.alloc_shared((1, C, K), dtype)
@@ -750,20 +743,20 @@ def program(config: Config):
                     if rows > 0:
                         m.load_rows(k, row, first, 0, K, k_s, 0, k_loaded)
                         T.barrier_arrive(k_loaded[0])
-                        m.load_rows(vd, row, held, 0, V, vd_s, 0, rows_loaded)
+                        m.load_rows(vd, row, kept, 0, V, vd_s, 0, rows_loaded)
                         if split:
-                            m.load_rows(vd, row, held, V, V, low_s, 0, rows_loaded)
+                            m.load_rows(vd, row, kept, V, V, low_s, 0, rows_loaded)
                         m.load_rows(d, row, first * ratio, 0, V, dv_s, 0, rows_loaded)
                         T.barrier_arrive(rows_loaded[0])
                         m.load_rows(do, row, first * ratio, 0, V, do_s, 0, do_loaded)
                         T.barrier_arrive(do_loaded[0])
                         m.load_rows(q, row, first, 0, K, q_s, 0, q_loaded)
                         T.barrier_arrive(q_loaded[0])
-                        load_states(h, h_s, slot, held, h_loaded)
+                        load_states(h, h_s, slot, kept, h_loaded)
                         load_states(dh, dh_s, slot, held, dh_loaded)
                         if not split:
                             if heads > 1:
-                                m.load_rows(vd, row, held + 1, 0, V, vd_s, 1, rows_loaded)
+                                m.load_rows(vd, row, kept + 1, 0, V, vd_s, 1, rows_loaded)
                                 m.load_rows(d, row, first * ratio + 1, 0, V, dv_s, 1, rows_loaded)
                                 T.barrier_arrive(rows_loaded[1])
                         if keys > 1:
@@ -777,7 +770,7 @@ def program(config: Config):
                                     m.load_rows(do, row, first * ratio + n + 1, 0, V, do_s, 0, do_loaded)
                                     T.barrier_arrive(do_loaded[0])
                                     T.barrier_wait(h_free[0], n % 2)
-                                    load_states(h, h_s, slot, held + n + 1, h_loaded)
+                                    load_states(h, h_s, slot, kept + n + 1, h_loaded)
                                     T.barrier_wait(dh_free[0], n % 2)
                                     load_states(dh, dh_s, slot, held + n + 1, dh_loaded)
                                 if r_l + 1 == ratio and key_l + 1 < keys:
@@ -786,9 +779,9 @@ def program(config: Config):
                                     T.barrier_arrive(q_loaded[0])
                                 if n + row_stages < heads:
                                     T.barrier_wait(rows_free[tile_of(n % 2)], turn_of(n))
-                                    m.load_rows(vd, row, held + n + row_stages, 0, V, vd_s, tile_of(n % 2), rows_loaded)
+                                    m.load_rows(vd, row, kept + n + row_stages, 0, V, vd_s, tile_of(n % 2), rows_loaded)
                                     if split:
-                                        m.load_rows(vd, row, held + n + 1, V, V, low_s, 0, rows_loaded)
+                                        m.load_rows(vd, row, kept + n + 1, V, V, low_s, 0, rows_loaded)
                                     m.load_rows(
                                         d, row, first * ratio + n + row_stages, 0, V, dv_s, tile_of(n % 2), rows_loaded
                                     )
@@ -1172,10 +1165,12 @@ def specification(
     first_head: int = 0,
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array]:
     """(dq, dk [tokens, Hk, K], dv [tokens, Hv, V], dg, dbeta [tokens, Hv]); rows of no sequence are zero; not a number in other heads than those
-    of h, dh and vd, from `first_head` on."""
+    of dh, from `first_head` on. h and vd have these heads, or all."""
     from jax_qla.segments import chunk_table  # which takes the constants of kernels/common.py
 
-    heads, all_key_heads, all_heads = h.shape[1], q.shape[1], v.shape[1]
+    heads, all_key_heads, all_heads = dh.shape[1], q.shape[1], v.shape[1]
+    if h.shape[1] == all_heads:
+        h, vd = (of_heads(x, first_head, heads) for x in (h, vd))
     q, k = (of_heads(x, first_head // ratio, heads // ratio) for x in (q, k))
     v, g, gamma, beta, do, d = (of_heads(x, first_head, heads) for x in (v, g, gamma, beta, do, d))
     tokens, key_heads = q.shape[:2]
