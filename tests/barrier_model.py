@@ -92,8 +92,8 @@ class Barrier:
 class Block:
     """One block of a kernel: its warps, barriers, and loads on their way."""
 
-    def __init__(self, block: tuple[int, ...], random_: random.Random, late: int | None) -> None:
-        self.index, self.random, self.late = block, random_, late
+    def __init__(self, random_: random.Random, late: int | None) -> None:
+        self.random, self.late = random_, late
         self.barriers: list[Any] = []
         self.named: dict[int, Barrier] = {}
         self.loads: list[Barrier] = []
@@ -189,10 +189,10 @@ _here = _Here()
 
 
 class _Kernel:
-    """`with T.Kernel(...)`."""
+    """`with T.Kernel(...)`: the first block's indices."""
 
     def __init__(self, grid: Sequence[int]) -> None:
-        self.index = _here.warp.block.index
+        self.index = (0,) * len(grid)
 
     def __enter__(self) -> Any:
         return self.index if len(self.index) > 1 else self.index[0]
@@ -320,18 +320,16 @@ def replace_tilelang(patch: pytest.MonkeyPatch, sizes: Mapping[str, Any]) -> Non
 
 def run(
     program: Callable[..., Any],
-    block: tuple[int, ...],
     threads: int,
     operands: Mapping[str, Any],
     *,
     seed: int = 0,
     late: int | None = None,
 ) -> Block:
-    """Runs one block, and returns it.
+    """Runs the first block, and returns it.
 
     Args:
         program: the prim_func, made while TileLang is replaced.
-        block: its indices.
         threads: of the block.
         operands: tables and scalars by name; all others are data of the shapes that the program gives them.
         seed: of the order in which warps go on and loads arrive.
@@ -352,6 +350,6 @@ def run(
     for name, x in given.items():
         if isinstance(x, Value):
             x.name = name
-    ran = Block(block, random.Random(seed), late)
+    ran = Block(random.Random(seed), late)
     ran.run(lambda: program(**given), threads)
     return ran

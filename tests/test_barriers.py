@@ -18,16 +18,15 @@ CHUNK = 64
 SEEDS = 6
 
 
-def block_of(name: str, chunks: int, rows: int, ratio: int) -> tuple[tuple[int, ...], dict[str, Any]]:
-    """Indices of a block, and the tables and scalars of a sequence of so many chunks, the last of which has `rows`."""
+def operands_of(chunks: int, rows: int, ratio: int) -> dict[str, Any]:
+    """The tables and scalars of a sequence of so many chunks, the last of which has `rows`."""
     end = max((chunks - 1) * CHUNK + rows, 0)
     segments = np.array([[0, end]])
     pieces = np.array([[0, end, 0, 0], [end, end, 0, 2]])
     spans = np.array([[0, chunks]])
     operands: dict[str, Any] = {"ratio": ratio, "heads": ratio, "scale": 1.0, "tokens": end}
     numbers = {"segments": segments, "pieces": pieces, "bounds": segments, "spans": spans}
-    operands |= {key: barrier_model.Value(x.shape, "int32", x) for key, x in numbers.items()}
-    return ((0,) if name in ("prepare", "forward", "states", "state_gradients") else (0, 0)), operands
+    return operands | {key: barrier_model.Value(x.shape, "int32", x) for key, x in numbers.items()}
 
 
 KERNELS = {
@@ -79,6 +78,7 @@ def test_no_order_of_events_stops_a_kernel(
     for chunks, rows, ratio, key_heads in SEQUENCES:
         sizes = dict.fromkeys(("sequences", "initial_states", "final_states", "cut_sequences"), 1) | {
             "heads": key_heads * ratio,
+            "kept_heads": key_heads * ratio,
             "cut_pieces": 2,
             "tokens": max(chunks, 1) * CHUNK,
             "key_heads": key_heads,
@@ -89,13 +89,12 @@ def test_no_order_of_events_stops_a_kernel(
             "chunk": (0, rows, 0),
         }
         barrier_model.replace_tilelang(monkeypatch, sizes)
-        block, operands = block_of(name, chunks, rows, ratio)
-        operands["group"] = key_heads
+        operands = operands_of(chunks, rows, ratio) | {"group": key_heads}
         program = module.program(module.Config(**options))
         for late in range(threads // barrier_model.WARP):
-            barrier_model.run(program, block, threads, operands, late=late)
+            barrier_model.run(program, threads, operands, late=late)
         for seed in range(SEEDS):
-            barrier_model.run(program, block, threads, operands, seed=seed)
+            barrier_model.run(program, threads, operands, seed=seed)
 
 
 WAITING = [
@@ -123,7 +122,17 @@ def test_who_has_waited_when_the_next_kernel_may_begin(
     """As jax_qla/overlap.py says, which other kernels rely on."""
     module = importlib.import_module(f"jax_qla.kernels.{kernel}")
     sizes: dict[str, Any] = dict.fromkeys(
-        ("sequences", "initial_states", "final_states", "key_heads", "value_heads", "heads", "cut_sequences"), 1
+        (
+            "sequences",
+            "initial_states",
+            "final_states",
+            "key_heads",
+            "value_heads",
+            "heads",
+            "kept_heads",
+            "cut_sequences",
+        ),
+        1,
     )
     sizes |= {
         "cut_pieces": 2,
@@ -134,9 +143,9 @@ def test_who_has_waited_when_the_next_kernel_may_begin(
         "chunk": (0, CHUNK, 0),
     }
     barrier_model.replace_tilelang(monkeypatch, sizes)
-    block, operands = block_of(kernel, 2, CHUNK, 1)
+    operands = operands_of(2, CHUNK, 1)
     config = module.Config(**options)
-    ran = barrier_model.run(module.program(config), block, KERNELS[kernel], operands | scalars)
+    ran = barrier_model.run(module.program(config), KERNELS[kernel], operands | scalars)
     everybody = set(range(len(ran.warps)))
     assert ran.waited == everybody
     step = Step(kernel, config, scalars)
@@ -160,5 +169,5 @@ def test_a_warp_that_is_late_by_two_phases_is_found(monkeypatch: pytest.MonkeyPa
             T.barrier_wait(barrier[0], 0)
 
     with pytest.raises(barrier_model.Stuck, match=r"warp 2 waits for phase 0 .*, which is in phase 2"):
-        barrier_model.run(program, (0,), 96, {}, late=2)
-    barrier_model.run(program, (0,), 96, {}, late=0)
+        barrier_model.run(program, 96, {}, late=2)
+    barrier_model.run(program, 96, {}, late=0)
