@@ -13,8 +13,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, TypeVar
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -25,8 +25,7 @@ from jax_qla.implementations import Between, Choice, ChunkStates, RecurrentCall,
 from jax_qla.l2norm import normalize
 from jax_qla.segments import gates_with_resets, piece_count, segments_from_cu_seqlens
 from jax_qla.sharding import Layout, MeshAxes
-
-_Tuple = TypeVar("_Tuple", Between, ChunkStates)
+from jax_qla.widening import widen
 
 
 class PieceChoice(NamedTuple):
@@ -93,7 +92,8 @@ def chunk_gated_delta_rule(
             [cu_seqlens[n], cu_seqlens[n + 1]); empty ones are allowed. The values are read on the device only. They
             should be sorted and within [0, T]; others are clipped, and never lead outside the arrays.
         segment_ids: int32 [B, T]: a sequence is a maximal run of equal ids other than 0 within a row of the batch; 0 is
-            padding. Padding tokens have o = 0 and no gradient; their q, k, v must be finite.
+            padding. Padding tokens have o = 0 and no gradient; their q, k, v must be finite. Without max_segments,
+            values of a sequence that are not finite spread to the other sequences of the row.
         max_segments: the static number of sequences that a row with segment_ids may have. Needed with initial_state or
             output_final_state: the i-th sequence of a row has slot i, and an unused slot's final state is its initial
             state. Sequences beyond max_segments count as padding. Without states and without max_segments, any number
@@ -164,6 +164,7 @@ def chunk_gated_delta_rule(
         max_segments=max_segments,
         precision=precision,
         piece_rows=piece_rows,
+        save_chunk_states=save_chunk_states,
     )
     choice = choose(q, k, v, implementation=implementation, precision=precision, piece_rows=piece_rows)
     q, k, v, g, beta, initial_state, cu_seqlens, segment_ids = _arrays(
@@ -172,7 +173,7 @@ def chunk_gated_delta_rule(
     layout, (q, k, v, g, beta, initial_state, cu_seqlens, segment_ids) = _laid_out(
         mesh_axes, q, k, v, g, beta, initial_state, cu_seqlens, segment_ids
     )
-    g, beta = _widen(g), _widen(beta)
+    g, beta = widen(g), widen(beta)
 
     segments = valid = None
     if cu_seqlens is not None:
@@ -187,10 +188,10 @@ def chunk_gated_delta_rule(
         choice,
         checked.scale,
         output_final_state,
-        l2norm=bool(use_qk_l2norm_in_kernel),
+        l2norm=use_qk_l2norm_in_kernel,
         precision=precision,
         layout=layout,
-        keep=bool(save_chunk_states),
+        keep=save_chunk_states,
     )
     o, final_state = _compute(options, (q, k, v, g, beta, initial_state, segments))
 
@@ -371,6 +372,7 @@ def chunk_gated_delta_rule_fwd(
         implementation=implementation,
         precision=precision,
         piece_rows=piece_rows,
+        save_chunk_states=save_chunk_states,
     )
     layout, operands = _operands_of_half(q, k, v, g, beta, initial_state, cu_seqlens)
     o, final_state, residuals, _ = sharding.forward(
@@ -381,7 +383,7 @@ def chunk_gated_delta_rule_fwd(
         output_final_state=output_final_state,
         with_residuals=True,
         precision=precision,
-        keep=bool(save_chunk_states),
+        keep=save_chunk_states,
     )
     if final_state is not None and cu_seqlens is not None:
         final_state = final_state[0]
@@ -542,12 +544,20 @@ def recurrent_gated_delta_rule(
     state_dtype = "float32" if initial_state is None else jnp.dtype(initial_state.dtype).name
     call = RecurrentCall(packed=cu_seqlens is not None, state_dtype=state_dtype)
     choice = choose(q, k, v, implementation=implementation, precision=None, recurrent=call)
-    q, k, v, g, beta, initial_state, cu_seqlens = _arrays(q, k, v, g, beta, initial_state, cu_seqlens)
+    layout, (q, k, v, g, beta, *others) = _operands_of_half(q, k, v, g, beta, initial_state, cu_seqlens)
     if use_qk_l2norm_in_kernel:
         q, k = normalize(q), normalize(k)
-    segments = None if cu_seqlens is None else segments_from_cu_seqlens(cu_seqlens, v.shape[1])
-    operands = (q, k, v, _widen(g), _widen(beta), initial_state, segments)
-    return decode.recurrent(*operands, choice=choice, scale=checked.scale, output_final_state=output_final_state)
+    o, final_state = sharding.without_exchange(
+        layout,
+        functools.partial(decode.recurrent, choice=choice, scale=checked.scale, output_final_state=output_final_state),
+        (q, k, v, widen(g), widen(beta), *others),
+        output_final_state=output_final_state,
+        name="recurrent_gated_delta_rule",
+        instead="chunk_gated_delta_rule",
+    )
+    if final_state is not None and cu_seqlens is not None:
+        final_state = final_state[0]
+    return o, final_state
 
 
 def _compute(options: vjp.Options, operands: Sequence[Any]) -> tuple[jax.Array, jax.Array | None]:
@@ -558,7 +568,10 @@ def _compute(options: vjp.Options, operands: Sequence[Any]) -> tuple[jax.Array, 
         if options.l2norm:
             q, k = normalize(q), normalize(k)
         o, final_state = sharding.without_exchange(
-            options.layout, functools.partial(reference.recurrence, scale=options.scale), (q, k, *others)
+            *(options.layout, functools.partial(reference.recurrence, scale=options.scale), (q, k, *others)),
+            output_final_state=True,
+            name="implementation='reference'",
+            instead="'cuda' or 'xla'",
         )
         return o, final_state if options.output_final_state else None
 
@@ -648,12 +661,12 @@ def _residuals(residuals: Sequence[Any], k: Any, v: Any, sequences: int, precisi
     a, gamma, between, states = (*residuals, None, None)[:4]
     parts = None
     if between is not None:
-        between = _of_residuals(between, 2, Between)
+        between = Between(*_of_residuals(between, 2, len(Between._fields)))
         parts = between.entering.shape[0] if getattr(between.entering, "ndim", 0) else 0
         shapes = Between.shapes(parts, v.shape[2], k.shape[3], v.shape[3])
         _check_residuals(between, 2, shapes, "of P pieces")
     if states is not None:
-        states = _of_residuals(states, 3, ChunkStates)
+        states = ChunkStates(*_of_residuals(states, 3, len(ChunkStates._fields)))
         of_h, of_vd = ChunkStates.shapes(sequences if parts is None else parts, v, k.shape[3], precision).values()
         places = states.h.shape[0] if getattr(states.h, "ndim", 0) else 0
         # Devices that share a batch may each have a part of a chunk, for which there is no place.
@@ -664,15 +677,14 @@ def _residuals(residuals: Sequence[Any], k: Any, v: Any, sequences: int, precisi
     return Residuals(a, gamma, between, states)
 
 
-def _of_residuals(given: Any, index: int, kind: Callable[..., _Tuple]) -> _Tuple:
-    """Residual `index` as a tuple of its kind."""
-    count = len(kind._fields)  # type: ignore[attr-defined]
+def _of_residuals(given: Any, index: int, count: int) -> Sequence[Any]:
+    """The `count` parts of residual `index`."""
     if not isinstance(given, Sequence) or len(given) != count:
         raise TypeError(
             f"residuals[{index}] must be what chunk_gated_delta_rule_fwd returned, or be left out, got "
             f"{type(given).__name__}"
         )
-    return kind(*given)
+    return given
 
 
 def _check_residuals(given: Sequence[Any], index: int, shapes: Mapping[str, jax.ShapeDtypeStruct], what: str) -> None:
@@ -683,10 +695,6 @@ def _check_residuals(given: Sequence[Any], index: int, shapes: Mapping[str, jax.
 def _arrays(*operands: Any) -> tuple[Any, ...]:
     """The operands as JAX arrays, None where they are None."""
     return tuple(None if x is None else jnp.asarray(x) for x in operands)
-
-
-def _widen(x: jax.Array) -> jax.Array:
-    return x.astype(jnp.promote_types(x.dtype, jnp.float32))
 
 
 def _is_on_cuda(q: Any) -> bool:

@@ -20,6 +20,7 @@ from jax_qla import context_parallel, sharding
 from jax_qla.context_parallel import Axes
 from jax_qla.segments import segments_from_cu_seqlens
 from jax_qla.sharding import MeshAxes
+from jax_qla.widening import widest
 
 ACTIVATIONS = (None, "silu")
 
@@ -168,11 +169,15 @@ def _convolve(
 ) -> jax.Array:
     """y of x and the rows before it. Checkpointed: else a scan over layers would keep W shifted copies of x."""
     width = weight.shape[0]
-    wide = jnp.promote_types(x.dtype, jnp.float32)
-    # A sum of shifted copies, which XLA fuses with the mask and the activation into one elementwise kernel.
-    y = x.astype(wide) * weight[-1].astype(wide)
-    later = ids
+    wide = widest(x.dtype)
+    weight = weight.astype(wide)[:, None, None]
     visible = own = None if ids is None else ids != 0
+    if own is not None:
+        # What padding holds must not matter, not even in a product with a gradient of zero.
+        x = jnp.where(own[..., None], x, 0)
+    # A sum of shifted copies, which XLA fuses with the mask and the activation into one elementwise kernel.
+    y = x.astype(wide) * weight[-1]
+    later = ids
     for distance in range(1, width):
         part = _earlier(x, before, distance).astype(wide)
         if ids is not None and visible is not None:
@@ -180,9 +185,9 @@ def _convolve(
             visible &= earlier == later
             part = jnp.where(visible[..., None], part, 0)
             later = earlier
-        y += part * weight[width - 1 - distance].astype(wide)
+        y += part * weight[width - 1 - distance]
     if bias is not None:
-        y += bias.astype(wide)
+        y += bias.astype(wide)[None, None]
     if activation == "silu":
         y = jax.nn.silu(y)
     if own is not None:

@@ -40,6 +40,7 @@ def check(
     max_segments: Any = None,
     precision: Any = None,
     piece_rows: Any = None,
+    save_chunk_states: Any = False,
     gate_dtypes: Sequence[str] = ("bfloat16", "float16", "float32"),
     state_dtypes: Sequence[str] = ("float32",),
 ) -> Checked:
@@ -78,6 +79,7 @@ def check(
     for name, flag in (
         ("output_final_state", output_final_state),
         ("use_qk_l2norm_in_kernel", use_qk_l2norm_in_kernel),
+        ("save_chunk_states", save_chunk_states),
     ):
         if not isinstance(flag, bool):
             raise TypeError(f"{name} must be True or False, got {flag!r} of type {type(flag).__name__}")
@@ -122,6 +124,8 @@ def check_gradient(name: str, x: Any, shape: tuple[int, ...], dtype: Any, meanin
 def _check_precision(precision: Any) -> None:
     if precision is None:
         return
+    if isinstance(precision, list):  # `jax.lax.dot` takes it, but what is static in a program is hashed
+        raise TypeError(f"precision must be a tuple where it is a pair, got the list {precision!r}")
     matrix = jax.ShapeDtypeStruct((1, 1), jnp.float32)
     try:
         jax.eval_shape(lambda x: jax.lax.dot(x, x, precision=precision), matrix)

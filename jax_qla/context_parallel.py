@@ -216,7 +216,7 @@ def _of_pieces(residuals: Residuals) -> dict[str, Any]:
 
 
 def on_one_row(
-    function: Callable[..., tuple[jax.Array, jax.Array]],
+    function: Callable[..., tuple[jax.Array, jax.Array | None]],
     q: jax.Array,
     k: jax.Array,
     v: jax.Array,
@@ -224,7 +224,7 @@ def on_one_row(
     beta: jax.Array,
     initial_state: jax.Array | None,
     segments: jax.Array | None,
-) -> tuple[jax.Array, jax.Array]:
+) -> tuple[jax.Array, jax.Array | None]:
     """o and final states of uncut sequences, by a function of the operands as `dispatch` takes them."""
     rows, states, flat_segments = flatten((q, k, v, g, beta), initial_state, segments)
     o, final_state = _unflatten(*function(*rows, states, flat_segments), v, segments)

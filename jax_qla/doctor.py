@@ -37,6 +37,7 @@ _VARIABLES = (
     "JAX_QLA_CACHE",
     "JAX_QLA_LIBCUDA",
     policy.OVERRIDE,
+    policy.GROUPS_OVERRIDE,
     "JAX_PLATFORMS",
     "CUDA_VISIBLE_DEVICES",
     "XLA_FLAGS",

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_qla.kernels.common import L2NORM_EPSILON
+from jax_qla.widening import widen
 
 
 def inverse_length(x: jax.Array) -> jax.Array:
@@ -25,7 +26,7 @@ def normalize(x: jax.Array) -> jax.Array:
 
 def _widened(x: jax.Array) -> tuple[jax.Array, jax.Array]:
     """x in at least float32, and its `inverse_length`."""
-    wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+    wide = widen(x)
     return wide, jax.lax.rsqrt(jnp.sum(wide * wide, axis=-1) + L2NORM_EPSILON)
 
 

@@ -361,10 +361,9 @@ def _override(asked_rows: int | None) -> int | None:
     override = os.environ.get(OVERRIDE)
     if not override:
         return None
-    rows = int(override)
-    if rows < 0 or rows % CHUNK:
+    if not override.isdecimal() or int(override) % CHUNK:
         raise ValueError(f"{OVERRIDE} must be a multiple of {CHUNK}, or 0 for no pieces, got {override!r}")
-    return rows
+    return int(override)
 
 
 def cut_beyond(rows: int) -> int:

@@ -15,6 +15,8 @@ import math
 import jax
 import jax.numpy as jnp
 
+from jax_qla.widening import widest
+
 _BLOCK = 32
 """Tokens between the states that reverse-mode differentiation keeps; those inside a block are recomputed."""
 
@@ -45,7 +47,7 @@ def _prepare(
 ) -> tuple[tuple[jax.Array, ...], jax.Array]:
     """Operands in the computing dtype with value heads split into [Hk, r], and the first state [N, Hk, r, K, V]."""
     operands = (q, k, v, g, beta) if initial_state is None else (q, k, v, g, beta, initial_state)
-    dtype = jnp.promote_types(jnp.result_type(*operands), jnp.float32)
+    dtype = widest(*(x.dtype for x in operands))
     key_heads, key_dim = q.shape[2:]
     value_heads, value_dim = v.shape[2:]
     ratio = value_heads // key_heads
@@ -91,7 +93,7 @@ def recurrence(
         sequence = jnp.zeros((length,), jnp.int32)
     else:
         row = jnp.arange(length, dtype=jnp.int32)
-        inside = (row[:, None] >= segments[:, 0]) & (row[:, None] < segments[:, 1])
+        inside = (row[:, None] >= segments[None, :, 0]) & (row[:, None] < segments[None, :, 1])
         valid = jnp.any(inside, axis=1)
         sequence = jnp.argmax(inside, axis=1) if sequences else jnp.zeros((length,), jnp.int32)
 

@@ -35,9 +35,9 @@ def segments_from_cu_seqlens(cu_seqlens: jax.Array, tokens: int) -> jax.Array:
     sequences = bounds.shape[0] - 1
     if sequences <= _COMPARE_ALL_LIMIT:
         # The same as below in one kernel, where XLA makes three of a scan and its surroundings.
-        place = jnp.arange(sequences, dtype=jnp.int32)[:, None] + jnp.arange(2, dtype=jnp.int32)
-        before = jnp.arange(sequences + 1, dtype=jnp.int32) <= place[..., None]
-        return jnp.max(jnp.where(before, bounds, 0), axis=2)
+        place = jnp.arange(sequences, dtype=jnp.int32)[:, None] + jnp.arange(2, dtype=jnp.int32)[None]
+        before = jnp.arange(sequences + 1, dtype=jnp.int32)[None, None] <= place[..., None]
+        return jnp.max(jnp.where(before, bounds[None, None], 0), axis=2)
     bounds = jax.lax.cummax(bounds)
     return jnp.stack([bounds[:-1], bounds[1:]], axis=1)
 
@@ -67,7 +67,7 @@ def segments_from_segment_ids(segment_ids: jax.Array, max_segments: int) -> jax.
     ends = (segment_ids != 0) & (segment_ids != after)
     run = jnp.cumsum(starts, axis=1, dtype=jnp.int32) - 1
     row = jnp.arange(batch, dtype=jnp.int32)[:, None]
-    position = row * tokens + jnp.arange(tokens, dtype=jnp.int32)
+    position = row * tokens + jnp.arange(tokens, dtype=jnp.int32)[None]
     nowhere = batch * max_segments
     slot = jnp.where(run < max_segments, row * max_segments + run, nowhere)
     # An unused slot is empty and lies at its row's end, which keeps the whole list sorted.
@@ -254,7 +254,7 @@ def chunk_table(segments: jax.Array | np.ndarray, tokens: int) -> Any:
     if xp is np:
         entry = np.searchsorted(first, slot, side="right") - 1
     elif sequences <= _COMPARE_ALL_LIMIT:
-        entry = jnp.sum(first <= slot[:, None], axis=1, dtype=jnp.int32) - 1
+        entry = jnp.sum(first[None] <= slot[:, None], axis=1, dtype=jnp.int32) - 1
     else:
         entry = jnp.searchsorted(first, slot, side="right", method="sort") - 1
     start, end, gap_end, first = start[entry], end[entry], gap_end[entry], first[entry]

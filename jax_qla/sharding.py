@@ -653,29 +653,39 @@ def backward(
 
 
 def without_exchange(
-    layout: Layout, recurrence: Callable[..., tuple[jax.Array, jax.Array]], operands: Sequence[Any]
-) -> tuple[jax.Array, jax.Array]:
-    """o and final states by a function in plain JAX, on each device for itself.
+    layout: Layout,
+    recurrence: Callable[..., tuple[jax.Array, jax.Array | None]],
+    operands: Sequence[Any],
+    *,
+    output_final_state: bool,
+    name: str,
+    instead: str,
+) -> tuple[jax.Array, jax.Array | None]:
+    """o and final states by a function that goes token by token, on each device for itself.
 
     Args:
         recurrence: of the operands in `dispatch.forward`'s form.
         operands: those of `forward`.
+        output_final_state: whether `recurrence` returns final states.
+        name, instead: what computes whole sequences only, and what does not.
 
     Raises:
         NotImplementedError: the sequence is cut.
     """
-    if layout.sequence:
+    if layout.sequence and not layout.alone:
         raise NotImplementedError(
-            f"the sequence is cut over {_described(layout.sequence)}, and implementation='reference' computes whole "
-            "sequences only: use 'cuda' or 'xla'"
+            f"the sequence is cut over {_described(layout.sequence)}, and {name} computes whole sequences only: use "
+            f"{instead}"
         )
     flat = _flat(operands, (*OPERANDS, _state_dims(operands[6]), "bne"))
 
     def local(*arrays: jax.Array) -> tuple[jax.Array, ...]:
-        return context_parallel.on_one_row(recurrence, *flat.rebuild(arrays))
+        o, final_state = context_parallel.on_one_row(recurrence, *flat.rebuild(arrays))
+        return (o,) if final_state is None else (o, final_state)
 
-    o, final_state = mapped(layout, local, flat.dims, ("btHv", _state_dims(operands[6])), flat.arrays)
-    return o, final_state
+    out_dims = ("btHv", _state_dims(operands[6])) if output_final_state else ("btHv",)
+    o, *final_state = mapped(layout, local, flat.dims, out_dims, flat.arrays)
+    return o, final_state[0] if output_final_state else None
 
 
 def _partitioned(

@@ -90,7 +90,7 @@ class _Layout:
         start, end = segments[sequence].T
         marks = _Marks(sequence, (rows > 0) & (first_row == start), (rows > 0) & (first_row + rows == end))
         self.marks = jax.tree.map(lambda x: x.reshape(self.groups, self.group), marks)
-        offset = jnp.arange(CHUNK, dtype=jnp.int32)
+        offset = jnp.arange(CHUNK, dtype=jnp.int32)[None]
         self.row_of = jnp.minimum(first_row[:, None] + offset, tokens - 1)
         self.row_exists = offset < rows[:, None]
         # The way back: a row lies in the last sequence that starts at or before it, if that has not ended.
@@ -525,9 +525,11 @@ def backward(
             return after, state
 
         state = first_states[:1] if packed else first_states
-        leading = jax.tree.map(lambda x: x[:-1], (rows, layout.marks))
-        state, group_starts = jax.lax.scan(group_states, state, leading)
-        group_starts = jnp.concatenate([group_starts, state[None]])
+        group_starts = state[None]
+        if layout.groups > 1:  # `jax.disable_jit` has no scan over nothing
+            leading = jax.tree.map(lambda x: x[:-1], (rows, layout.marks))
+            last_start, group_starts = jax.lax.scan(group_states, state, leading)
+            group_starts = jnp.concatenate([group_starts, last_start[None]])
 
         def group(carry: tuple[jax.Array, Any], x: tuple[Any, ...]) -> tuple[Any, Any]:
             dstate, d_initial = carry

@@ -145,6 +145,24 @@ def test_vmap_and_forward_mode() -> None:
     np.testing.assert_allclose(tangent, mapped[1], atol=1e-5)
 
 
+@pytest.mark.parametrize("activation", [None, "silu"])
+def test_padding_need_not_be_finite(activation: Any) -> None:
+    """Neither for y nor for any gradient."""
+    x, weight, bias = normal(0, 1, 8, D), normal(1, W, D), normal(2, D)
+    ids = jnp.asarray([[1, 1, 1, 0, 2, 2, 0, 0]], jnp.int32)
+    cu_seqlens = jnp.asarray([0, 3, 6], jnp.int32)
+
+    @functools.partial(jax.grad, argnums=(0, 1, 2), has_aux=True)
+    def gradients(x: Any, weight: Any, bias: Any, **packing: Any) -> Any:
+        y, _ = causal_conv1d(x, weight, bias, activation=activation, **packing)
+        return jnp.sum(jnp.sin(y)), y
+
+    for packing, padding in (({"segment_ids": ids}, (3, 6, 7)), ({"cu_seqlens": cu_seqlens}, (6, 7))):
+        expected = gradients(x, weight, bias, **packing)
+        found = gradients(x.at[:, padding].set(jnp.nan).at[:, padding[0]].set(jnp.inf), weight, bias, **packing)
+        assert_close(found, expected)
+
+
 X, WEIGHT = np.ones((2, 8, 3), np.float32), np.ones((4, 3), np.float32)
 
 

@@ -12,6 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import stand_in
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 from test_api import assert_close, on_hopper, states, tokens
 
 import jax_qla
@@ -266,3 +268,39 @@ def test_shard_map(function: Any) -> None:
     over = jax.sharding.PartitionSpec("data")
     sharded = jax.shard_map(function, mesh=mesh, in_specs=(over,) * 6, out_specs=over)
     assert_close(jax.jit(sharded)(*x), expected(*x))
+
+
+MESH = ("data", "model")
+SPECS = (*(P("data", None, "model"),) * 5, P("data", "model"))
+
+
+@pytest.mark.parametrize("implementation", [None, "reference"])
+def test_explicit_mesh(implementation: Any) -> None:
+    """Batch and heads are cut as they come, derivatives included; a cut sequence is refused."""
+    mesh = jax.make_mesh((2, 2), MESH, axis_types=(AxisType.Explicit,) * 2)
+    call = partial(decode, implementation=implementation)
+
+    def run(*x: jax.Array) -> Any:
+        return call(*x), jax.grad(lambda *x: jnp.sum(jnp.sin(call(*x)[1])), argnums=(2, 5))(*x)
+
+    with jax.set_mesh(mesh):
+        placed = [jax.device_put(x, NamedSharding(mesh, spec)) for x, spec in zip(operands(), SPECS, strict=True)]
+        found = jax.jit(run)(*placed)
+        cut = [jax.device_put(x, NamedSharding(mesh, P(None, "data"))) for x in operands(length=4)[:5]]
+        with pytest.raises(NotImplementedError, match="recurrent_gated_delta_rule computes whole sequences only: use"):
+            call(*cut, None)
+    assert found[0][1].sharding.spec == P("data", "model", None, None)
+    assert_close(found, run(*operands()))
+
+
+def test_kernel_in_an_explicit_mesh() -> None:
+    mesh = jax.make_mesh((2, 2), MESH, axis_types=(AxisType.Explicit,) * 2)
+    q = (2, 1, 2, 64)
+    shapes = [(q, jnp.bfloat16)] * 3 + [(q[:3], jnp.float32)] * 2 + [((2, 2, 64, 64), jnp.float32)]
+    with jax.set_mesh(mesh), on_hopper():
+        given = [
+            jax.ShapeDtypeStruct(*shape, sharding=NamedSharding(mesh, spec))
+            for shape, spec in zip(shapes, SPECS, strict=True)
+        ]
+        o, state = jax.eval_shape(decode, *given)
+    assert (o.sharding.spec, state.sharding.spec) == (P("data", None, "model", None), P("data", "model", None, None))

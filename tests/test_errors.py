@@ -75,6 +75,7 @@ CASES: list[tuple[str, dict[str, Any], type[Exception], str]] = [
     ("scale array", {"scale": jnp.ones(())}, TypeError, "scale must be a Python number"),
     ("scale bool", {"scale": True}, TypeError, "scale must be a Python number"),
     ("final flag", {"output_final_state": 1}, TypeError, "output_final_state must be True or False, got 1 of type int"),
+    ("precision list", {"precision": ["high", "high"]}, TypeError, "precision must be a tuple where it is a pair"),
     ("norm flag", {"use_qk_l2norm_in_kernel": "yes"}, TypeError, "use_qk_l2norm_in_kernel must be True or False"),
     ("state rank", {"initial_state": array(4, 64, 64)}, ValueError, r"initial_state must have 4 axes, \[B, Hv, K, V\]"),
     (
@@ -187,6 +188,11 @@ def test_wrong_argument(changes: dict[str, Any], error: type[Exception], sentenc
         with pytest.raises(error, match=sentence) as raised:
             run(function, good() | changes)
         assert "\n" not in str(raised.value)
+
+
+def test_wrong_flag_of_states() -> None:
+    with pytest.raises(TypeError, match="save_chunk_states must be True or False, got 'no' of type str"):
+        call(jax_qla.chunk_gated_delta_rule, good() | {"save_chunk_states": "no"})
 
 
 RECURRENT = ("q rank", "k dtype", "heads", "state shape", "cu_seqlens and B", "scale array")

@@ -112,6 +112,14 @@ def test_initial_decays_are_within_their_ranges() -> None:
     assert 0.09 < dt.max() < 0.1001
 
 
+@pytest.mark.parametrize("projections", ["split", "fused"])
+@pytest.mark.parametrize("shape", [(0, 5, 16), (2, 0, 16)])
+def test_nothing_to_compute(framework: Framework, projections: Any, shape: tuple[int, ...]) -> None:
+    config = dataclasses.replace(CONFIG, projections=projections)
+    layer = framework.make(config, random_weights(config))
+    assert call(framework, layer, jnp.zeros(shape)).shape == shape
+
+
 def silu(x: Any) -> Any:
     return x / (1 + np.exp(-x))
 
@@ -372,6 +380,38 @@ RULES = (
 
 def mesh_of_two() -> Any:
     return jax.make_mesh((2,), ("model",), axis_types=(AxisType.Auto,))
+
+
+def test_prefill_and_step_in_an_explicit_mesh(framework: Framework) -> None:
+    """Padding, an empty cache and one token, each device for its rows."""
+    layer, x = framework.make(CONFIG, WEIGHTS), random_array(2, 12, 16)
+    ids = jnp.asarray([[1] * 12, [0] * 3 + [1] * 7 + [0] * 2], jnp.int32)
+
+    @jax.jit
+    def run(x: jax.Array, ids: jax.Array) -> Any:
+        y, cache = layer.prefill(x, segment_ids=ids)
+        return y, cache, layer.step(x[:, :1], cache), layer.step(x[:, :1], layer.init_cache(2))
+
+    expected = run(x, ids)
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Explicit,))
+    with jax.set_mesh(mesh):
+        found = run(*jax.device_put((x, ids), NamedSharding(mesh, PartitionSpec("data"))))
+    for y, right in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        assert y.sharding.spec[0] == "data"
+        assert_close(y, right, LIMIT)
+
+
+def test_cache_of_float64(framework: Framework) -> None:
+    """A scan over steps from the empty cache keeps its dtypes; and what is no cache is refused."""
+    with jax.enable_x64(True):
+        dtypes = {"dtype": jnp.float64, "implementation": "reference"}
+        layer = framework.make(CONFIG, WEIGHTS, **dtypes)
+        assert layer.init_cache(2).state.dtype == jnp.float64
+        steps = jnp.moveaxis(jnp.asarray(random_array(2, 3, 16), jnp.float64), 1, 0)
+        cache, _ = jax.lax.scan(lambda c, x: layer.step(x[:, None], c)[::-1], layer.init_cache(2), steps)
+        assert cache.state.dtype == jnp.float64
+        with pytest.raises(TypeError, match=r"cache must be a GatedDeltaNetCache, .* got tuple"):
+            layer.step(steps[0][:, None], tuple(cache))
 
 
 @pytest.mark.parametrize("projections", ["split", "fused"])

@@ -209,7 +209,7 @@ def test_override(monkeypatch: pytest.MonkeyPatch) -> None:
     for value, expected in (("128", 128), ("0", None)):
         monkeypatch.setenv(policy.OVERRIDE, value)
         assert policy.piece_rows(32768, 1, 8, 128, 128, packed=True) == expected
-    for wrong in ("100", "-64"):
+    for wrong in ("100", "-64", "some"):
         monkeypatch.setenv(policy.OVERRIDE, wrong)
         with pytest.raises(ValueError, match="multiple of 64"):
             policy.piece_rows(32768, 1, 8, 128, 128, packed=True)

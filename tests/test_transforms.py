@@ -66,6 +66,44 @@ def test_without_jit() -> None:
     assert_close(value_and_grad(*x), one(*x))
 
 
+def test_gradients_with_nothing_compiled() -> None:
+    x = operands(packed=True)
+    with jax.disable_jit():
+        found = jax.grad(loss, argnums=(0, 5))(*x)
+    assert_close(found, (one(*x)[1][0], one(*x)[1][5]))
+
+
+@pytest.mark.parametrize("strictness", ["promotion of dtypes", "promotion of ranks"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_where_jax_promotes_nothing(dtype: str, strictness: str) -> None:
+    q, k, v, g, beta = (jnp.asarray(x) for x in tokens(1, LENGTH))
+    rows = (*(x.astype(dtype) for x in (q, k, v)), g, beta)
+    ids, cu_seqlens = jnp.ones((1, LENGTH), jnp.int32), jnp.asarray(CU_SEQLENS)
+    x, weight, bias = (jnp.ones(shape, dtype) for shape in ((1, LENGTH, 6), (4, 6), (6,)))
+    rule: Any = jax_qla.chunk_gated_delta_rule
+    calls: list[tuple[Any, Any]] = [
+        (partial(rule, use_qk_l2norm_in_kernel=True, output_final_state=True), rows),
+        (partial(rule, cu_seqlens=cu_seqlens), rows),
+        (partial(rule, segment_ids=ids), rows),
+        (partial(rule, segment_ids=ids, max_segments=2, output_final_state=True), rows),
+        (partial(rule, implementation="reference"), rows),
+        (jax_qla.recurrent_gated_delta_rule, rows),
+        (partial(jax_qla.recurrent_gated_delta_rule, cu_seqlens=cu_seqlens), rows),
+        (jax_qla.causal_conv1d, (x, weight, bias)),
+        (partial(jax_qla.causal_conv1d, activation="silu", segment_ids=ids), (x, weight, bias)),
+        (partial(jax_qla.causal_conv1d, cu_seqlens=cu_seqlens), (x, weight, bias)),
+    ]
+    strict: Any = jax.numpy_dtype_promotion("strict")
+    if strictness == "promotion of ranks":
+        strict = jax.numpy_rank_promotion("raise")
+    jax.clear_caches()
+    with strict:
+        for call, given in calls:
+            jax.eval_shape(
+                jax.grad(lambda *x, call=call: jnp.sum(call(*x)[0].astype(jnp.float32)), argnums=(0, 2)), *given
+            )
+
+
 def test_eval_shape() -> None:
     x = operands(packed=True)
     value, gradients = jax.eval_shape(value_and_grad, *x)

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_qla.nn.config import GatedDeltaNetConfig
+from jax_qla.widening import widest
 
 
 class GatedDeltaNetCache(NamedTuple):
@@ -16,7 +17,7 @@ class GatedDeltaNetCache(NamedTuple):
     conv: jax.Array
     """[B, conv_kernel_size - 1, conv_channels] in the layer's dtype: the last inputs of the convolution."""
     state: jax.Array
-    """float32 [B, Hv, K, V]: the state of the gated delta rule."""
+    """float32 (float64 of a layer in float64) [B, Hv, K, V]: the state of the gated delta rule."""
 
 
 def empty_cache(config: GatedDeltaNetConfig, batch_size: int, dtype: Any = jnp.float32) -> GatedDeltaNetCache:
@@ -29,7 +30,7 @@ def empty_cache(config: GatedDeltaNetConfig, batch_size: int, dtype: Any = jnp.f
     """
     return GatedDeltaNetCache(
         jnp.zeros((batch_size, config.conv_kernel_size - 1, config.conv_channels), dtype),
-        jnp.zeros((batch_size, config.num_value_heads, config.key_head_dim, config.value_head_dim), jnp.float32),
+        jnp.zeros((batch_size, config.num_value_heads, config.key_head_dim, config.value_head_dim), widest(dtype)),
     )
 
 
@@ -37,8 +38,13 @@ def check_cache(cache: GatedDeltaNetCache, config: GatedDeltaNetConfig, batch_si
     """Whether the cache is one of this layer and batch.
 
     Raises:
+        TypeError: it is no cache.
         ValueError: an array has another shape.
     """
+    if not isinstance(cache, GatedDeltaNetCache):
+        raise TypeError(
+            f"cache must be a GatedDeltaNetCache, as prefill and init_cache return, got {type(cache).__name__}"
+        )
     expected = jax.eval_shape(lambda: empty_cache(config, batch_size))
     for name in cache._fields:
         shape, wanted = tuple(getattr(cache, name).shape), tuple(getattr(expected, name).shape)

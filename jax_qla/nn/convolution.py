@@ -5,6 +5,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
+from jax_qla import sharding
 from jax_qla.causal_conv1d import causal_conv1d
 from jax_qla.segments import segments_from_segment_ids
 
@@ -43,12 +44,26 @@ def tail_after(
     Returns:
         [B, width - 1, channels] in x's dtype; zeros stand for tokens before the first one.
     """
+    operands, dims = (x, tail, segment_ids), ("bth", "bjh", "bt")
+    layout = sharding.resolve(None, operands, dims, names={"h": "channels"}, whole="the filter")
+    tree = jax.tree.structure(operands)
+
+    def local(*arrays: jax.Array) -> tuple[jax.Array]:
+        return (_tail_after(width, *jax.tree.unflatten(tree, arrays)),)
+
+    if layout.sequence and not layout.alone:  # the last tokens are gathered
+        return local(*jax.tree.leaves(operands))[0]
+    given = [d for x, d in zip(operands, dims, strict=True) if x is not None]
+    return sharding.mapped(layout, local, given, ("bjh",), jax.tree.leaves(operands))[0]
+
+
+def _tail_after(width: int, x: jax.Array, tail: jax.Array | None, segment_ids: jax.Array | None) -> jax.Array:
     extended = _extended(x, tail, width)
     if segment_ids is None:
         return extended[:, x.shape[1] :]
     bounds = segments_from_segment_ids(segment_ids, max_segments=1)
     start, end = jnp.split(bounds - x.shape[1] * jnp.arange(x.shape[0])[:, None], 2, axis=1)
-    row = end - (width - 1) + jnp.arange(width - 1)  # before `start`: no token of the sequence
+    row = end - (width - 1) + jnp.arange(width - 1)[None]  # before `start`: no token of the sequence
     index = jnp.clip(row + width - 1, 0, extended.shape[1] - 1)
     return jnp.where((row >= start)[..., None], jnp.take_along_axis(extended, index[..., None], axis=1), 0)
 

@@ -35,7 +35,7 @@ class GatedDeltaNet(eqx.Module):
     Args:
         config: sizes and options.
         dtype: of the computation, outputs and cache. Gates, norms, the sums of the convolution and the state are
-            float32 whatever it is.
+            at least float32 whatever it is.
         param_dtype: of the parameters; A_log and dt_bias are always float32.
         implementation: of the gated delta rule, as in `jax_qla.chunk_gated_delta_rule`.
         piece_rows: how "cuda" cuts the sequences of `__call__` and `prefill`, as there.

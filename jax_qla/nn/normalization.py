@@ -7,7 +7,7 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 
-from jax_qla.nn.precision import widen
+from jax_qla.widening import widen
 
 
 # Rematerialized: its backward pass starts from o and z in their own dtype instead of float32 intermediate results.

@@ -40,7 +40,9 @@ def arrange(outputs: Mapping[str, jax.Array], config: GatedDeltaNetConfig) -> Pr
     heads, key_dim = config.num_key_heads, config.key_head_dim
     ratio = config.num_value_heads // heads
     value_dim = ratio * config.value_head_dim
-    q, k, v, z = jnp.split(qkvz.reshape(*shape, heads, -1), [key_dim, 2 * key_dim, 2 * key_dim + value_dim], axis=-1)
-    b, a = jnp.split(ba.reshape(*shape, heads, -1), [ratio], axis=-1)
-    q, k, v, z, b, a = (x.reshape(*shape, -1) for x in (q, k, v, z, b, a))
+    # No size is left open: of an array without elements it could not be told.
+    qkvz = qkvz.reshape(*shape, heads, 2 * (key_dim + value_dim))
+    q, k, v, z = jnp.split(qkvz, [key_dim, 2 * key_dim, 2 * key_dim + value_dim], axis=-1)
+    b, a = jnp.split(ba.reshape(*shape, heads, 2 * ratio), [ratio], axis=-1)
+    q, k, v, z, b, a = (x.reshape(*shape, heads * x.shape[-1]) for x in (q, k, v, z, b, a))
     return Projected(jnp.concatenate([q, k, v], axis=-1), z, b, a)
