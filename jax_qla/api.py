@@ -544,7 +544,9 @@ def recurrent_gated_delta_rule(
     state_dtype = "float32" if initial_state is None else jnp.dtype(initial_state.dtype).name
     call = RecurrentCall(packed=cu_seqlens is not None, state_dtype=state_dtype)
     choice = choose(q, k, v, implementation=implementation, precision=None, recurrent=call)
-    layout, (q, k, v, g, beta, *others) = _operands_of_half(q, k, v, g, beta, initial_state, cu_seqlens)
+    # What Auto axes beside others cut is left to the compiler, as everything is in an Auto mesh.
+    unknown = sharding.LOCAL
+    layout, (q, k, v, g, beta, *others) = _operands_of_half(q, k, v, g, beta, initial_state, cu_seqlens, unknown)
     if use_qk_l2norm_in_kernel:
         q, k = normalize(q), normalize(k)
     o, final_state = sharding.without_exchange(
@@ -599,6 +601,8 @@ def _laid_out(
     initial_state: jax.Array | None,
     cu_seqlens: jax.Array | None,
     segment_ids: jax.Array | None,
+    *,
+    unknown: Layout | None = None,
 ) -> tuple[Layout, tuple[Any, ...]]:
     """How the operands are cut over the mesh, and the operands cut so where their types say how."""
     states = "bHkv"
@@ -606,7 +610,7 @@ def _laid_out(
         states = "nHkv" if cu_seqlens is not None else "bnHkv"
     operands = (q, k, v, g, beta, initial_state, cu_seqlens, segment_ids)
     dims = (*sharding.OPERANDS, states, "n", "bt")
-    layout = sharding.resolve(mesh_axes, operands, dims)
+    layout = sharding.resolve(mesh_axes, operands, dims, unknown=unknown)
     aligned = (x if x is None else sharding.align(layout, x, d) for x, d in zip(operands, dims, strict=True))
     return layout, tuple(aligned)
 
@@ -639,11 +643,11 @@ def _check_half(q: Any, k: Any, v: Any, g: Any, beta: Any, **options: Any) -> tu
 
 
 def _operands_of_half(
-    q: Any, k: Any, v: Any, g: Any, beta: Any, initial_state: Any, cu_seqlens: Any
+    q: Any, k: Any, v: Any, g: Any, beta: Any, initial_state: Any, cu_seqlens: Any, unknown: Layout | None = None
 ) -> tuple[Layout, tuple[Any, ...]]:
     """How the operands are cut over the mesh, and the operands of `sharding.forward`."""
     layout, (q, k, v, g, beta, initial_state, cu_seqlens, _) = _laid_out(
-        None, *_arrays(q, k, v, g, beta, initial_state, cu_seqlens, None)
+        None, *_arrays(q, k, v, g, beta, initial_state, cu_seqlens, None), unknown=unknown
     )
     segments = None
     if cu_seqlens is not None:

@@ -117,6 +117,7 @@ def resolve(
     *,
     names: Mapping[str, str] = _NAMES,
     whole: str = "K, V and the number of sequences",
+    unknown: Layout | None = None,
 ) -> Layout:
     """Finds out how operands of the given shapes are cut and are to be.
 
@@ -124,6 +125,7 @@ def resolve(
         mesh_axes: what the caller says, or None for nothing.
         operands, dims: arrays (None is left out) and their shapes, see the module.
         names: what the axes b, t, h and H are called in messages; and `whole`, what those are that stay whole.
+        unknown: the layout where Auto axes beside others hide it, which else is refused.
 
     Raises:
         TypeError, ValueError, NotImplementedError: the names do not fit the mesh, or the mesh the shapes.
@@ -144,10 +146,12 @@ def resolve(
     if mesh_axes is None:
         if not manual and not explicit:
             return LOCAL if mesh.size == 1 else Layout(automatic=True)
-        unknown = [axis for axis, kind in kinds.items() if kind == AxisType.Auto and mesh.shape[axis] > 1]
-        if unknown:
+        hidden = [axis for axis, kind in kinds.items() if kind == AxisType.Auto and mesh.shape[axis] > 1]
+        if hidden and unknown is not None:
+            return unknown
+        if hidden:
             raise NotImplementedError(
-                f"in a mesh that is not Auto as a whole, how the operands are cut over its Auto {_described(unknown)} "
+                f"in a mesh that is not Auto as a whole, how the operands are cut over its Auto {_described(hidden)} "
                 "cannot be seen: name what they cut, as in mesh_axes=jax_qla.MeshAxes(batch='data'), or MeshAxes() "
                 "for nothing"
             )

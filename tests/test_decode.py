@@ -304,3 +304,10 @@ def test_kernel_in_an_explicit_mesh() -> None:
         ]
         o, state = jax.eval_shape(decode, *given)
     assert (o.sharding.spec, state.sharding.spec) == (P("data", None, "model", None), P("data", "model", None, None))
+
+
+def test_auto_axes_beside_manual_ones() -> None:
+    mesh = jax.make_mesh((2, 2), MESH, axis_types=(AxisType.Auto,) * 2)
+    over = P("data")
+    call = jax.shard_map(decode, mesh=mesh, in_specs=(over,) * 6, out_specs=over, axis_names={"data"})
+    assert_close(jax.jit(call)(*operands()), expected(*operands()))
