@@ -545,13 +545,18 @@ def recurrent_gated_delta_rule(
     call = RecurrentCall(packed=cu_seqlens is not None, state_dtype=state_dtype)
     choice = choose(q, k, v, implementation=implementation, precision=None, recurrent=call)
     # What Auto axes beside others cut is left to the compiler, as everything is in an Auto mesh.
-    unknown = sharding.LOCAL
-    layout, (q, k, v, g, beta, *others) = _operands_of_half(q, k, v, g, beta, initial_state, cu_seqlens, unknown)
+    layout, (q, k, v, g, beta, *others) = _operands_of_half(q, k, v, g, beta, initial_state, cu_seqlens, partly=True)
     if use_qk_l2norm_in_kernel:
         q, k = normalize(q), normalize(k)
     o, final_state = sharding.without_exchange(
         layout,
-        functools.partial(decode.recurrent, choice=choice, scale=checked.scale, output_final_state=output_final_state),
+        functools.partial(
+            decode.recurrent,
+            choice=choice,
+            scale=checked.scale,
+            output_final_state=output_final_state,
+            automatic=layout.automatic,
+        ),
         (q, k, v, widen(g), widen(beta), *others),
         output_final_state=output_final_state,
         name="recurrent_gated_delta_rule",
@@ -602,7 +607,7 @@ def _laid_out(
     cu_seqlens: jax.Array | None,
     segment_ids: jax.Array | None,
     *,
-    unknown: Layout | None = None,
+    partly: bool = False,
 ) -> tuple[Layout, tuple[Any, ...]]:
     """How the operands are cut over the mesh, and the operands cut so where their types say how."""
     states = "bHkv"
@@ -610,7 +615,7 @@ def _laid_out(
         states = "nHkv" if cu_seqlens is not None else "bnHkv"
     operands = (q, k, v, g, beta, initial_state, cu_seqlens, segment_ids)
     dims = (*sharding.OPERANDS, states, "n", "bt")
-    layout = sharding.resolve(mesh_axes, operands, dims, unknown=unknown)
+    layout = sharding.resolve(mesh_axes, operands, dims, partly=partly)
     aligned = (x if x is None else sharding.align(layout, x, d) for x, d in zip(operands, dims, strict=True))
     return layout, tuple(aligned)
 
@@ -643,11 +648,11 @@ def _check_half(q: Any, k: Any, v: Any, g: Any, beta: Any, **options: Any) -> tu
 
 
 def _operands_of_half(
-    q: Any, k: Any, v: Any, g: Any, beta: Any, initial_state: Any, cu_seqlens: Any, unknown: Layout | None = None
+    q: Any, k: Any, v: Any, g: Any, beta: Any, initial_state: Any, cu_seqlens: Any, partly: bool = False
 ) -> tuple[Layout, tuple[Any, ...]]:
     """How the operands are cut over the mesh, and the operands of `sharding.forward`."""
     layout, (q, k, v, g, beta, initial_state, cu_seqlens, _) = _laid_out(
-        None, *_arrays(q, k, v, g, beta, initial_state, cu_seqlens, None), unknown=unknown
+        None, *_arrays(q, k, v, g, beta, initial_state, cu_seqlens, None), partly=partly
     )
     segments = None
     if cu_seqlens is not None:

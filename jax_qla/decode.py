@@ -17,6 +17,7 @@ from jax_qla import reference
 from jax_qla.dispatch import match_varying, results_of_no_members
 from jax_qla.implementations import Choice, load
 from jax_qla.refusal import refuse
+from jax_qla.sharding import by_batch_and_heads
 
 _Results = tuple[jax.Array, jax.Array | None]
 
@@ -33,6 +34,7 @@ def recurrent(
     choice: Choice,
     scale: float,
     output_final_state: bool,
+    automatic: bool = False,
 ) -> _Results:
     """o and final_state of the gated delta rule, token by token.
 
@@ -43,6 +45,8 @@ def recurrent(
         choice: the implementations; "cuda" is dense only.
         scale: factor of q.
         output_final_state: whether to return the final state.
+        automatic: whether the compiler may cut the operands, and then is told what a kernel does not say: that batch
+            and heads are for themselves.
 
     Returns:
         o [B, T, Hv, V] in v's dtype; final_state [N, Hv, K, V], or None, in bfloat16 if initial_state is, and else in
@@ -52,12 +56,14 @@ def recurrent(
     # Without a token there is nothing to compute, and the kernel reads at least one.
     if choice.on_cuda != "cuda" or v.shape[0] * v.shape[1] == 0:
         return _plain(choice.on_cuda, operands, segments, scale, output_final_state)
-    return kernel_where_it_runs(*operands, choice=choice, scale=scale, output_final_state=output_final_state)
+    return kernel_where_it_runs(
+        *operands, choice=choice, scale=scale, output_final_state=output_final_state, automatic=automatic
+    )
 
 
-@functools.partial(jax.jit, static_argnames=("choice", "scale", "output_final_state"))
+@functools.partial(jax.jit, static_argnames=("choice", "scale", "output_final_state", "automatic"))
 def kernel_where_it_runs(
-    *operands: Any, choice: Choice, scale: float, output_final_state: bool
+    *operands: Any, choice: Choice, scale: float, output_final_state: bool, automatic: bool = False
 ) -> tuple[jax.Array, jax.Array | None]:
     """`recurrent` of a dense batch with at least one token where `choice.on_cuda` is "cuda"."""
 
@@ -69,13 +75,16 @@ def kernel_where_it_runs(
         name = choice.elsewhere or "xla"  # for derivatives alone, where there is no other implementation
         return match_varying(_plain(name, operands, None, scale, output_final_state), operands)
 
-    @jax.custom_batching.custom_vmap
-    def batchable(*operands: Any) -> _Results:
+    def by_platform(*operands: Any) -> _Results:
         if choice.elsewhere is not None:
             return jax.lax.platform_dependent(*operands, cuda=by_kernel, default=by_recurrence)
         refusal = functools.partial(refuse, reason=choice.why_elsewhere)
         q = jax.lax.platform_dependent(operands[0], cuda=lambda q: q, default=refusal)
         return by_kernel(q, *operands[1:])
+
+    @jax.custom_batching.custom_vmap
+    def batchable(*operands: Any) -> _Results:
+        return by_platform(*operands)
 
     @batchable.def_vmap
     def into_the_batch(axis_size: int, in_batched: Sequence[Any], *operands: Any) -> tuple[Any, Any]:
@@ -90,7 +99,9 @@ def kernel_where_it_runs(
         results = jax.tree.map(lambda x: x.reshape(axis_size, x.shape[0] // axis_size, *x.shape[1:]), results)
         return results, jax.tree.map(lambda _: True, results)
 
-    differentiable = jax.custom_jvp(batchable)
+    differentiable = jax.custom_jvp(
+        (lambda *operands: by_batch_and_heads(by_platform, operands)) if automatic else batchable
+    )
 
     @differentiable.defjvp
     def of_the_recurrence(primals: Any, tangents: Any) -> tuple[_Results, _Results]:

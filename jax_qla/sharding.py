@@ -117,7 +117,7 @@ def resolve(
     *,
     names: Mapping[str, str] = _NAMES,
     whole: str = "K, V and the number of sequences",
-    unknown: Layout | None = None,
+    partly: bool = False,
 ) -> Layout:
     """Finds out how operands of the given shapes are cut and are to be.
 
@@ -125,7 +125,7 @@ def resolve(
         mesh_axes: what the caller says, or None for nothing.
         operands, dims: arrays (None is left out) and their shapes, see the module.
         names: what the axes b, t, h and H are called in messages; and `whole`, what those are that stay whole.
-        unknown: the layout where Auto axes beside others hide it, which else is refused.
+        partly: whether Auto axes beside others, which hide what they cut, stay with the compiler; else refused.
 
     Raises:
         TypeError, ValueError, NotImplementedError: the names do not fit the mesh, or the mesh the shapes.
@@ -143,13 +143,12 @@ def resolve(
     kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
     manual = {axis for axis, kind in kinds.items() if kind == AxisType.Manual}
     explicit = {axis for axis, kind in kinds.items() if kind == AxisType.Explicit}
+    hidden: list[str] = []
     if mesh_axes is None:
         if not manual and not explicit:
             return LOCAL if mesh.size == 1 else Layout(automatic=True)
         hidden = [axis for axis, kind in kinds.items() if kind == AxisType.Auto and mesh.shape[axis] > 1]
-        if hidden and unknown is not None:
-            return unknown
-        if hidden:
+        if hidden and not partly:
             raise NotImplementedError(
                 f"in a mesh that is not Auto as a whole, how the operands are cut over its Auto {_described(hidden)} "
                 "cannot be seen: name what they cut, as in mesh_axes=jax_qla.MeshAxes(batch='data'), or MeshAxes() "
@@ -176,7 +175,7 @@ def resolve(
         batch=tuple(found["b"]),
         heads=tuple(found["h"]),
         sequence=tuple(found["t"]),
-        mapped=frozenset(set(kinds) - manual),
+        mapped=frozenset(kinds) - manual - frozenset(hidden),
         mesh=None if in_context else mesh,
     )
     layout = _fitted(layout, mesh.shape, present, {*batch, *heads, *sequence}, {**_NAMES, **names})
@@ -257,16 +256,16 @@ def _warn_of_gathering(layout: Layout, present: Sequence[tuple[Any, str]], expli
 def align(layout: Layout, x: jax.Array, dims: str) -> jax.Array:
     """x laid out as `layout` says, where its type says how it is laid out (Explicit axes)."""
     sharding = jax.typeof(x).sharding
-    if not layout.mapped or not any(kind == AxisType.Explicit for kind in sharding.mesh.axis_types):
+    # An array from outside of a mesh that is current has none.
+    mesh = jax.sharding.get_abstract_mesh() if sharding.mesh.empty else sharding.mesh
+    explicit = {a for a, t in zip(mesh.axis_names, mesh.axis_types, strict=True) if t == AxisType.Explicit}
+    if not layout.mapped or not explicit:
         return x
-    explicit = {
-        a for a, t in zip(sharding.mesh.axis_names, sharding.mesh.axis_types, strict=True) if t == AxisType.Explicit
-    }
     entries = [tuple(axis for axis in _names(entry) if axis in explicit) for entry in layout.spec(dims)]
     spec = P(*(entry[0] if len(entry) == 1 else entry or None for entry in entries))
     if tuple(sharding.spec) == tuple(spec):
         return x
-    aligned: jax.Array = jax.sharding.reshard(x, NamedSharding(sharding.mesh, spec))
+    aligned: jax.Array = jax.sharding.reshard(x, NamedSharding(mesh, spec))
     return aligned
 
 
@@ -312,7 +311,16 @@ def mapped(
             )
         operands = dispatch.match_varying(operands, operands)
         call = _unsplit_with_gradient(spread, function, dims, out_dims)
-    return tuple(call(*operands))
+    try:
+        return tuple(call(*operands))
+    except ValueError as error:
+        # All axes mapped are the mesh's, unless jax.vmap has taken one away, which no type shows.
+        if "to be a subset of mesh.axis_names" not in str(error):
+            raise
+        raise NotImplementedError(
+            "inside a jax.vmap over an axis that an Explicit mesh cuts, this cannot be mapped over the mesh: put that "
+            "axis into the batch B in place of jax.vmap, or use a mesh with Auto axes"
+        ) from error
 
 
 def _unsplit_with_gradient(
@@ -454,7 +462,7 @@ def _spread(
         return tuple(jax.lax.psum(x, axes) if is_sum else x for x, is_sum in zip(results, sums, strict=True))
 
     if layout.automatic:
-        return _partitioned(local, flat.dims, out_dims, heads, "")(*flat.arrays)
+        return _partitioned(local, flat.dims, out_dims, heads)(*flat.arrays)
     summed = bool(layout.mapped_sequence)
     part = functools.partial(local, layout.sequence, summed)
     return mapped(layout, part, flat.dims, out_dims, flat.arrays, differentiable=False)
@@ -681,6 +689,7 @@ def without_exchange(
             f"the sequence is cut over {_described(layout.sequence)}, and {name} computes whole sequences only: use "
             f"{instead}"
         )
+    layout = dataclasses.replace(layout, sequence=())  # of one device, if any: nothing that varies over it
     flat = _flat(operands, (*OPERANDS, _state_dims(operands[6]), "bne"))
 
     def local(*arrays: jax.Array) -> tuple[jax.Array, ...]:
@@ -692,12 +701,30 @@ def without_exchange(
     return o, final_state[0] if output_final_state else None
 
 
+def by_batch_and_heads(
+    function: Callable[..., tuple[jax.Array, jax.Array | None]], operands: Sequence[jax.Array | None]
+) -> tuple[jax.Array, jax.Array | None]:
+    """o and final_state by `function`, of q, k, v, g, beta and initial_state of a dense batch, in an Auto mesh: each
+    device computes the rows and heads that the compiler gives it, of whole sequences. Not to be differentiated."""
+    flat = _flat(operands, (*(shape.replace("t", "w") for shape in OPERANDS), "bHkv"))
+    out_dims = ("bwHv", "bHkv")
+
+    def local(axes: Axes, summed: bool, *arrays: jax.Array) -> tuple[jax.Array, ...]:
+        o, final_state = function(*flat.rebuild(arrays))
+        return (o,) if final_state is None else (o, final_state)
+
+    wanted = len(jax.eval_shape(functools.partial(local, (), True), *flat.arrays))
+    heads = (flat.arrays[0].shape[2], flat.arrays[2].shape[2])
+    o, *final_state = _partitioned(local, flat.dims, out_dims[:wanted], heads)(*flat.arrays)
+    return o, final_state[0] if final_state else None
+
+
 def _partitioned(
     local: Callable[..., tuple[jax.Array, ...]],
     dims: tuple[str, ...],
     out_dims: tuple[str, ...],
     heads: tuple[int, int],
-    mapped_axes: str,
+    mapped_axes: str = "",
 ) -> Callable[..., tuple[jax.Array, ...]]:
     """local(axes, summed, *arrays) as one operation that Shardy partitions, with a rule for `jax.vmap`.
 
@@ -806,7 +833,7 @@ def _partition(
             if length % parts:
                 warnings.warn(
                     f"{length} cannot be cut evenly over the {parts} devices of {_described(axes)}: operands of "
-                    f"chunk_gated_delta_rule of shape {tuple(x.shape)} are gathered there",
+                    f"the gated delta rule of shape {tuple(x.shape)} are gathered there",
                     stacklevel=2,
                 )
                 del found[letter]
@@ -839,7 +866,7 @@ def _axes_that_cut(x: Any, mesh: Any) -> list[Axes]:
         found.append(axes)
     if lost:
         warnings.warn(
-            f"an operand of chunk_gated_delta_rule of shape {tuple(x.shape)} is cut along its axis "
+            f"an operand of the gated delta rule of shape {tuple(x.shape)} is cut along its axis "
             f"{' and '.join(map(str, lost))} over parts of {_described(dict.fromkeys(sum(lost.values(), ())))}, and is "
             "gathered there: use no more devices than there are key heads to cut heads",
             stacklevel=2,

@@ -3,6 +3,7 @@ kernel."""
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -311,3 +312,34 @@ def test_auto_axes_beside_manual_ones() -> None:
     over = P("data")
     call = jax.shard_map(decode, mesh=mesh, in_specs=(over,) * 6, out_specs=over, axis_names={"data"})
     assert_close(jax.jit(call)(*operands()), expected(*operands()))
+
+
+def test_auto_axes_beside_explicit_ones() -> None:
+    mesh = jax.make_mesh((2, 2), MESH, axis_types=(AxisType.Explicit, AxisType.Auto))
+    call = partial(decode, implementation="reference")
+    with jax.set_mesh(mesh):
+        found = jax.jit(call)(*jax.device_put(operands(), NamedSharding(mesh, P("data"))))
+    assert found[1].sharding.spec[0] == "data"
+    assert_close(found, expected(*operands()))
+
+
+@pytest.mark.parametrize("in_context", [True, False])
+def test_auto_mesh(in_context: bool) -> None:
+    """The kernel's batch and heads are cut where the compiler cuts the operands, and nothing is gathered."""
+    mesh = jax.make_mesh((2, 2), MESH, axis_types=(AxisType.Auto,) * 2)
+
+    def run(*x: jax.Array) -> Any:
+        return decode(*x), jax.grad(lambda *x: jnp.sum(jnp.sin(decode(*x)[1])), argnums=(2, 5))(*x)
+
+    x = operands()
+    placed = [jax.device_put(x, NamedSharding(mesh, spec)) for x, spec in zip(x, SPECS, strict=True)]
+    with jax.set_mesh(mesh) if in_context else contextlib.nullcontext(), stand_in.kernels():
+        compiled = jax.jit(run).lower(*placed).compile()
+        both = jax.jit(jax.vmap(decode))(*([jnp.stack((x, x)) for x in placed]))
+        stateless = jax.jit(lambda *x: jax_qla.recurrent_gated_delta_rule(*x)[0])(*placed[:5])
+    found = compiled(*placed)
+    assert "all-gather" not in compiled.as_text()
+    assert found[0][1].sharding.spec == P("data", "model")
+    assert_close(found, run(*x))
+    assert_close(both, jax.tree.map(lambda y: jnp.stack((y, y)), expected(*x)))
+    assert_close(stateless, expected(*x[:5], None)[0])

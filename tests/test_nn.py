@@ -272,6 +272,14 @@ def test_dtypes_are_separate(framework: Framework) -> None:
     assert jax.eval_shape(half, x.astype(jnp.bfloat16)).dtype == jnp.float32
 
 
+def test_where_jax_promotes_nothing(framework: Framework) -> None:
+    layer = framework.make(CONFIG, dtype=jnp.bfloat16)
+    x, ids = random_array(1, 4, 16), jnp.ones((1, 4), jnp.int32)
+    with jax.numpy_dtype_promotion("strict"), jax.numpy_rank_promotion("raise"):
+        jax.eval_shape(lambda x, dy: jax.vjp(lambda x: layer(x, segment_ids=ids), x)[1](dy), x, x.astype(jnp.bfloat16))
+        jax.eval_shape(lambda x: layer.step(x[:, :1], layer.prefill(x)[1]), x)
+
+
 def test_implementation_is_handed_on(framework: Framework) -> None:
     with pytest.raises(NotImplementedError, match="cuda"):
         call(framework, framework.make(CONFIG, implementation="cuda"), random_array(1, 4, 16))
@@ -399,6 +407,23 @@ def test_prefill_and_step_in_an_explicit_mesh(framework: Framework) -> None:
     for y, right in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
         assert y.sharding.spec[0] == "data"
         assert_close(y, right, LIMIT)
+
+
+@pytest.mark.parametrize("sizes", [(2, 2), (2, 1)])
+def test_tail_of_a_cut_sequence(sizes: tuple[int, int]) -> None:
+    """Wherever the tokens lie on devices of 3 (or all 6), also with a tail before them, or a sequence of one token."""
+    x, tail = random_array(4, 6, 5), random_array(4, 3, 5)
+    ids = jnp.asarray([[0, 0, 1, 1, 1, 0], [1, 1, 0, 0, 0, 0], [0, 0, 0, 1, 0, 2], [0] * 6], jnp.int32)
+
+    def run(x: jax.Array, tail: jax.Array, ids: jax.Array) -> Any:
+        return tail_after(x, 4), tail_after(x, 8), tail_after(x, 4, tail), tail_after(x, 4, None, ids)
+
+    mesh = jax.make_mesh(sizes, ("data", "seq"), axis_types=(AxisType.Explicit,) * 2)
+    by_token = NamedSharding(mesh, PartitionSpec("data", "seq"))
+    with jax.set_mesh(mesh):
+        found = jax.jit(run)(jax.device_put(x, by_token), tail, jax.device_put(ids, by_token))
+    for y, right in zip(found, run(x, tail, ids), strict=True):
+        assert np.array_equal(y, right)
 
 
 def test_cache_of_float64(framework: Framework) -> None:

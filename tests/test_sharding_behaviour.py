@@ -101,6 +101,26 @@ def test_reference_is_cut_over_batch_and_heads_only() -> None:
         jax.jit(apply)(*sequence)
 
 
+def test_token_by_token_over_an_axis_of_one_device() -> None:
+    mesh = jax.make_mesh((2, 1), ("data", "seq"), axis_types=(AxisType.Explicit,) * 2)
+    x, state = [a[:, :3] for a in rows(0)], states(1, B)
+    options: Any = {"output_final_state": True, "implementation": "reference"}
+    for rule in (jax_qla.chunk_gated_delta_rule, jax_qla.recurrent_gated_delta_rule):
+        with jax.set_mesh(mesh):
+            placed = [jax.device_put(a, NamedSharding(mesh, P("data", "seq"))) for a in x]
+            found = rule(*placed, initial_state=jax.device_put(state, NamedSharding(mesh, P("data"))), **options)
+        assert_close(found, rule(*x, initial_state=state, **options))
+
+
+def test_vmap_over_an_axis_that_is_cut_is_refused() -> None:
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Explicit,))
+    x = [jax.device_put(a, NamedSharding(mesh, P("data"))) for a in arguments()]
+    with jax.set_mesh(mesh), pytest.raises(NotImplementedError, match="put that axis into the batch B"):
+        jax.vmap(lambda *x: jax_qla.chunk_gated_delta_rule(*(y[None] for y in x))[0])(*x)
+    with jax.set_mesh(mesh), pytest.raises(NotImplementedError, match="put that axis into the batch B"):
+        jax.vmap(lambda x: jax_qla.causal_conv1d(x[None], jnp.ones((4, 4)))[0])(x[3])
+
+
 @pytest.mark.parametrize("mode", ["auto", "named", "explicit", "manual"])
 def test_an_axis_of_one_device_cuts_nothing(mode: str) -> None:
     """As in programs for any mesh: the axis is named or typed as one that cuts the sequence; nothing is exchanged."""

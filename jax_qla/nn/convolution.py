@@ -5,9 +5,8 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from jax_qla import sharding
+from jax_qla import context_parallel, sharding
 from jax_qla.causal_conv1d import causal_conv1d
-from jax_qla.segments import segments_from_segment_ids
 
 
 @jax.named_scope("causal_convolution")
@@ -46,26 +45,34 @@ def tail_after(
     """
     operands, dims = (x, tail, segment_ids), ("bth", "bjh", "bt")
     layout = sharding.resolve(None, operands, dims, names={"h": "channels"}, whole="the filter")
+    bounds = None if segment_ids is None else sharding.segments_of_rows(layout, segment_ids, 1)[:, 0]
+    operands, dims = (x, tail, bounds), ("bth", "bjh", "be")
     tree = jax.tree.structure(operands)
 
     def local(*arrays: jax.Array) -> tuple[jax.Array]:
-        return (_tail_after(width, *jax.tree.unflatten(tree, arrays)),)
+        return (_tail_after(width, layout.sequence, *jax.tree.unflatten(tree, arrays)),)
 
-    if layout.sequence and not layout.alone:  # the last tokens are gathered
-        return local(*jax.tree.leaves(operands))[0]
     given = [d for x, d in zip(operands, dims, strict=True) if x is not None]
     return sharding.mapped(layout, local, given, ("bjh",), jax.tree.leaves(operands))[0]
 
 
-def _tail_after(width: int, x: jax.Array, tail: jax.Array | None, segment_ids: jax.Array | None) -> jax.Array:
+def _tail_after(
+    width: int, axes: context_parallel.Axes, x: jax.Array, tail: jax.Array | None, bounds: jax.Array | None
+) -> jax.Array:
+    """`tail_after` of a sequence that mesh axes cut: x is this device's part; `bounds` [B, 2] those of the sequence."""
     extended = _extended(x, tail, width)
-    if segment_ids is None:
+    if bounds is None and not axes:
         return extended[:, x.shape[1] :]
-    bounds = segments_from_segment_ids(segment_ids, max_segments=1)
-    start, end = jnp.split(bounds - x.shape[1] * jnp.arange(x.shape[0])[:, None], 2, axis=1)
-    row = end - (width - 1) + jnp.arange(width - 1)[None]  # before `start`: no token of the sequence
-    index = jnp.clip(row + width - 1, 0, extended.shape[1] - 1)
-    return jnp.where((row >= start)[..., None], jnp.take_along_axis(extended, index[..., None], axis=1), 0)
+    parts, part = (jax.lax.axis_size(axes), jax.lax.axis_index(axes)) if axes else (1, 0)
+    first = part * x.shape[1]
+    start, end = (1 - width, parts * x.shape[1]) if bounds is None else jnp.split(bounds, 2, axis=1)
+    row = jnp.broadcast_to(end - (width - 1) + jnp.arange(width - 1)[None], (x.shape[0], width - 1))
+    index = row - first + width - 1
+    # Rows before `start` are no tokens of the sequence, and those before x are another device's, but for the first.
+    here = (row >= start) & (index >= jnp.where(first == 0, 0, width - 1)) & (index < extended.shape[1])
+    index = jnp.clip(index, 0, extended.shape[1] - 1)
+    found = jnp.where(here[..., None], jnp.take_along_axis(extended, index[..., None], axis=1), 0)
+    return jax.lax.psum(found, axes) if axes else found
 
 
 def _extended(x: jax.Array, tail: jax.Array | None, width: int) -> jax.Array:

@@ -22,7 +22,8 @@ def log_decay(a: jax.Array, a_log: jax.Array, dt_bias: jax.Array) -> jax.Array:
     Returns:
         float32 [B, T, Hv], <= 0.
     """
-    return -jnp.exp(widen(a_log)) * jax.nn.softplus(widen(a) + widen(dt_bias))
+    a_log, dt_bias = (widen(x)[None, None] for x in (a_log, dt_bias))
+    return -jnp.exp(a_log) * jax.nn.softplus(widen(a) + dt_bias)
 
 
 def update_strength(b: jax.Array, allow_neg_eigval: bool) -> jax.Array:

@@ -26,4 +26,4 @@ def gated_rms_norm(o: jax.Array, z: jax.Array, weight: jax.Array, eps: float) ->
     """
     wide = widen(o)
     normalized = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
-    return (normalized * widen(weight) * jax.nn.silu(widen(z))).astype(o.dtype)
+    return (normalized * jnp.expand_dims(widen(weight), range(o.ndim - 1)) * jax.nn.silu(widen(z))).astype(o.dtype)
