@@ -11,7 +11,6 @@ Parameter names are those of flash-linear-attention.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -219,6 +218,8 @@ def which_implementation(
     implementation: str | Sequence[str] | None = None,
     precision: jax.lax.PrecisionLike = None,
     piece_rows: int | None = None,
+    save_chunk_states: bool = False,
+    mesh_axes: MeshAxes | None = None,
 ) -> Implementation:
     """Which implementation `chunk_gated_delta_rule` takes for these arguments, and why.
 
@@ -226,7 +227,7 @@ def which_implementation(
     with data, and else for JAX's default platform.
 
     Args:
-        All as in `chunk_gated_delta_rule`; arrays may be `jax.ShapeDtypeStruct`s.
+        All as in `chunk_gated_delta_rule`; arrays may be `jax.ShapeDtypeStruct`s, and nothing depends on mesh_axes.
 
     Returns:
         (name, reason).
@@ -256,6 +257,7 @@ def which_implementation(
         max_segments=max_segments,
         precision=precision,
         piece_rows=piece_rows,
+        save_chunk_states=save_chunk_states,
     )
     choice = choose(q, k, v, implementation=implementation, precision=precision, piece_rows=piece_rows)
     if _is_on_cuda(q):
@@ -285,7 +287,7 @@ def which_pieces(
     leaves them whole where that is faster and `piece_rows` is not given. Other implementations have no pieces.
 
     Args:
-        All as in `chunk_gated_delta_rule`; arrays may be `jax.ShapeDtypeStruct`s.
+        Those of `chunk_gated_delta_rule` that matter here, as there; arrays may be `jax.ShapeDtypeStruct`s.
 
     Returns:
         (rows, pieces).
@@ -540,6 +542,7 @@ def recurrent_gated_delta_rule(
         use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
         cu_seqlens=cu_seqlens,
         state_dtypes=("float32", "bfloat16"),
+        symbolic_batch=True,
     )
     state_dtype = "float32" if initial_state is None else jnp.dtype(initial_state.dtype).name
     call = RecurrentCall(packed=cu_seqlens is not None, state_dtype=state_dtype)
@@ -549,15 +552,13 @@ def recurrent_gated_delta_rule(
     if use_qk_l2norm_in_kernel:
         q, k = normalize(q), normalize(k)
     o, final_state = sharding.without_exchange(
-        layout,
-        functools.partial(
-            decode.recurrent,
-            choice=choice,
-            scale=checked.scale,
-            output_final_state=output_final_state,
-            automatic=layout.automatic,
+        *(layout, decode.recurrent, (q, k, v, widen(g), widen(beta), *others)),
+        options=(
+            ("choice", choice),
+            ("scale", checked.scale),
+            ("output_final_state", output_final_state),
+            ("automatic", layout.automatic),
         ),
-        (q, k, v, widen(g), widen(beta), *others),
         output_final_state=output_final_state,
         name="recurrent_gated_delta_rule",
         instead="chunk_gated_delta_rule",
@@ -575,12 +576,13 @@ def _compute(options: vjp.Options, operands: Sequence[Any]) -> tuple[jax.Array, 
         if options.l2norm:
             q, k = normalize(q), normalize(k)
         o, final_state = sharding.without_exchange(
-            *(options.layout, functools.partial(reference.recurrence, scale=options.scale), (q, k, *others)),
-            output_final_state=True,
+            *(options.layout, reference.recurrence, (q, k, *others)),
+            options=(("scale", options.scale),),
+            output_final_state=options.output_final_state,
             name="implementation='reference'",
             instead="'cuda' or 'xla'",
         )
-        return o, final_state if options.output_final_state else None
+        return o, final_state
 
     if choice.on_cuda == "reference":
         return by_recurrence(*operands)

@@ -78,6 +78,20 @@ def causal_conv1d(
     layout = sharding.resolve(
         mesh_axes, operands, dims, names={"h": "D"}, whole="the filter and the number of sequences"
     )
+    y, *tail = _spread(operands, layout=layout, dims=dims, activation=activation, output_final_tail=output_final_tail)
+    return y, tail[0] if tail else None
+
+
+@functools.partial(jax.jit, static_argnames=("layout", "dims", "activation", "output_final_tail"))
+def _spread(
+    operands: Sequence[jax.Array | None],
+    *,
+    layout: sharding.Layout,
+    dims: tuple[str, ...],
+    activation: str | None,
+    output_final_tail: bool,
+) -> tuple[jax.Array, ...]:
+    """`_local` on each device's part; compiled, so that calls outside of a program compile once."""
     present = [(operand, d) for operand, d in zip(operands, dims, strict=True) if operand is not None]
     tree = jax.tree.structure(operands)
 
@@ -90,8 +104,7 @@ def causal_conv1d(
         )
 
     arrays, shapes = zip(*present, strict=True)
-    y, *tail = sharding.mapped(layout, local, shapes, ("bth", "bjh") if output_final_tail else ("bth",), arrays)
-    return y, tail[0] if tail else None
+    return sharding.mapped(layout, local, shapes, ("bth", "bjh") if output_final_tail else ("bth",), arrays)
 
 
 def _local(

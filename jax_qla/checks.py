@@ -43,14 +43,16 @@ def check(
     save_chunk_states: Any = False,
     gate_dtypes: Sequence[str] = ("bfloat16", "float16", "float32"),
     state_dtypes: Sequence[str] = ("float32",),
+    symbolic_batch: bool = False,
 ) -> Checked:
     """Checks the arguments of `chunk_gated_delta_rule` against each other.
 
     Only shapes and dtypes of arrays are looked at, so ShapeDtypeStructs will do. `implementation` is checked where it
     is understood, in `implementations.choose`. `gate_dtypes` are those accepted for g and beta, `state_dtypes` those
-    for initial_state.
+    for initial_state; `symbolic_batch` says whether B may be a symbol of `jax.export`.
 
     Raises:
+        NotImplementedError: a size is a symbol.
         TypeError: an argument is of the wrong type or dtype.
         ValueError: an argument has the wrong rank, size or value, or does not go with another.
     """
@@ -62,6 +64,10 @@ def check(
         if min(x.shape[2:]) == 0:
             raise ValueError(f"{name} must have at least one head and one feature, got shape {tuple(x.shape)}")
     batch, tokens, key_heads, key_dim = q.shape
+    if not all(isinstance(n, int) for n in (*q.shape[symbolic_batch:], *v.shape[symbolic_batch:])):
+        raise NotImplementedError(
+            f"all sizes must be static{' but B' if symbolic_batch else ''}, got q of shape {q.shape} and v of {v.shape}"
+        )
     value_heads, value_dim = v.shape[2:]
     if k.shape[3] != key_dim:
         raise ValueError(f"q and k must have the same key dimension K, got {key_dim} for q and {k.shape[3]} for k")

@@ -379,6 +379,7 @@ def _unsplit(call: Callable[..., Any]) -> Callable[..., Any]:
     return whole
 
 
+@functools.partial(jax.jit, static_argnames="layout")
 def previous_ids(layout: Layout, segment_ids: jax.Array) -> jax.Array:
     """The segment id before each token, int32 [B, T], 0 before a row's first."""
 
@@ -393,6 +394,7 @@ def previous_ids(layout: Layout, segment_ids: jax.Array) -> jax.Array:
     return mapped(layout, previous, ("bt",), ("bt",), (segment_ids,))[0]
 
 
+@functools.partial(jax.jit, static_argnames=("layout", "max_segments"))
 def segments_of_rows(layout: Layout, segment_ids: jax.Array, max_segments: int) -> jax.Array:
     """int32 [B, max_segments, 2]: start and end of each run of equal non-zero ids, counted from its row's first token.
 
@@ -664,11 +666,15 @@ def backward(
     return dq, dk, dv, dg, dbeta, results[5] if stateful else None
 
 
+@functools.partial(
+    jax.jit, static_argnames=("layout", "recurrence", "options", "output_final_state", "name", "instead")
+)
 def without_exchange(
     layout: Layout,
     recurrence: Callable[..., tuple[jax.Array, jax.Array | None]],
     operands: Sequence[Any],
     *,
+    options: tuple[tuple[str, Any], ...],
     output_final_state: bool,
     name: str,
     instead: str,
@@ -676,9 +682,9 @@ def without_exchange(
     """o and final states by a function that goes token by token, on each device for itself.
 
     Args:
-        recurrence: of the operands in `dispatch.forward`'s form.
+        recurrence, options: a function of the operands in `dispatch.forward`'s form, and its keyword arguments.
         operands: those of `forward`.
-        output_final_state: whether `recurrence` returns final states.
+        output_final_state: whether final states are wanted; `recurrence` returns them then, or always.
         name, instead: what computes whole sequences only, and what does not.
 
     Raises:
@@ -693,8 +699,9 @@ def without_exchange(
     flat = _flat(operands, (*OPERANDS, _state_dims(operands[6]), "bne"))
 
     def local(*arrays: jax.Array) -> tuple[jax.Array, ...]:
-        o, final_state = context_parallel.on_one_row(recurrence, *flat.rebuild(arrays))
-        return (o,) if final_state is None else (o, final_state)
+        function = functools.partial(recurrence, **dict(options))
+        o, final_state = context_parallel.on_one_row(function, *flat.rebuild(arrays))
+        return (o, final_state) if output_final_state else (o,)
 
     out_dims = ("btHv", _state_dims(operands[6])) if output_final_state else ("btHv",)
     o, *final_state = mapped(layout, local, flat.dims, out_dims, flat.arrays)

@@ -51,6 +51,7 @@ def forget_traces() -> None:
     for function in (
         sharding.forward,
         sharding.backward,
+        sharding.without_exchange,
         dispatch.forward,
         dispatch.summary,
         dispatch.backward,

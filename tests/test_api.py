@@ -482,7 +482,8 @@ def test_choice_on_cpu() -> None:
             name, reason = jax_qla.which_implementation(*operands)
             assert name == "xla"
             assert reason == "'cuda' was passed over: the kernels of 'cuda' run on NVIDIA Hopper GPUs only"
-        assert jax_qla.which_implementation(*SHAPES, implementation="xla") == ("xla", "it was asked for")
+        asked = {"implementation": "xla", "save_chunk_states": True, "mesh_axes": None}
+        assert jax_qla.which_implementation(*SHAPES, **asked) == ("xla", "it was asked for")
         assert jax_qla.which_implementation(*SHAPES, implementation=["reference", "xla"]).name == "reference"
         assert jax_qla.which_implementation(*SHAPES, implementation=("cuda", "reference")).name == "reference"
         with pytest.raises(NotImplementedError, match="'cuda' was asked for, but the program is not lowered for CUDA"):

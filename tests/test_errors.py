@@ -245,3 +245,18 @@ def test_float64_is_for_the_reference() -> None:
     with pytest.raises(NotImplementedError, match="'xla' takes bfloat16, float16, float32, and q is float64"):
         jax_qla.which_implementation(*wide.values())
     assert jax_qla.which_implementation(*wide.values(), implementation="reference").name == "reference"
+
+
+@pytest.mark.parametrize("shape", ["b, 10", "2, t"])
+def test_symbolic_sizes(shape: str) -> None:
+    """`jax.export` may leave B open where a step of decoding is, and nothing elsewhere."""
+    batch, tokens = jax.export.symbolic_shape(shape)
+    x = [array(batch, tokens, *each.shape[2:]) for each in good().values()]
+    refusal = r"all sizes must be static{}, got q of shape \(.*, 2, 64\) and v of"
+    with pytest.raises(NotImplementedError, match=refusal.format("")):
+        jax.eval_shape(jax_qla.chunk_gated_delta_rule, *x)
+    if isinstance(tokens, int):
+        assert jax.eval_shape(jax_qla.recurrent_gated_delta_rule, *x)[0].shape == x[2].shape
+    else:
+        with pytest.raises(NotImplementedError, match=refusal.format(" but B")):
+            jax.eval_shape(jax_qla.recurrent_gated_delta_rule, *x)

@@ -277,6 +277,27 @@ def test_without_jit() -> None:
     assert np.array_equal(again, o)
 
 
+def test_eager_calls_compile_once() -> None:
+    """In an Explicit mesh, and token by token anywhere: nothing is mapped anew that was."""
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Explicit,))
+    short = [x[:, :3] for x in rows(0)]
+
+    def calls(*x: Any) -> None:
+        jax_qla.recurrent_gated_delta_rule(*(y[:, :3] for y in x), implementation="reference")
+        jax_qla.causal_conv1d(x[3], jnp.ones((4, x[3].shape[2])))
+        jax_qla.chunk_gated_delta_rule(*x, segment_ids=jnp.ones(x[3].shape[:2], jnp.int32), max_segments=2)
+
+    with jax.set_mesh(mesh):
+        placed = [jax.device_put(x, NamedSharding(mesh, P("data"))) for x in rows(0)]
+        calls(*placed)
+        with mock.patch.object(jax, "shard_map", side_effect=AssertionError("mapped again")):
+            calls(*placed)
+    by_recurrence = functools.partial(jax_qla.chunk_gated_delta_rule, implementation="reference")
+    by_recurrence(*short)
+    with mock.patch.object(jax.lax, "scan", side_effect=AssertionError("traced again")):
+        by_recurrence(*short)
+
+
 @pytest.mark.parametrize(("key_heads", "value_heads"), [(1, 1), (1, 4), (4, 4), (2, 8)])
 def test_auto_ratios_of_heads(key_heads: int, value_heads: int) -> None:
     """Shardy takes no factor of size 1 beside others, so the rule has several forms."""
