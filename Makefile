@@ -1,4 +1,5 @@
-# Two commands work on a fresh machine that has python3 (3.11 or newer), pip, make, git and a C++ compiler:
+# Two commands work on a fresh machine that has python3 (3.11 or newer; its headers, if apt has them apart), pip, make, git
+# and a C++ compiler:
 #
 #   make demo      sets up .venv and trains a language model on the Python standard library (a large one on a Hopper GPU)
 #   make test      sets up .venv and passes the checks and the tests; what .ci/run calls
@@ -28,10 +29,13 @@ TORCH := torch==2.13.0
 
 comma := ,
 # $(call install,EXTRAS,MORE): the package with these extras, editable. A change of what the extension is made of
-# (EXTENSION) compiles it anew; other sources take effect as they are.
-install = $(BIN)/python -m pip install $(2) --editable '.[$(1)$(if $(CUDA),$(comma)$(CUDA))]'
+# (EXTENSION) compiles it anew; other sources take effect as they are. Python's bytecode is compiled where it is first
+# imported: of all of PyTorch and transformers that would take longer than the rest.
+install = $(BIN)/python -m pip install --no-compile $(2) --editable '.[$(1)$(if $(CUDA),$(comma)$(CUDA))]'
 EXTENSION := pyproject.toml $(wildcard ffi/*)
 
+# One installation at a time into an environment; what takes long has jobs of its own.
+.NOTPARALLEL:
 .PHONY: demo test pytest gpu-test thorough lint docs kernels wheel wheel-check sdist versions clean
 
 demo: $(VENV)/demo.stamp $(if $(HOPPER),kernels)

@@ -70,7 +70,6 @@ class LaunchState {
 
   // The plan's functions in `context`, loaded if they are not yet; `context` must be current.
   void Load(Runtime& runtime, CUcontext context) {
-    const std::lock_guard<std::mutex> lock(mutex_);
     if (Find(context) != nullptr) {
       return;
     }
@@ -78,6 +77,11 @@ class LaunchState {
     loaded->context = context;
     for (const KernelLaunch& kernel : plan_.kernels) {
       loaded->functions.push_back(runtime.kernels.Load(context, kernel));
+    }
+    // Devices load side by side. Of two threads of one device, which may have had the same functions, one counts.
+    const std::lock_guard<std::mutex> lock(mutex_);
+    if (Find(context) != nullptr) {
+      return;
     }
     loaded->next = loaded_.load();
     loaded_.store(loaded.release());

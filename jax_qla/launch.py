@@ -51,6 +51,7 @@ _OPERATORS: dict[str, Callable[[int, int], int]] = {
     ">>": lambda a, b: a >> b,
 }
 _registration = threading.Lock()
+_folders: dict[str, None] = {}  # where the extension looks for cubins, in order
 
 
 @dataclasses.dataclass(frozen=True)
@@ -130,13 +131,14 @@ def unavailable() -> str | None:
 
 
 def register() -> None:
-    """Registers the extension's handler with JAX, once. Needs no GPU.
+    """Registers the extension's handler with JAX, once, and says where kernels lie by now. Needs no GPU.
 
     Raises:
-        RuntimeError: the extension cannot be imported.
+        RuntimeError: the extension cannot be imported, or a folder of kernels has a name that it cannot read.
     """
     with _registration:
         _register_once()
+        _look_in(tuple(store.directories()))
 
 
 @functools.cache
@@ -148,11 +150,26 @@ def _register_once() -> None:
             f"the extension jax_qla._ffi cannot be imported ({error}); reinstall jax_qla from a wheel or with a C++ "
             "compiler"
         ) from error
-    _ffi.set_cubin_directories(store.directories())
     for name, types in _ffi.types("CUDA").items():
         jax.ffi.register_ffi_type(name, types, platform="CUDA")
     for name, stages in _ffi.registrations("CUDA").items():
         jax.ffi.register_ffi_target(name, stages, platform="CUDA")
+
+
+@functools.cache
+def _look_in(directories: tuple[str, ...]) -> None:
+    """Makes the extension look for cubins in these folders too. Programs of before go on finding theirs."""
+    from jax_qla import _ffi
+
+    for directory in directories:
+        try:
+            directory.encode()
+        except UnicodeEncodeError as error:
+            raise RuntimeError(
+                f"the folder of kernels {directory!r} has a name that is not UTF-8; set JAX_QLA_CACHE to another one"
+            ) from error
+    _folders.update(dict.fromkeys(directories))
+    _ffi.set_cubin_directories(list(_folders))
 
 
 def _vary_alike(arrays: Sequence[jax.Array]) -> list[jax.Array]:

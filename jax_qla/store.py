@@ -33,6 +33,9 @@ PACKAGED_DIRECTORY = Path(__file__).parent / "cubins"
 """The package's own kernels, filled by `python -m jax_qla.kernels.build`."""
 
 _KERNELS = Path(__file__).parent / "kernels"
+_SOURCES = {file.name: file.read_bytes() for file in _KERNELS.glob("*.py")}
+"""As they are imported. Read when a kernel is first asked for, they might be those of an update since then, and the
+cubin of the program in memory would be found by all processes to come as that of the new source."""
 _SHARED_SOURCES = ("common.py", "plan.py", "toolchain.py", "build.py")
 _PACKAGED_MODE, _CACHE_MODE = 0o644, 0o600
 
@@ -126,9 +129,9 @@ def directories() -> list[str]:
 
 
 def cache_directory() -> Path:
-    """The user's cache; it may not exist."""
+    """The user's cache, by its absolute path; it may not exist."""
     if chosen := os.environ.get("JAX_QLA_CACHE"):
-        return Path(chosen)
+        return Path(os.path.abspath(os.path.expanduser(chosen)))
     try:
         return Path.home() / ".cache" / "jax_qla"
     except RuntimeError:  # A user without a home, as some containers have.
@@ -152,7 +155,7 @@ def source_hash(name: str) -> str:
     """Hash of a kernel's source and of what it is built with."""
     digest = hashlib.sha256()
     for file in (f"{name}.py", *_SHARED_SOURCES):
-        digest.update((_KERNELS / file).read_bytes())
+        digest.update(_SOURCES[file])
     return digest.hexdigest()
 
 
@@ -241,14 +244,24 @@ def _find_cached(name: str, config: Any) -> Kernel | None:
         entry = json.loads((cache / f"{key(name, config)}.json").read_bytes())
         kernel = _kernel(entry, name, config, "cache")
         cubin = _cubin(cache, kernel.sha256).read_bytes()
-        tilelang = entry["versions"]["tilelang"]
+        compilers = {name: entry["versions"][name] for name in ("tilelang", "cuda")}
     except (OSError, ValueError, LookupError, TypeError):
         return None
     if hashlib.sha256(cubin).hexdigest() != kernel.sha256:
         return None
-    if why_not_buildable() is None and tilelang != importlib.metadata.version("tilelang"):
+    if why_not_buildable() is None and compilers != _compilers(compilers):
         return None
     return kernel
+
+
+def _compilers(unknown: dict[str, str]) -> dict[str, str]:
+    """Versions of those that would build here; `unknown` where they were not installed by a package manager."""
+    from jax_qla.kernels import toolchain
+
+    try:
+        return {"tilelang": importlib.metadata.version("tilelang"), "cuda": toolchain.cuda_version()}
+    except importlib.metadata.PackageNotFoundError:
+        return unknown
 
 
 def _build(name: str, config: Any) -> Kernel:

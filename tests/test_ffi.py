@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import concurrent.futures
+import functools
 import itertools
 import json
 import os
@@ -18,6 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec as P
 from stub_driver import COMPILER, StubDriver, stub_driver, write_cubin
 
 from jax_qla import _ffi
@@ -509,6 +511,27 @@ def two_devices(directory: Path) -> None:
     print(json.dumps([loads, [(launch["device"], launch["arguments"]) for launch in driver.launches()]]))
 
 
+def side_by_side(directory: Path) -> None:
+    """Prints for which device each of ten cubins of one program is loaded, in order."""
+    driver = stub_driver()
+    os.environ["JAX_QLA_LIBCUDA"] = str(driver.library)
+    digests = [write_cubin(directory, {"main": []}) for _ in range(10)]
+    mesh = jax.make_mesh((2,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+
+    @jax.jit
+    @functools.partial(jax.shard_map, mesh=mesh, in_specs=P("x"), out_specs=P("x"), check_vma=False)
+    def run(x: jax.Array) -> jax.Array:
+        launch = jax.ffi.ffi_call(TARGET, jax.ShapeDtypeStruct(x.shape, x.dtype))
+        kernels = np.array(plan(*[kernel()] * len(digests)), np.int64)
+        result: jax.Array = launch(
+            x, cubins=",".join(digests), functions=",".join(["main"] * len(digests)), plan=kernels
+        )
+        return result
+
+    jax.block_until_ready(run(jnp.zeros(2)))
+    print(json.dumps([load["device"] for load in driver.calls("cuModuleLoadData")]))
+
+
 def other_than_hopper(directory: Path) -> None:
     """Prints why calls fail on devices of these compute capabilities."""
     driver = stub_driver()
@@ -520,7 +543,7 @@ def other_than_hopper(directory: Path) -> None:
 
 
 OTHER_CAPABILITIES = [(8, 0), (8, 9), (9, 1), (10, 0), (12, 0)]
-SCENARIOS = {function.__name__: function for function in (no_driver, two_devices, other_than_hopper)}
+SCENARIOS = {function.__name__: function for function in (no_driver, two_devices, side_by_side, other_than_hopper)}
 
 
 def test_without_a_driver() -> None:
@@ -534,6 +557,12 @@ def test_two_devices_load_and_launch_each_for_itself() -> None:
     loads, launches = json.loads(in_new_process("two_devices"))
     assert loads == [0, 1]
     assert launches == [[0, [0]], [0, [1]], [1, [0]], [1, [1]]]
+
+
+def test_devices_load_side_by_side() -> None:
+    devices = json.loads(in_new_process("side_by_side"))
+    assert sorted(devices) == [0] * 10 + [1] * 10
+    assert devices not in (sorted(devices), sorted(devices)[::-1])
 
 
 def test_devices_other_than_hopper() -> None:

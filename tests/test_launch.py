@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -366,6 +367,30 @@ def test_launch_through_the_extension(driver: StubDriver, tmp_path: Path, monkey
     geometry = SimpleNamespace(**tensor_map)
     assert geometry.address == x.unsafe_buffer_pointer()
     assert (geometry.dims, geometry.strides, geometry.box) == ([64, 6, 130], [128, 768], [64, 1, 32])
+
+
+def test_cache_chosen_after_the_first_call(driver: StubDriver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its folder is looked in from the next call on, and those of before still are."""
+    monkeypatch.setattr(launch, "_folders", {str(tmp_path): None})
+    for name in ("one", "another"):
+        folder = tmp_path / name
+        folder.mkdir()
+        monkeypatch.setenv("JAX_QLA_CACHE", str(folder))
+        use(monkeypatch, {"scale": IN_PLACE}, write_cubin(folder, {"scale_kernel": [8, 8, 8]}))
+        jax.block_until_ready(jax.jit(lambda x: in_place(x))(jnp.arange(4.0)))
+    assert len(driver.launches()) == 2
+    assert set(launch._folders) >= {str(tmp_path), str(tmp_path / "one"), str(tmp_path / "another")}
+
+
+def test_cache_whose_name_is_not_utf8(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("JAX_QLA_CACHE", os.fsdecode(b"/tmp/caf\xe9"))
+    launch.unavailable.cache_clear()
+    try:
+        reason = launch.unavailable()
+    finally:
+        launch.unavailable.cache_clear()
+    assert reason is not None
+    assert "has a name that is not UTF-8; set JAX_QLA_CACHE to another one" in reason
 
 
 def test_aliases_through_the_extension(driver: StubDriver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

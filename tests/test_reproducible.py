@@ -84,14 +84,8 @@ def test_a_changed_source_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyP
             "versions": {"tilelang": "1", "cuda": "12.9.86", "architecture": "sm_90a"},
         }
     assert what_is_stale(entries, tmp_path) == []
-    kernels = tmp_path / "kernels"
-    kernels.mkdir()
-    for file in store._KERNELS.glob("*.py"):
-        (kernels / file.name).write_bytes(file.read_bytes())
-    with open(kernels / "forward.py", "a") as changed_file:
-        changed_file.write("# changed\n")
     hashes = store.source_hash.cache_clear, store.key.cache_clear
-    monkeypatch.setattr(store, "_KERNELS", kernels)
+    monkeypatch.setitem(store._SOURCES, "forward.py", store._SOURCES["forward.py"] + b"# changed\n")
     try:
         for clear in hashes:
             clear()

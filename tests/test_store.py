@@ -36,6 +36,7 @@ class Config:
 
 PLAN = {"name": "prepare_kernel"}
 VERSION = "9.8.7"
+CUDA = "12.6.77"
 
 
 def entry_of(cubin: bytes, config: Config, version: str = VERSION) -> dict[str, Any]:
@@ -46,7 +47,7 @@ def entry_of(cubin: bytes, config: Config, version: str = VERSION) -> dict[str, 
         "sha256": hashlib.sha256(cubin).hexdigest(),
         "plan": PLAN,
         "resources": {},
-        "versions": {"tilelang": version},
+        "versions": {"tilelang": version, "cuda": CUDA},
     }
 
 
@@ -88,7 +89,8 @@ def builds(packaged: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> Iter
     module: Any = types.ModuleType("jax_qla.kernels.build")
     module.build = builds.build
     versions = importlib.metadata.version
-    monkeypatch.setattr(importlib.metadata, "version", lambda name: VERSION if name == "tilelang" else versions(name))
+    compilers = {"tilelang": VERSION, "nvidia-cuda-nvrtc-cu12": CUDA}
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: compilers.get(name) or versions(name))
     monkeypatch.setattr(store, "why_not_buildable", lambda: builds.reason)
     with mock.patch.dict(sys.modules, {module.__name__: module}):
         yield builds
@@ -140,9 +142,9 @@ def test_a_build_says_so(builds: Builds, cache: Path, capsys: pytest.CaptureFixt
 
 
 def test_key_depends_on_name_configuration_and_source(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    for file in (Path(store.__file__).parent / "kernels").glob("*.py"):
-        (tmp_path / file.name).write_bytes(file.read_bytes())
-    monkeypatch.setattr(store, "_KERNELS", tmp_path)
+    sources = dict(store._SOURCES)
+    monkeypatch.setattr(store, "_SOURCES", sources)
+    monkeypatch.setattr(store, "_KERNELS", tmp_path)  # what the files have become since does not count
 
     def keys() -> list[str]:
         store.key.cache_clear()
@@ -150,7 +152,7 @@ def test_key_depends_on_name_configuration_and_source(monkeypatch: pytest.Monkey
         return [store.key("prepare", Config()), store.key("prepare", Config(128)), store.key("states", Config())]
 
     def changed_by(file: str) -> list[bool]:
-        (tmp_path / file).write_text((tmp_path / file).read_text() + "# changed\n")
+        sources[file] += b"# changed\n"
         before[:], former = keys(), list(before)
         return [old != new for old, new in zip(former, before, strict=True)]
 
@@ -307,9 +309,15 @@ def _older_compiler(cache: Path) -> None:
     file.write_text(file.read_text().replace(VERSION, "0.0.1"))
 
 
-@pytest.mark.parametrize(
-    "damage", [_truncate_cubin, _remove_cubin, _truncate_entry, _empty_entry, _strange_entry, _older_compiler]
-)
+def _older_nvrtc(cache: Path) -> None:
+    (file,) = cache.glob("*.json")
+    file.write_text(file.read_text().replace(CUDA, "12.0.1"))
+
+
+DAMAGES = [_truncate_cubin, _remove_cubin, _truncate_entry, _empty_entry, _strange_entry, _older_compiler, _older_nvrtc]
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
 def test_a_damaged_or_old_entry_is_built_anew(
     builds: Builds, cache: Path, damage: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -377,6 +385,27 @@ def test_what_the_extension_vouches_for(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 # Where nothing can be built
+
+
+def test_of_a_compiler_found_by_path_no_version_is_known(builds: Builds, monkeypatch: pytest.MonkeyPatch) -> None:
+    store.lookup(NAME, Config())
+
+    def version(name: str) -> str:
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(importlib.metadata, "version", version)
+    new_process(monkeypatch)
+    assert store.why_not_at_hand(NAME, Config(), build=False) is None
+    assert store.lookup(NAME, Config()).source == "cache"
+
+
+def test_cache_of_a_relative_path(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("JAX_QLA_CACHE", "cache")
+    monkeypatch.setenv("HOME", "/home/somebody")
+    assert store.cache_directory() == tmp_path / "cache"
+    monkeypatch.setenv("JAX_QLA_CACHE", "~/cache")
+    assert store.cache_directory() == Path("/home/somebody/cache")
 
 
 def test_without_tilelang(builds: Builds, packaged: Path, cache: Path) -> None:
