@@ -701,7 +701,7 @@ def without_exchange(
     def local(*arrays: jax.Array) -> tuple[jax.Array, ...]:
         function = functools.partial(recurrence, **dict(options))
         o, final_state = context_parallel.on_one_row(function, *flat.rebuild(arrays))
-        return (o, final_state) if output_final_state else (o,)
+        return (o,) if final_state is None or not output_final_state else (o, final_state)
 
     out_dims = ("btHv", _state_dims(operands[6])) if output_final_state else ("btHv",)
     o, *final_state = mapped(layout, local, flat.dims, out_dims, flat.arrays)

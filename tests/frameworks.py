@@ -11,12 +11,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.sharding import NamedSharding, PartitionSpec
 
 import jax_qla.nn.equinox
 import jax_qla.nn.flax
 from jax_qla.nn import GatedDeltaNetConfig, parameter_shapes
 
 Weights = Mapping[str, Any]
+Rules = Mapping[str, str | None]
 QUICK = {"xla_backend_optimization_level": "0"}
 """Compiles in half the time: nearly all of these tests' time is compilation."""
 
@@ -26,6 +28,9 @@ class Framework(Protocol):
 
     def make(self, config: GatedDeltaNetConfig, weights: Weights | None = None, **options: Any) -> Any:
         """A layer, with the given weights if any."""
+
+    def place(self, layer: Any, mesh: Any, rules: Rules) -> Any:
+        """The layer with its parameters cut as rules map their logical axes to those of the mesh."""
 
     def jit(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """`function`, whose first argument is a layer and whose others are arrays, compiled."""
@@ -40,6 +45,11 @@ class Flax:
         if weights is not None:
             layer.set_weights(weights)
         return layer
+
+    def place(self, layer: Any, mesh: Any, rules: Rules) -> Any:
+        graphdef, state = nnx.split(layer)
+        with nnx.logical_axis_rules(tuple(rules.items())):
+            return nnx.merge(graphdef, jax.device_put(state, nnx.get_named_sharding(state, mesh)))
 
     def jit(self, function: Callable[..., Any]) -> Callable[..., Any]:
         def run(layer: Any, *arguments: Any) -> Any:
@@ -68,6 +78,12 @@ class Equinox:
     def make(self, config: GatedDeltaNetConfig, weights: Weights | None = None, **options: Any) -> Any:
         layer = jax_qla.nn.equinox.GatedDeltaNet(config, key=jax.random.key(0), **options)
         return layer if weights is None else layer.with_weights(weights)
+
+    def place(self, layer: Any, mesh: Any, rules: Rules) -> Any:
+        specs = jax_qla.nn.equinox.logical_axes(layer)
+        return jax.device_put(
+            layer, jax.tree.map(lambda spec: NamedSharding(mesh, PartitionSpec(*map(rules.get, spec))), specs)
+        )
 
     def jit(self, function: Callable[..., Any]) -> Callable[..., Any]:
         def run(layer: Any, *arguments: Any) -> Any:

@@ -338,7 +338,7 @@ def test_auto_mesh(in_context: bool) -> None:
         both = jax.jit(jax.vmap(decode))(*([jnp.stack((x, x)) for x in placed]))
         stateless = jax.jit(lambda *x: jax_qla.recurrent_gated_delta_rule(*x)[0])(*placed[:5])
     found = compiled(*placed)
-    assert "all-gather" not in compiled.as_text()
+    assert "all-gather" not in (compiled.as_text() or "")
     assert found[0][1].sharding.spec == P("data", "model")
     assert_close(found, run(*x))
     assert_close(both, jax.tree.map(lambda y: jnp.stack((y, y)), expected(*x)))

@@ -336,6 +336,25 @@ def test_wrong_calls_are_refused(framework: Framework) -> None:
         layer.step(x, wider._replace(conv=layer.init_cache(2).conv))
 
 
+def test_inputs_of_other_shapes_are_refused(framework: Framework) -> None:
+    layer, x = framework.make(CONFIG), random_array(2, 4, 16)
+    for method in (layer, layer.prefill, lambda x: layer.step(x, layer.init_cache(2))):
+        with pytest.raises(ValueError, match=r"x must have shape \[B, T, 16\], got \(2, 16\)"):
+            method(x[:, 0])
+        with pytest.raises(ValueError, match=r"x must have shape \[B, T, 16\], got \(2, 4, 15\)$"):
+            method(x[..., :15])
+    if isinstance(layer, eqx.Module):
+        with pytest.raises(ValueError, match=r"got \(4, 16\); the layer takes the batch itself, with no jax\.vmap"):
+            jax.vmap(layer)(x)
+
+
+@pytest.mark.parametrize("name", ["dtype", "param_dtype"])
+@pytest.mark.parametrize("dtype", [None, jnp.int32, jnp.complex64])
+def test_dtypes_that_are_not_floating_are_refused(framework: Framework, name: str, dtype: Any) -> None:
+    with pytest.raises(TypeError, match=f"^{name} must be a floating dtype such as jnp.bfloat16, got "):
+        framework.make(CONFIG, **{name: dtype})
+
+
 @pytest.mark.parametrize(
     ("change", "error", "message"),
     [
@@ -407,6 +426,84 @@ def test_prefill_and_step_in_an_explicit_mesh(framework: Framework) -> None:
     for y, right in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
         assert y.sharding.spec[0] == "data"
         assert_close(y, right, LIMIT)
+
+
+def explicit_mesh() -> Any:
+    return jax.make_mesh((2, 2), ("data", "model"), axis_types=(AxisType.Explicit,) * 2)
+
+
+def test_parameters_cut_in_an_explicit_mesh(framework: Framework) -> None:
+    """Batch and "embed" over one axis (fully sharded data parallelism), heads over the other."""
+    layer, x, dy = framework.make(CONFIG, WEIGHTS), random_array(4, 5, 16), random_array(4, 5, 16, seed=1)
+
+    def run(layer: Any, x: jax.Array) -> Any:
+        y, cache = layer.prefill(x)
+        return y, layer.step(x[:, :1], cache)
+
+    expected, expected_gradients = framework.jit(run)(layer, x), framework.outputs_and_gradients(layer, x, dy)[1]
+    mesh = explicit_mesh()
+    with jax.set_mesh(mesh):
+        cut = framework.place(layer, mesh, {**dict(RULES), "embed": "data"})
+        x, dy = jax.device_put((x, dy), NamedSharding(mesh, PartitionSpec("data")))
+        found, (y, gradients) = framework.jit(run)(cut, x), framework.outputs_and_gradients(cut, x, dy)
+        # Added to, as in a model.
+        assert jax.typeof(x + y).sharding.spec == PartitionSpec("data", None, None)
+    assert_close(y, expected[0], LIMIT)
+    assert found[1][1].state.sharding.spec == PartitionSpec("data", "model", None, None)
+    for one, right in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        assert_close(one, right, LIMIT)
+    placed = {**cut.get_weights(), "x": x}
+    for name, gradient in gradients.items():
+        assert_close(gradient, expected_gradients[name], LIMIT, name)
+        assert gradient.sharding.is_equivalent_to(placed[name].sharding, gradient.ndim), name
+
+
+@pytest.mark.parametrize("projections", ["split", "fused"])
+@pytest.mark.parametrize(
+    ("rules", "spec"),
+    [
+        ({**dict(RULES), "ba": "model"}, ("data",)),
+        ({**dict(RULES), "embed": "data"}, (None, "data")),
+        ({**dict(RULES), "embed": "data"}, (None, None, "model")),
+        (dict.fromkeys(dict(RULES), "data") | {"embed": "model"}, ("data", None, "model")),
+        (dict.fromkeys(dict(RULES)), ("data", None, "model")),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:an operand of shape")  # the filter of the convolution is not cut like B
+def test_any_cut_in_an_explicit_mesh(
+    framework: Framework, projections: Any, rules: dict[str, str | None], spec: tuple[str | None, ...]
+) -> None:
+    """The output is cut as x is, whatever the parameters are: also where both cut over one axis."""
+    layer, mesh = framework.make(dataclasses.replace(CONFIG, projections=projections)), explicit_mesh()
+    with jax.set_mesh(mesh):
+        cut = framework.place(layer, mesh, rules)
+        x = jax.device_put(random_array(4, 6, 16), NamedSharding(mesh, PartitionSpec(*spec)))
+        y, dx = jax.eval_shape(lambda x: (y := jax.vjp(cut, x))[:1] + y[1](x), x)
+    assert y.sharding.spec == dx.sharding.spec == PartitionSpec(*spec, *[None] * (3 - len(spec)))
+
+
+def test_loaded_weights_stay_where_the_parameters_were(framework: Framework) -> None:
+    for mesh in (mesh_of_two(), explicit_mesh()):
+        layer = framework.place(framework.make(CONFIG, param_dtype=jnp.bfloat16), mesh, dict(RULES))
+        before = {name: (array.sharding, array.dtype) for name, array in layer.get_weights().items()}
+        if isinstance(layer, eqx.Module):
+            layer = layer.with_weights(WEIGHTS)
+        else:
+            layer.set_weights(WEIGHTS)
+        for name, array in layer.get_weights().items():
+            assert array.sharding.is_equivalent_to(before[name][0], array.ndim), name
+            assert array.dtype == before[name][1]
+            np.testing.assert_array_equal(array, jnp.asarray(WEIGHTS[name], array.dtype))
+
+
+def test_weights_of_layers_without_devices() -> None:
+    """What was put nowhere is not put anywhere, and shapes of parameters take weights too."""
+    layer = FRAMEWORKS["equinox"].make(CONFIG)
+    assert not layer.with_weights(WEIGHTS).A_log.committed
+    shapes = jax.eval_shape(lambda: FRAMEWORKS["equinox"].make(CONFIG))
+    np.testing.assert_array_equal(shapes.with_weights(WEIGHTS).norm, WEIGHTS["norm"])
+    traced = jax.jit(lambda weights: layer.with_weights(weights).get_weights())(WEIGHTS)
+    np.testing.assert_array_equal(traced["out_proj"], WEIGHTS["out_proj"])
 
 
 @pytest.mark.parametrize("sizes", [(2, 2), (2, 1)])
@@ -487,6 +584,32 @@ def test_layer_in_linen_by_the_bridge_of_flax() -> None:
     assert len(gradients[0]) == len(gradients[1]) == len(parameter_shapes(CONFIG))
     for found, expected in zip(*gradients, strict=True):
         assert_close(found, expected, LIMIT)
+
+
+def test_logical_axes_of_layers_that_linen_scans() -> None:
+    """With the boxes of Linen, which move their names where `nn.scan` puts its axis; those of the bridge do not."""
+
+    def boxed(variable: Any) -> Any:
+        names = variable.get_metadata().get("out_sharding")
+        return linen.Partitioned(variable.get_raw_value(), names) if names else variable.get_raw_value()
+
+    class Block(linen.Module):  # type: ignore[misc]
+        @linen.compact  # type: ignore[untyped-decorator]
+        def __call__(self, x: jax.Array, _: None) -> Any:
+            return x + bridge.to_linen(jax_qla.nn.flax.GatedDeltaNet, CONFIG, metadata_fn=boxed, name="mixer")(x), None
+
+    blocks = linen.scan(
+        Block,
+        variable_axes={"params": 0},
+        split_rngs={"params": True},
+        length=3,
+        metadata_params={"partition_name": "layers"},
+    )()
+    variables = jax.eval_shape(blocks.init, jax.random.key(0), random_array(1, 4, 16), None)
+    specs = linen.get_partition_spec(variables)["params"]["mixer"]
+    assert specs["out_proj"]["kernel"] == PartitionSpec("layers", "value", "embed")
+    assert specs["conv1d"] == PartitionSpec("layers", None, "qkv")
+    assert specs["A_log"] == PartitionSpec("layers", "value_heads")
 
 
 def test_layers_work_under_the_transforms_of_equinox() -> None:

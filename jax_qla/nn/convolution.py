@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 
@@ -30,6 +32,7 @@ def causal_convolution(
     return causal_conv1d(x, kernel, activation="silu", segment_ids=segment_ids, initial_tail=tail)[0]
 
 
+@functools.partial(jax.jit, static_argnames="width")
 def tail_after(
     x: jax.Array, width: int, tail: jax.Array | None = None, segment_ids: jax.Array | None = None
 ) -> jax.Array:

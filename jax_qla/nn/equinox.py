@@ -20,7 +20,7 @@ except ModuleNotFoundError as error:
 from jax_qla.nn import mixer, parameters
 from jax_qla.nn.cache import GatedDeltaNetCache, empty_cache
 from jax_qla.nn.config import GatedDeltaNetConfig
-from jax_qla.nn.projections import Projected, arrange
+from jax_qla.nn.projections import Projected, arrange, check_input, dot_general, sharding_like
 
 __all__ = ["GatedDeltaNet", "logical_axes"]
 
@@ -88,6 +88,8 @@ class GatedDeltaNet(eqx.Module):
         save_chunk_states: bool = False,
         key: jax.Array,
     ):
+        parameters.check_dtype("dtype", dtype)
+        parameters.check_dtype("param_dtype", param_dtype)
         self.config = config
         self.dtype = jnp.dtype(dtype)
         self.implementation = implementation if isinstance(implementation, str | None) else tuple(implementation)
@@ -133,7 +135,7 @@ class GatedDeltaNet(eqx.Module):
             piece_rows=self.piece_rows,
             save_chunk_states=self.save_chunk_states,
         )
-        return self._apply(self.out_proj, y)
+        return self._apply(self.out_proj, y, x)
 
     def prefill(
         self, x: jax.Array, cache: GatedDeltaNetCache | None = None, *, segment_ids: jax.Array | None = None
@@ -163,7 +165,7 @@ class GatedDeltaNet(eqx.Module):
             implementation=self.implementation,
             piece_rows=self.piece_rows,
         )
-        return self._apply(self.out_proj, y), cache
+        return self._apply(self.out_proj, y, x), cache
 
     def step(self, x: jax.Array, cache: GatedDeltaNetCache) -> tuple[jax.Array, GatedDeltaNetCache]:
         """Reads the next token, or a few, one by one: for generation. The cache keeps its structure, as a scan needs.
@@ -181,7 +183,7 @@ class GatedDeltaNet(eqx.Module):
         y, cache = mixer.mix_step(
             self._project(x), self._weights(), self.config, cache, implementation=self.implementation
         )
-        return self._apply(self.out_proj, y), cache
+        return self._apply(self.out_proj, y, x), cache
 
     def init_cache(self, batch_size: int) -> GatedDeltaNetCache:
         """The cache before the first token of `batch_size` sequences."""
@@ -196,7 +198,7 @@ class GatedDeltaNet(eqx.Module):
         return weights
 
     def with_weights(self, weights: Mapping[str, Any]) -> GatedDeltaNet:
-        """This layer with other parameters, in the dtypes of its own.
+        """This layer with other parameters, in the dtypes of its own and on the devices where its own were put.
 
         Args:
             weights: all of `jax_qla.nn.parameter_shapes`, as `jax_qla.nn.load_gated_deltanet_weights` returns them.
@@ -207,17 +209,26 @@ class GatedDeltaNet(eqx.Module):
         parameters.check_weights(weights, self.config)
         names = list(parameters.parameter_shapes(self.config))
         arrays = [
-            jnp.asarray(weights[name].T if _is_linear(name) else weights[name], _leaf(self, name).dtype)
+            parameters.in_place_of(_leaf(self, name), weights[name].T if _is_linear(name) else weights[name])
             for name in names
         ]
         return eqx.tree_at(lambda layer: [_leaf(layer, name) for name in names], self, arrays)
 
-    def _apply(self, linear: eqx.nn.Linear, x: jax.Array) -> jax.Array:
-        """The linear layer at every token, in the layer's dtype."""
+    def _apply(self, linear: eqx.nn.Linear, x: jax.Array, like: jax.Array | None = None) -> jax.Array:
+        """The linear layer at every token, in the layer's dtype; with `like`, cut as that where types say how."""
         linear = jax.tree.map(lambda leaf: leaf.astype(self.dtype) if eqx.is_inexact_array(leaf) else leaf, linear)
-        return jax.vmap(jax.vmap(linear))(x.astype(self.dtype))
+        x = x.astype(self.dtype)
+        # What a caller has put there instead stands for itself.
+        if type(linear) is eqx.nn.Linear and linear.bias is None:
+            sharding = sharding_like(x if like is None else like, x, linear.weight)
+            if sharding is not None:
+                out_sharding = None if like is None else sharding
+                return dot_general(x, linear.weight.T, (((2,), (0,)), ((), ())), out_sharding=out_sharding)
+        return jax.vmap(jax.vmap(linear))(x)
 
     def _project(self, x: jax.Array) -> Projected:
+        hint = "; the layer takes the batch itself, with no jax.vmap around it" if jnp.ndim(x) == 2 else ""
+        check_input(x, self.config, hint)
         outputs = {name: self._apply(getattr(self, name), x) for name in self.config.input_projections}
         return arrange(outputs, self.config)
 

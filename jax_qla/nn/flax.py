@@ -17,7 +17,7 @@ except ModuleNotFoundError as error:
 from jax_qla.nn import mixer, parameters
 from jax_qla.nn.cache import GatedDeltaNetCache, empty_cache
 from jax_qla.nn.config import GatedDeltaNetConfig
-from jax_qla.nn.projections import Projected, arrange
+from jax_qla.nn.projections import Projected, arrange, check_input, dot_general, sharding_like
 
 __all__ = ["GatedDeltaNet"]
 
@@ -68,6 +68,8 @@ class GatedDeltaNet(nnx.Module):
         save_chunk_states: bool = False,
         rngs: nnx.Rngs,
     ):
+        parameters.check_dtype("dtype", dtype)
+        parameters.check_dtype("param_dtype", param_dtype)
         self.config = config
         self.dtype = dtype
         # A tuple, because NNX hashes what is static in a module.
@@ -80,6 +82,7 @@ class GatedDeltaNet(nnx.Module):
             return nnx.Linear(
                 *shapes[name],
                 use_bias=False,
+                dot_general=dot_general,
                 dtype=dtype,
                 param_dtype=param_dtype,
                 kernel_init=nnx.with_partitioning(
@@ -123,7 +126,7 @@ class GatedDeltaNet(nnx.Module):
             piece_rows=self.piece_rows,
             save_chunk_states=self.save_chunk_states,
         )
-        return self.out_proj(y)
+        return self._output(y, x)
 
     def prefill(
         self, x: jax.Array, cache: GatedDeltaNetCache | None = None, *, segment_ids: jax.Array | None = None
@@ -153,7 +156,7 @@ class GatedDeltaNet(nnx.Module):
             implementation=self.implementation,
             piece_rows=self.piece_rows,
         )
-        return self.out_proj(y), cache
+        return self._output(y, x), cache
 
     def step(self, x: jax.Array, cache: GatedDeltaNetCache) -> tuple[jax.Array, GatedDeltaNetCache]:
         """Reads the next token, or a few, one by one: for generation. The cache keeps its structure, as a scan needs.
@@ -171,7 +174,7 @@ class GatedDeltaNet(nnx.Module):
         y, cache = mixer.mix_step(
             self._project(x), self._weights(), self.config, cache, implementation=self.implementation
         )
-        return self.out_proj(y), cache
+        return self._output(y, x), cache
 
     def init_cache(self, batch_size: int) -> GatedDeltaNetCache:
         """The cache before the first token of `batch_size` sequences."""
@@ -182,7 +185,7 @@ class GatedDeltaNet(nnx.Module):
         return {name: self._parameter(name)[...] for name in parameters.parameter_shapes(self.config)}
 
     def set_weights(self, weights: Mapping[str, Any]) -> None:
-        """Overwrites the parameters, keeping their dtypes.
+        """Overwrites the parameters, keeping their dtypes and devices.
 
         Args:
             weights: all of `jax_qla.nn.parameter_shapes`, as `jax_qla.nn.load_gated_deltanet_weights` returns them.
@@ -193,14 +196,21 @@ class GatedDeltaNet(nnx.Module):
         parameters.check_weights(weights, self.config)
         for name, value in weights.items():
             parameter = self._parameter(name)
-            parameter[...] = jnp.asarray(value, parameter.dtype)
+            parameter[...] = parameters.in_place_of(parameter.get_raw_value(), value)
 
     def _parameter(self, name: str) -> nnx.Param[jax.Array]:
         parameter = getattr(self, name)
         return parameter.kernel if isinstance(parameter, nnx.Module) else parameter
 
     def _project(self, x: jax.Array) -> Projected:
+        check_input(x, self.config)
         return arrange({name: getattr(self, name)(x) for name in self.config.input_projections}, self.config)
+
+    def _output(self, y: jax.Array, x: jax.Array) -> jax.Array:
+        """The output projection of y, cut as the layer's input x where types say how."""
+        sharding = sharding_like(x, y)
+        output: jax.Array = self.out_proj(y) if sharding is None else self.out_proj(y, out_sharding=sharding)
+        return output
 
     def _weights(self) -> mixer.MixerWeights:
         return mixer.MixerWeights(self.conv1d[...], self.A_log[...], self.dt_bias[...], self.norm[...])

@@ -9,6 +9,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
+from jax_qla.nn.projections import beside
 from jax_qla.widening import widen
 
 
@@ -22,7 +23,7 @@ def log_decay(a: jax.Array, a_log: jax.Array, dt_bias: jax.Array) -> jax.Array:
     Returns:
         float32 [B, T, Hv], <= 0.
     """
-    a_log, dt_bias = (widen(x)[None, None] for x in (a_log, dt_bias))
+    a_log, dt_bias = (widen(beside(x, a))[None, None] for x in (a_log, dt_bias))
     return -jnp.exp(a_log) * jax.nn.softplus(widen(a) + dt_bias)
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jax_qla.nn.config import GatedDeltaNetConfig
 
@@ -47,6 +48,16 @@ def parameter_shapes(config: GatedDeltaNetConfig) -> dict[str, tuple[int, ...]]:
     }
 
 
+def check_dtype(name: str, dtype: Any) -> None:
+    """Whether a layer can have this dtype; None would be float64.
+
+    Raises:
+        TypeError: it is not a floating one.
+    """
+    if dtype is None or not jnp.issubdtype(dtype, jnp.floating):
+        raise TypeError(f"{name} must be a floating dtype such as jnp.bfloat16, got {dtype}")
+
+
 def check_weights(weights: Mapping[str, Any], config: GatedDeltaNetConfig) -> None:
     """Whether `weights` are all the parameters of a layer, and nothing else.
 
@@ -63,6 +74,16 @@ def check_weights(weights: Mapping[str, Any], config: GatedDeltaNetConfig) -> No
     ]
     if wrong:
         raise ValueError(f"weights do not fit the layer with projections={config.projections!r}: {'; '.join(wrong)}")
+
+
+def in_place_of(old: Any, new: Any) -> jax.Array:
+    """`new` in the dtype of `old`, and cut like it if it was put somewhere."""
+    traced = any(isinstance(x, jax.core.Tracer) for x in (old, new))
+    if traced or not isinstance(old, jax.Array) or not old.committed:
+        return jnp.asarray(new, old.dtype)
+    # Not by way of one device, which may have no room for all of it.
+    new = new if isinstance(new, jax.Array) else np.asarray(new)
+    return jax.device_put(new.astype(old.dtype), old.sharding)
 
 
 def initial_conv1d(key: jax.Array, shape: tuple[int, ...], dtype: Any = jnp.float32) -> jax.Array:

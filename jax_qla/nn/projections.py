@@ -1,12 +1,14 @@
-"""What a layer projects from its input, whichever linear layers do it."""
+"""What a layer projects from its input, and how its linear layers go over a mesh, whichever linear layers do it."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import NamedTuple
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from jax_qla.nn.config import GatedDeltaNetConfig
 
@@ -22,6 +24,81 @@ class Projected(NamedTuple):
     """[B, T, Hv], from which beta comes."""
     a: jax.Array
     """[B, T, Hv], from which the decay comes."""
+
+
+def check_input(x: Any, config: GatedDeltaNetConfig, hint: str = "") -> None:
+    """Whether x is an input of the layer. `hint` ends the message.
+
+    Raises:
+        ValueError: it has another shape than [B, T, D].
+    """
+    if jnp.ndim(x) != 3 or jnp.shape(x)[-1] != config.hidden_size:
+        raise ValueError(f"x must have shape [B, T, {config.hidden_size}], got {tuple(jnp.shape(x))}{hint}")
+
+
+def sharding_like(x: jax.Array, *others: jax.Array) -> NamedSharding | None:
+    """How x is cut over the Explicit axes of its mesh, or of the others' if it has none; None without such axes.
+
+    The result of the output projection is to be cut so, like the layer's input x, which it is added to.
+    """
+    mesh = _explicit_mesh(x, *others)
+    return None if mesh is None else NamedSharding(mesh, P(*jax.typeof(x).sharding.spec))
+
+
+def dot_general(
+    x: jax.Array, kernel: jax.Array, dimension_numbers: Any, *, out_sharding: Any = None, **options: Any
+) -> jax.Array:
+    """`jax.lax.dot_general` of x [B, T, D] and a kernel [D, features], also where Explicit axes cut any axes of both.
+
+    Of the kernel, what is cut like what it meets stays so: its D like x's, its features like the result's. The rest is
+    gathered, as fully sharded data parallelism means, and its gradient scattered.
+
+    Args:
+        out_sharding: of the result; None for x's with the features cut as the kernel's, but over axes that cut B or T.
+    """
+    mesh = _explicit_mesh(x, kernel)
+    if mesh is not None:
+        *rows, inner = jax.typeof(x).sharding.spec
+        contracted, features = jax.typeof(kernel).sharding.spec
+        if out_sharding is None:
+            out_sharding = NamedSharding(mesh, P(*rows, _untaken(features, rows)))
+        outer = out_sharding.spec[-1]
+        met = P(
+            contracted if _names(contracted) == _names(inner) else None,
+            outer if set(_names(outer)) <= set(_names(features)) else None,
+        )
+        if met != P(contracted, features):
+            kernel = jax.sharding.reshard(kernel, NamedSharding(mesh, met))
+    return jax.lax.dot_general(x, kernel, dimension_numbers, out_sharding=out_sharding, **options)
+
+
+def beside(weight: jax.Array, x: jax.Array) -> jax.Array:
+    """A weight [Hv] to be combined with x [B, T, Hv]: gathered over Explicit axes that cut x's B or T."""
+    mesh = _explicit_mesh(weight, x)
+    if mesh is None:
+        return weight
+    (entry,) = jax.typeof(weight).sharding.spec
+    left = _untaken(entry, jax.typeof(x).sharding.spec[:-1])
+    return weight if _names(left) == _names(entry) else jax.sharding.reshard(weight, NamedSharding(mesh, P(left)))
+
+
+def _names(entry: Any) -> tuple[str, ...]:
+    """The mesh axes of an entry of a PartitionSpec."""
+    return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
+
+
+def _untaken(entry: Any, others: Iterable[Any]) -> Any:
+    """The entry of a PartitionSpec without the mesh axes of others, which no axis of the same array can have too."""
+    taken = {axis for other in others for axis in _names(other)}
+    left = tuple(axis for axis in _names(entry) if axis not in taken)
+    return left[0] if len(left) == 1 else left or None
+
+
+def _explicit_mesh(*arrays: jax.Array) -> Any:
+    """The mesh of these arrays, or else the current one, if it has Explicit axes; otherwise None."""
+    meshes = [jax.typeof(x).sharding.mesh for x in arrays]
+    mesh = next((mesh for mesh in meshes if not mesh.empty), jax.sharding.get_abstract_mesh())
+    return mesh if AxisType.Explicit in mesh.axis_types else None
 
 
 def arrange(outputs: Mapping[str, jax.Array], config: GatedDeltaNetConfig) -> Projected:
