@@ -51,7 +51,7 @@ _OPERATORS: dict[str, Callable[[int, int], int]] = {
     ">>": lambda a, b: a >> b,
 }
 _registration = threading.Lock()
-_folders: dict[str, None] = {}  # where the extension looks for cubins, in order
+_folders: list[str] = []  # where the extension looks for cubins, in order
 
 
 @dataclasses.dataclass(frozen=True)
@@ -120,9 +120,9 @@ def launch(
     return dict(zip(outputs, results, strict=True))
 
 
-@functools.cache
 def unavailable() -> str | None:
-    """Why nothing can be launched from this installation (on any machine), or None."""
+    """Why nothing can be launched from this installation (on any machine), or None. Asked anew each time: what it
+    advises can be done within the process."""
     try:
         register()
     except RuntimeError as error:
@@ -138,7 +138,7 @@ def register() -> None:
     """
     with _registration:
         _register_once()
-        _look_in(tuple(store.directories()))
+        _look_in_folders()
 
 
 @functools.cache
@@ -156,11 +156,15 @@ def _register_once() -> None:
         jax.ffi.register_ffi_target(name, stages, platform="CUDA")
 
 
-@functools.cache
-def _look_in(directories: tuple[str, ...]) -> None:
-    """Makes the extension look for cubins in these folders too. Programs of before go on finding theirs."""
+def _look_in_folders() -> None:
+    """Makes the extension look for cubins in the store's folders, and then in those of before, for the programs of
+    before. Last, because they may have been left for being unreadable, and the search ends there."""
     from jax_qla import _ffi
 
+    try:
+        directories = store.directories()
+    except OSError as error:  # A relative path in a folder that was removed.
+        raise RuntimeError(f"the kernel cache has no place ({error}); set JAX_QLA_CACHE to another folder") from error
     for directory in directories:
         try:
             directory.encode()
@@ -168,8 +172,10 @@ def _look_in(directories: tuple[str, ...]) -> None:
             raise RuntimeError(
                 f"the folder of kernels {directory!r} has a name that is not UTF-8; set JAX_QLA_CACHE to another one"
             ) from error
-    _folders.update(dict.fromkeys(directories))
-    _ffi.set_cubin_directories(list(_folders))
+    folders = list(dict.fromkeys([*directories, *_folders]))
+    if folders != _folders:
+        _ffi.set_cubin_directories(folders)
+        _folders[:] = folders
 
 
 def _vary_alike(arrays: Sequence[jax.Array]) -> list[jax.Array]:

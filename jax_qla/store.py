@@ -33,7 +33,18 @@ PACKAGED_DIRECTORY = Path(__file__).parent / "cubins"
 """The package's own kernels, filled by `python -m jax_qla.kernels.build`."""
 
 _KERNELS = Path(__file__).parent / "kernels"
-_SOURCES = {file.name: file.read_bytes() for file in _KERNELS.glob("*.py")}
+
+
+def _read(folder: Path) -> dict[str, bytes]:
+    """Python files by name, but those that cannot be read, as the link is that an editor leaves beside a file."""
+    files = {}
+    for file in folder.glob("*.py"):
+        with contextlib.suppress(OSError):
+            files[file.name] = file.read_bytes()
+    return files
+
+
+_SOURCES = _read(_KERNELS)
 """As they are imported. Read when a kernel is first asked for, they might be those of an update since then, and the
 cubin of the program in memory would be found by all processes to come as that of the new source."""
 _SHARED_SOURCES = ("common.py", "plan.py", "toolchain.py", "build.py")
@@ -92,7 +103,7 @@ def why_not_at_hand(name: str, config: Any, *, build: bool) -> str | None:
     try:
         if _find(name, config):
             return None
-        if build and why_not_buildable() is None:
+        if build and _why_not_built(name) is None:
             _make_cache(cache_directory())
             return None
     except (RuntimeError, OSError) as error:
@@ -109,7 +120,8 @@ def why_not_buildable() -> str | None:
 
     try:
         toolchain.find_nvrtc()
-    except FileNotFoundError as error:
+        importlib.metadata.version("tilelang")  # An entry names it; one that was found by path has none.
+    except (FileNotFoundError, importlib.metadata.PackageNotFoundError) as error:
         return str(error)
     return None
 
@@ -152,9 +164,15 @@ def config_fields(config: Any) -> dict[str, Any]:
 
 @functools.cache
 def source_hash(name: str) -> str:
-    """Hash of a kernel's source and of what it is built with."""
+    """Hash of a kernel's source and of what it is built with.
+
+    Raises:
+        KernelNotFoundError: the source is not there.
+    """
     digest = hashlib.sha256()
     for file in (f"{name}.py", *_SHARED_SOURCES):
+        if file not in _SOURCES:
+            raise KernelNotFoundError(f"{_KERNELS / file}, by which kernels are found, is missing; reinstall jax_qla")
         digest.update(_SOURCES[file])
     return digest.hexdigest()
 
@@ -264,13 +282,25 @@ def _compilers(unknown: dict[str, str]) -> dict[str, str]:
         return unknown
 
 
+def _why_not_built(name: str) -> str | None:
+    """What a build of this kernel lacks. Its modules are imported when they are first needed, and may be newer by then
+    than `_SOURCES`: the key would be that of another program."""
+    if reason := why_not_buildable():
+        return reason
+    now = _read(_KERNELS)
+    for file in (f"{name}.py", *_SHARED_SOURCES):
+        if now.get(file) != _SOURCES.get(file):
+            return f"{_KERNELS / file} has changed since jax_qla was imported; start Python anew"
+    return None
+
+
 def _build(name: str, config: Any) -> Kernel:
     cache = cache_directory()
     settings = ", ".join(f"{field}={value}" for field, value in config_fields(config).items())
     missing = (
         f"the kernel {name}({settings}) is neither in {PACKAGED_DIRECTORY} nor in {cache}, and cannot be built here"
     )
-    if reason := why_not_buildable():
+    if reason := _why_not_built(name):
         raise KernelNotFoundError(f"{missing}: {reason}")
     _make_cache(cache)
     try:

@@ -371,7 +371,8 @@ def test_launch_through_the_extension(driver: StubDriver, tmp_path: Path, monkey
 
 def test_cache_chosen_after_the_first_call(driver: StubDriver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its folder is looked in from the next call on, and those of before still are."""
-    monkeypatch.setattr(launch, "_folders", {str(tmp_path): None})
+    # The longest one cannot be opened; an error message advises to set another.
+    monkeypatch.setattr(launch, "_folders", ["x" * 300, str(tmp_path)])
     for name in ("one", "another"):
         folder = tmp_path / name
         folder.mkdir()
@@ -379,18 +380,25 @@ def test_cache_chosen_after_the_first_call(driver: StubDriver, tmp_path: Path, m
         use(monkeypatch, {"scale": IN_PLACE}, write_cubin(folder, {"scale_kernel": [8, 8, 8]}))
         jax.block_until_ready(jax.jit(lambda x: in_place(x))(jnp.arange(4.0)))
     assert len(driver.launches()) == 2
-    assert set(launch._folders) >= {str(tmp_path), str(tmp_path / "one"), str(tmp_path / "another")}
+    another, one = (str(tmp_path / name) for name in ("another", "one"))
+    assert launch._folders == [str(store.PACKAGED_DIRECTORY), another, one, "x" * 300, str(tmp_path)]
 
 
 def test_cache_whose_name_is_not_utf8(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the sentence advises helps at once."""
+    before = os.environ.get("JAX_QLA_CACHE", "")
     monkeypatch.setenv("JAX_QLA_CACHE", os.fsdecode(b"/tmp/caf\xe9"))
-    launch.unavailable.cache_clear()
-    try:
-        reason = launch.unavailable()
-    finally:
-        launch.unavailable.cache_clear()
-    assert reason is not None
-    assert "has a name that is not UTF-8; set JAX_QLA_CACHE to another one" in reason
+    assert "has a name that is not UTF-8; set JAX_QLA_CACHE to another one" in str(launch.unavailable())
+    monkeypatch.setenv("JAX_QLA_CACHE", before)
+    assert launch.unavailable() is None
+
+
+def test_cache_that_has_no_place(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("JAX_QLA_CACHE", "relative")
+    tmp_path.rmdir()
+    assert "the kernel cache has no place" in str(launch.unavailable())
+    tmp_path.mkdir()
 
 
 def test_aliases_through_the_extension(driver: StubDriver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

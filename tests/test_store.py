@@ -171,6 +171,36 @@ def test_key_depends_on_name_configuration_and_source(monkeypatch: pytest.Monkey
         keys()
 
 
+def test_sources_that_cannot_be_read(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Such as the link that Emacs leaves beside a file that it edits; and a kernel without a source is a reason."""
+    (tmp_path / ".#prepare.py").symlink_to("somebody@somewhere.1")
+    (tmp_path / "prepare.py").write_bytes(b"program")
+    assert store._read(tmp_path) == {"prepare.py": b"program"}
+    assert store._read(tmp_path / "nowhere") == {}
+    monkeypatch.setattr(store, "_SOURCES", {})
+    store.key.cache_clear()
+    store.source_hash.cache_clear()
+    assert "prepare.py, by which kernels are found, is missing" in str(
+        store.why_not_at_hand(NAME, Config(), build=False)
+    )
+
+
+def test_sources_that_changed_since_are_not_built(
+    builds: Builds, packaged: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The program in memory may be the one or the other; what is found needs none."""
+    for name, content in store._SOURCES.items():
+        (tmp_path / name).write_bytes(content)
+    monkeypatch.setattr(store, "_KERNELS", tmp_path)
+    assert store.lookup(NAME, Config(64)).source == "built"
+    (tmp_path / "plan.py").write_text("# changed")
+    assert store.lookup(NAME, Config(64)).source == "built"
+    with pytest.raises(store.KernelNotFoundError, match=r"plan\.py has changed since jax_qla was imported; start Pyt"):
+        store.lookup(NAME, Config(128))
+    assert store.why_not_at_hand(NAME, Config(128), build=True) is not None
+    assert len(builds.done) == 1
+
+
 def test_content_addressing_and_modes(builds: Builds, packaged: Path, cache: Path) -> None:
     """What the package holds is for all to read, what the cache holds for its user alone."""
     former = os.umask(0o077)
@@ -428,8 +458,10 @@ def test_what_a_build_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
     with mock.patch.object(importlib.util, "find_spec"):
         with mock.patch.object(toolchain, "find_nvrtc", side_effect=FileNotFoundError("NVRTC was not found")):
             assert reason() == "NVRTC was not found"
-        with mock.patch.object(toolchain, "find_nvrtc"):
+        with mock.patch.object(toolchain, "find_nvrtc"), mock.patch.object(importlib.metadata, "version") as version:
             assert reason() is None
+            version.side_effect = importlib.metadata.PackageNotFoundError("tilelang")
+            assert reason() == "No package metadata was found for tilelang"
 
 
 # What it means for the choice of an implementation
