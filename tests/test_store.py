@@ -85,12 +85,14 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.fixture
 def builds(packaged: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Builds]:
     """A stand-in for the compilers."""
+    from jax_qla.kernels import toolchain
+
     builds = Builds()
     module: Any = types.ModuleType("jax_qla.kernels.build")
     module.build = builds.build
     versions = importlib.metadata.version
-    compilers = {"tilelang": VERSION, "nvidia-cuda-nvrtc-cu12": CUDA}
-    monkeypatch.setattr(importlib.metadata, "version", lambda name: compilers.get(name) or versions(name))
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: VERSION if name == "tilelang" else versions(name))
+    monkeypatch.setattr(toolchain, "cuda_version", lambda: CUDA)
     monkeypatch.setattr(store, "why_not_buildable", lambda: builds.reason)
     with mock.patch.dict(sys.modules, {module.__name__: module}):
         yield builds
