@@ -547,7 +547,7 @@ def recurrent_gated_delta_rule(
     state_dtype = "float32" if initial_state is None else jnp.dtype(initial_state.dtype).name
     call = RecurrentCall(packed=cu_seqlens is not None, state_dtype=state_dtype)
     choice = choose(q, k, v, implementation=implementation, precision=None, recurrent=call)
-    # What Auto axes beside others cut is left to the compiler, as everything is in an Auto mesh.
+    # What Auto axes beside others cut is left to the compiler.
     layout, (q, k, v, g, beta, *others) = _operands_of_half(q, k, v, g, beta, initial_state, cu_seqlens, partly=True)
     if use_qk_l2norm_in_kernel:
         q, k = normalize(q), normalize(k)

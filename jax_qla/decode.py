@@ -99,9 +99,10 @@ def kernel_where_it_runs(
         results = jax.tree.map(lambda x: x.reshape(axis_size, x.shape[0] // axis_size, *x.shape[1:]), results)
         return results, jax.tree.map(lambda _: True, results)
 
-    differentiable = jax.custom_jvp(
-        (lambda *operands: by_batch_and_heads(by_platform, operands)) if automatic else batchable
-    )
+    def partitioned(*operands: Any) -> _Results:
+        return by_batch_and_heads(by_platform, operands, output_final_state=output_final_state)
+
+    differentiable = jax.custom_jvp(partitioned if automatic else batchable)
 
     @differentiable.defjvp
     def of_the_recurrence(primals: Any, tangents: Any) -> tuple[_Results, _Results]:

@@ -99,7 +99,8 @@ LOCAL = Layout()
 """Nothing is cut, or all is cut already."""
 
 
-def _names(entry: Any) -> Axes:
+def axes_of(entry: Any) -> Axes:
+    """The mesh axes of an entry of a PartitionSpec."""
     if entry is None:
         return ()
     return (entry,) if isinstance(entry, str) else tuple(entry)
@@ -165,7 +166,7 @@ def resolve(
     found: dict[str, list[str]] = {"b": list(batch), "t": list(sequence), "h": list(heads)}
     for x, d in present:
         for letter, entry in zip(d, jax.typeof(x).sharding.spec, strict=False):
-            for axis in _names(entry):
+            for axis in axes_of(entry):
                 if axis not in explicit or axis in used:
                     continue
                 if letter.lower() in found:
@@ -193,9 +194,9 @@ def _check_names(mesh_axes: MeshAxes | None, mesh: Any) -> tuple[Axes, Axes, Axe
         )
     seen: set[str] = set()
     for field, entry in zip(mesh_axes._fields, mesh_axes, strict=True):
-        if not isinstance(entry, str | tuple | None) or not all(isinstance(axis, str) for axis in _names(entry)):
+        if not isinstance(entry, str | tuple | None) or not all(isinstance(axis, str) for axis in axes_of(entry)):
             raise TypeError(f"mesh_axes.{field} must be a name, a tuple of names or None, got {entry!r}")
-        for axis in _names(entry):
+        for axis in axes_of(entry):
             if axis not in mesh.axis_names:
                 there = (
                     f"its axes are {', '.join(map(repr, mesh.axis_names))}" if mesh.axis_names else "there is no mesh"
@@ -205,7 +206,7 @@ def _check_names(mesh_axes: MeshAxes | None, mesh: Any) -> tuple[Axes, Axes, Axe
             if axis in seen:
                 raise ValueError(f"mesh_axes names the mesh axis {axis!r} twice")
             seen.add(axis)
-    return _names(mesh_axes.batch), _names(mesh_axes.heads), _names(mesh_axes.sequence)
+    return axes_of(mesh_axes.batch), axes_of(mesh_axes.heads), axes_of(mesh_axes.sequence)
 
 
 def _fitted(
@@ -240,7 +241,7 @@ def _warn_of_gathering(layout: Layout, present: Sequence[tuple[Any, str]], expli
     for x, d in present:
         wanted = layout.spec(d)
         for position, entry in enumerate(jax.typeof(x).sharding.spec):
-            lost = [axis for axis in _names(entry) if axis in explicit and axis not in _names(wanted[position])]
+            lost = [axis for axis in axes_of(entry) if axis in explicit and axis not in axes_of(wanted[position])]
             if not lost:
                 continue
             problem = f"an operand of shape {tuple(x.shape)} is cut over {_described(lost)} along its axis {position}"
@@ -261,7 +262,7 @@ def align(layout: Layout, x: jax.Array, dims: str) -> jax.Array:
     explicit = {a for a, t in zip(mesh.axis_names, mesh.axis_types, strict=True) if t == AxisType.Explicit}
     if not layout.mapped or not explicit:
         return x
-    entries = [tuple(axis for axis in _names(entry) if axis in explicit) for entry in layout.spec(dims)]
+    entries = [tuple(axis for axis in axes_of(entry) if axis in explicit) for entry in layout.spec(dims)]
     spec = P(*(entry[0] if len(entry) == 1 else entry or None for entry in entries))
     if tuple(sharding.spec) == tuple(spec):
         return x
@@ -709,21 +710,23 @@ def without_exchange(
 
 
 def by_batch_and_heads(
-    function: Callable[..., tuple[jax.Array, jax.Array | None]], operands: Sequence[jax.Array | None]
+    function: Callable[..., tuple[jax.Array, jax.Array | None]],
+    operands: Sequence[jax.Array | None],
+    *,
+    output_final_state: bool,
 ) -> tuple[jax.Array, jax.Array | None]:
     """o and final_state by `function`, of q, k, v, g, beta and initial_state of a dense batch, in an Auto mesh: each
     device computes the rows and heads that the compiler gives it, of whole sequences. Not to be differentiated."""
     flat = _flat(operands, (*(shape.replace("t", "w") for shape in OPERANDS), "bHkv"))
-    out_dims = ("bwHv", "bHkv")
 
     def local(axes: Axes, summed: bool, *arrays: jax.Array) -> tuple[jax.Array, ...]:
         o, final_state = function(*flat.rebuild(arrays))
         return (o,) if final_state is None else (o, final_state)
 
-    wanted = len(jax.eval_shape(functools.partial(local, (), True), *flat.arrays))
     heads = (flat.arrays[0].shape[2], flat.arrays[2].shape[2])
-    o, *final_state = _partitioned(local, flat.dims, out_dims[:wanted], heads)(*flat.arrays)
-    return o, final_state[0] if final_state else None
+    out_dims = ("bwHv", "bHkv") if output_final_state else ("bwHv",)
+    o, *final_state = _partitioned(local, flat.dims, out_dims, heads)(*flat.arrays)
+    return o, final_state[0] if output_final_state else None
 
 
 def _partitioned(

@@ -120,7 +120,7 @@ def why_not_buildable() -> str | None:
 
     try:
         toolchain.find_nvrtc()
-        importlib.metadata.version("tilelang")  # An entry names it; one that was found by path has none.
+        _compilers()  # An entry names them; what was found by path has no version.
     except (FileNotFoundError, importlib.metadata.PackageNotFoundError) as error:
         return str(error)
     return None
@@ -267,19 +267,20 @@ def _find_cached(name: str, config: Any) -> Kernel | None:
         return None
     if hashlib.sha256(cubin).hexdigest() != kernel.sha256:
         return None
-    if why_not_buildable() is None and compilers != _compilers(compilers):
+    if why_not_buildable() is None and compilers != _compilers():
         return None
     return kernel
 
 
-def _compilers(unknown: dict[str, str]) -> dict[str, str]:
-    """Versions of those that would build here; `unknown` where they were not installed by a package manager."""
+def _compilers() -> dict[str, str]:
+    """Versions of those that would build here.
+
+    Raises:
+        PackageNotFoundError: one was not installed by a package manager.
+    """
     from jax_qla.kernels import toolchain
 
-    try:
-        return {"tilelang": importlib.metadata.version("tilelang"), "cuda": toolchain.cuda_version()}
-    except importlib.metadata.PackageNotFoundError:
-        return unknown
+    return {"tilelang": importlib.metadata.version("tilelang"), "cuda": toolchain.cuda_version()}
 
 
 def _why_not_built(name: str) -> str | None:

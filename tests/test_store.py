@@ -426,6 +426,7 @@ def test_of_a_compiler_found_by_path_no_version_is_known(builds: Builds, monkeyp
         raise importlib.metadata.PackageNotFoundError(name)
 
     monkeypatch.setattr(importlib.metadata, "version", version)
+    builds.reason = "No package metadata was found for tilelang"  # test_what_a_build_lacks
     new_process(monkeypatch)
     assert store.why_not_at_hand(NAME, Config(), build=False) is None
     assert store.lookup(NAME, Config()).source == "cache"
@@ -460,6 +461,7 @@ def test_what_a_build_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
     with mock.patch.object(importlib.util, "find_spec"):
         with mock.patch.object(toolchain, "find_nvrtc", side_effect=FileNotFoundError("NVRTC was not found")):
             assert reason() == "NVRTC was not found"
+        monkeypatch.setattr(toolchain, "cuda_version", lambda: CUDA)
         with mock.patch.object(toolchain, "find_nvrtc"), mock.patch.object(importlib.metadata, "version") as version:
             assert reason() is None
             version.side_effect = importlib.metadata.PackageNotFoundError("tilelang")

@@ -11,6 +11,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jax_qla.nn.config import GatedDeltaNetConfig
+from jax_qla.sharding import axes_of
 
 
 class Projected(NamedTuple):
@@ -64,8 +65,8 @@ def dot_general(
             out_sharding = NamedSharding(mesh, P(*rows, _untaken(features, rows)))
         outer = out_sharding.spec[-1]
         met = P(
-            contracted if _names(contracted) == _names(inner) else None,
-            outer if set(_names(outer)) <= set(_names(features)) else None,
+            contracted if axes_of(contracted) == axes_of(inner) else None,
+            outer if set(axes_of(outer)) <= set(axes_of(features)) else None,
         )
         if met != P(contracted, features):
             kernel = jax.sharding.reshard(kernel, NamedSharding(mesh, met))
@@ -79,18 +80,13 @@ def beside(weight: jax.Array, x: jax.Array) -> jax.Array:
         return weight
     (entry,) = jax.typeof(weight).sharding.spec
     left = _untaken(entry, jax.typeof(x).sharding.spec[:-1])
-    return weight if _names(left) == _names(entry) else jax.sharding.reshard(weight, NamedSharding(mesh, P(left)))
-
-
-def _names(entry: Any) -> tuple[str, ...]:
-    """The mesh axes of an entry of a PartitionSpec."""
-    return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
+    return weight if axes_of(left) == axes_of(entry) else jax.sharding.reshard(weight, NamedSharding(mesh, P(left)))
 
 
 def _untaken(entry: Any, others: Iterable[Any]) -> Any:
     """The entry of a PartitionSpec without the mesh axes of others, which no axis of the same array can have too."""
-    taken = {axis for other in others for axis in _names(other)}
-    left = tuple(axis for axis in _names(entry) if axis not in taken)
+    taken = {axis for other in others for axis in axes_of(other)}
+    left = tuple(axis for axis in axes_of(entry) if axis not in taken)
     return left[0] if len(left) == 1 else left or None
 
 
