@@ -82,7 +82,13 @@ def why_not_recurrent(q: Any, k: Any, v: Any, *, call: RecurrentCall, build: boo
     """As `why_not`, for `recurrent`."""
     if call.packed:
         return "the decoding kernel of 'cuda' takes dense batches only, without cu_seqlens"
-    return _why_not(q, k, v, build, _RECURRENT, state_dtype=call.state_dtype)
+    single = _single(q.shape[1], call.state_dtype)
+    return _why_not(q, k, v, build, _RECURRENT, state_dtype=call.state_dtype, single=single)
+
+
+def _single(tokens: int, state_dtype: str) -> bool:
+    """Whether a decoding call takes the kernel of one token, which holds 16-bit states in half of the registers."""
+    return tokens == 1 and state_dtype == "bfloat16"
 
 
 def _why_not(q: Any, k: Any, v: Any, build: bool | None, kernels: frozenset[str], **options: Any) -> str | None:
@@ -292,14 +298,15 @@ def recurrent(
 
     The final state takes the memory of the initial one.
     """
-    batch, _, value_heads, value_dim = v.shape
+    batch, tokens, value_heads, value_dim = v.shape
     key_heads, key_dim = k.shape[2:]
     state_dtype = jnp.dtype(jnp.float32) if initial_state is None else initial_state.dtype
 
     def state_shape(given: bool) -> jax.ShapeDtypeStruct:  # an empty array is "not given" and "not wanted"
         return jax.ShapeDtypeStruct((batch if given else 0, value_heads, key_dim, value_dim), state_dtype)
 
-    config = recurrent_kernel.Config(key_dim, value_dim, q.dtype.name, state_dtype.name)
+    single = _single(tokens, state_dtype.name)
+    config = recurrent_kernel.Config(key_dim, value_dim, q.dtype.name, state_dtype.name, single)
     in_place = initial_state is not None and output_final_state
     if initial_state is None:
         initial_state = jnp.zeros(state_shape(False).shape, state_dtype)

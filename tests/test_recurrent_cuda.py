@@ -49,6 +49,12 @@ CASES = (
         for dtype in ("bfloat16", "float16")
         for state_dtype in ("float32", "bfloat16")
     ),
+    *(
+        Case(tokens=1, key_dim=key_dim, value_dim=value_dim, dtype=dtype, state_dtype="bfloat16")
+        for key_dim in (64, 128)
+        for value_dim in (64, 128)
+        for dtype in ("bfloat16", "float16")
+    ),
     Case(key_heads=4, value_heads=4),
     Case(key_heads=1, value_heads=7, tokens=1),
     Case(batch=2, tokens=33),

@@ -581,8 +581,14 @@ def test_every_kernel_that_a_call_can_ask_for_is_packaged(piece_rows: str, monke
 
 
 def test_every_decoding_kernel_that_a_call_can_ask_for_is_packaged(monkeypatch: pytest.MonkeyPatch) -> None:
-    """For all sizes and dtypes, by the step that `jax_qla.cuda` makes."""
+    """For all sizes and dtypes, by the step that `jax_qla.cuda` makes, which is what it looks for before."""
     asked: set[tuple[str, Any]] = set()
+    looked_for: list[tuple[str, Any]] = []
+
+    def at_hand(name: str, config: Any, *, build: bool) -> None:
+        looked_for.append((name, config))
+
+    monkeypatch.setattr(store, "why_not_at_hand", at_hand)
 
     def launch(steps: Any, inputs: Any, outputs: Any, aliases: Any) -> Any:
         asked.update((step.kernel, step.config) for step in steps)
@@ -590,13 +596,15 @@ def test_every_decoding_kernel_that_a_call_can_ask_for_is_packaged(monkeypatch: 
 
     monkeypatch.setattr(cuda, "launch", launch)
     shape: Any = jax.ShapeDtypeStruct
-    sizes = itertools.product(cuda.HEAD_DIMS, cuda.HEAD_DIMS, cuda.DTYPES, ("float32", "bfloat16"))
-    for key_dim, value_dim, dtype, state_dtype in sizes:
-        k, v = shape((1, 1, 2, key_dim), dtype), shape((1, 1, 2, value_dim), dtype)
-        g, state = shape((1, 1, 2), jnp.float32), shape((1, 2, key_dim, value_dim), state_dtype)
+    sizes = itertools.product((1, 2), cuda.HEAD_DIMS, cuda.HEAD_DIMS, cuda.DTYPES, ("float32", "bfloat16"))
+    for tokens, key_dim, value_dim, dtype, state_dtype in sizes:
+        k, v = shape((1, tokens, 2, key_dim), dtype), shape((1, tokens, 2, value_dim), dtype)
+        g, state = shape((1, tokens, 2), jnp.float32), shape((1, 2, key_dim, value_dim), state_dtype)
         function = functools.partial(cuda.recurrent, scale=1.0, output_final_state=True)
         jax.eval_shape(function, k, k, v, g, g, state)
-        sizes_of_call = {"key_dim": key_dim, "value_dim": value_dim, "dtype": dtype, "state_dtype": state_dtype}
-        ((name, config),) = cuda._needed(cuda._RECURRENT, **sizes_of_call)
-        assert (name, config) in asked
+        looked_for.clear()
+        call = implementations.RecurrentCall(packed=False, state_dtype=state_dtype)
+        cuda.why_not_recurrent(k, k, v, call=call, build=False)
+        assert len(looked_for) == 1
+        assert looked_for[0] in asked
     assert asked == {(name, config) for name, config in PACKAGED if name == "recurrent"}

@@ -51,7 +51,8 @@ def _packaged() -> tuple[tuple[str, Any], ...]:
     for key_dim, value_dim, dtype, state_dtype in itertools.product(
         _HEAD_DIMS, _HEAD_DIMS, ("bfloat16", "float16"), _STATE_DTYPES
     ):
-        kernels.append(("recurrent", recurrent.Config(key_dim, value_dim, dtype, state_dtype)))
+        for single in (False, True) if state_dtype == "bfloat16" else (False,):
+            kernels.append(("recurrent", recurrent.Config(key_dim, value_dim, dtype, state_dtype, single)))
     for key_dim, value_dim, reverse in itertools.product(_HEAD_DIMS, _HEAD_DIMS, (False, True)):
         kernels.extend(("compose", compose.Config(key_dim, value_dim, reverse, columns)) for columns in compose.COLUMNS)
     return tuple(kernels)

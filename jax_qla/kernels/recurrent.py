@@ -19,6 +19,10 @@ a multiprocessor, so that their reads keep the memory busy:
     q, k, v, g, beta  fetched one token ahead, to the other one of two buffers in shared memory
     one barrier a token: behind it lie this token's sums of all warps and the next token's operands
 
+With `single`, for one token and a bfloat16 state, a thread holds that as it was read, two elements a register, and rounds what it computes of it
+on its way out: the same numbers, with a third more bytes under way (six blocks a multiprocessor instead of four). What is not needed across the
+barrier, keys and v, is read from shared memory once more behind it.
+
 A thread writes the elements of the state that it has read and no others, after all of the block's reads: `final_state` may be
 `initial_state` itself.
 """
@@ -40,15 +44,28 @@ _LANES = 8  # that share a row
 _LINES = _THREADS // _LANES  # rows that the block covers at once
 
 
+_PRELUDE = r"""
+// Keeps a thread's 16-bit numbers as they are: what is computed of them before and after are two conversions, not one whose results wait in as many
+// registers again.
+template <int pairs>
+__device__ __forceinline__ void jax_qla_as_they_are(void* numbers) {
+  unsigned* x = static_cast<unsigned*>(numbers);
+#pragma unroll
+  for (int n = 0; n < pairs; ++n) asm volatile("" : "+r"(x[n]));
+}
+"""
+
+
 @dataclass(frozen=True)
 class Config:
-    """Sizes this program is specialised for: `key_dim`, `value_dim` 64 or 128, `dtype` "bfloat16" or "float16", and `state_dtype`
-    "float32" or "bfloat16"."""
+    """Sizes this program is specialised for: `key_dim`, `value_dim` 64 or 128, `dtype` "bfloat16" or "float16", `state_dtype`
+    "float32" or "bfloat16", and `single`: whether there is one token, with bfloat16 states only."""
 
     key_dim: int = 128
     value_dim: int = 128
     dtype: str = "bfloat16"
     state_dtype: str = "float32"
+    single: bool = False
 
 
 def program(config: Config):
@@ -59,6 +76,8 @@ def program(config: Config):
     columns = 4 if state_dtype == "float32" else 8  # of a thread
     width, lines = _LANES * columns, K // _LINES
     tiles = V // width
+    single = config.single
+    held = state_dtype if single else "float32"
     sequences, length, key_heads, value_heads = T.dynamic("sequences, length, key_heads, value_heads")
     initial_states, final_states = T.dynamic("initial_states, final_states")  # sequences, or 0: not given, not wanted
 
@@ -99,10 +118,14 @@ def program(config: Config):
         ratio: T.int32,
         scale: T.float32,
     ):
-        with T.Kernel(sequences * value_heads * tiles, threads=_THREADS) as block:
-            T.annotate_min_blocks_per_sm(
-                (7 if K == 128 else 8) if columns == 4 else (4 if K == 128 else 5)
-            )  # more would spill
+        with T.Kernel(sequences * value_heads * tiles, threads=_THREADS, prelude=_PRELUDE if single else "") as block:
+            # more would spill
+            if columns == 4:
+                T.annotate_min_blocks_per_sm(7 if K == 128 else 8)
+            elif single:
+                T.annotate_min_blocks_per_sm(6 if K == 128 else 8)
+            else:
+                T.annotate_min_blocks_per_sm(4 if K == 128 else 5)
             tx = T.get_thread_binding()
             n = T.alloc_var("int32")
             head = T.alloc_var("int32")
@@ -122,7 +145,7 @@ def program(config: Config):
             sums_s = T.alloc_shared((2, _WARPS, 2, width), "float32")  # u and w of each warp
             product_s = T.alloc_shared((2, _WARPS), "float32")  # <q, k> of each warp
 
-            state = T.alloc_local((lines * columns,), "float32")
+            state = T.alloc_local((lines * columns,), held)
             fetched = T.alloc_local((4,), "float32")
             keys = T.alloc_local((lines,), "float32")
             u = T.alloc_local((columns,), "float32")
@@ -138,13 +161,13 @@ def program(config: Config):
             if initial_states > 0:
                 for p in T.unroll(lines):
                     for c in T.vectorized(columns):
-                        state[p * columns + c] = T.cast(initial_state[n, head, p * _LINES + line, first + c], "float32")
+                        state[p * columns + c] = T.cast(initial_state[n, head, p * _LINES + line, first + c], held)
             else:
                 for x in T.unroll(lines * columns):
-                    state[x] = 0.0
+                    state[x] = T.cast(0, held)
             store(fetched, 0, tx, q_s, k_s, v_s, gates_s)
             T.sync_threads()
-            for t in T.serial(length):
+            for t in T.serial(1 if single else length):
                 now = t % 2
                 # this buffer is another token's behind the barrier
                 decay = T.exp(gates_s[now, 0])
@@ -152,17 +175,20 @@ def program(config: Config):
                 for c in T.unroll(columns):
                     u[c] = 0.0
                     w[c] = 0.0
-                    delta[c] = v_s[now, own + c]
+                    if not single:
+                        delta[c] = v_s[now, own + c]
                 product = 0.0
-                if t + 1 < length:
+                if not single and t + 1 < length:
                     fetch(q, k, v, g, beta, n, t + 1, key_head, head, tile, tx, fetched)
                 for p in T.unroll(lines):
                     keys[p] = k_s[now, p * _LINES + line]
                     query = q_s[now, p * _LINES + line]
                     product += query * keys[p]
                     for c in T.unroll(columns):
-                        u[c] += keys[p] * state[p * columns + c]
-                        w[c] += query * state[p * columns + c]
+                        u[c] += keys[p] * T.cast(state[p * columns + c], "float32")
+                        w[c] += query * T.cast(state[p * columns + c], "float32")
+                if single:
+                    T.call_extern("handle", f"jax_qla_as_they_are<{lines * columns // 2}>", state.data)
                 for step in T.unroll(2):
                     product += T.shfl_xor(product, _LANES << step)
                     for c in T.unroll(columns):
@@ -174,7 +200,7 @@ def program(config: Config):
                     for c in T.vectorized(columns):
                         sums_s[now, tx // 32, 1, own + c] = w[c]
                     product_s[now, tx // 32] = product  # the same number by all lanes
-                if t + 1 < length:
+                if not single and t + 1 < length:
                     store(fetched, 1 - now, tx, q_s, k_s, v_s, gates_s)
                 T.sync_threads()
                 product = 0.0
@@ -186,9 +212,12 @@ def program(config: Config):
                     for x in T.unroll(_WARPS):
                         u[c] += sums_s[now, x, 0, own + c]
                         w[c] += sums_s[now, x, 1, own + c]
+                    if single:
+                        delta[c] = v_s[now, own + c]
                     delta[c] = beta_t * (delta[c] - decay * u[c])
-                for x in T.unroll(lines * columns):
-                    state[x] = decay * state[x] + keys[x // columns] * delta[x % columns]
+                if not single:
+                    for x in T.unroll(lines * columns):
+                        state[x] = decay * state[x] + keys[x // columns] * delta[x % columns]
                 if line == 0:
                     for c in T.unroll(columns):
                         result[c] = T.cast(scale * (decay * w[c] + product * delta[c]), dtype)
@@ -196,6 +225,12 @@ def program(config: Config):
                         o[n, t, head, first + c] = result[c]
             if final_states > 0:
                 for p in T.unroll(lines):
+                    if single:
+                        keys[p] = k_s[0, p * _LINES + line]
+                        for c in T.unroll(columns):
+                            state[p * columns + c] = T.cast(
+                                decay * T.cast(state[p * columns + c], "float32") + keys[p] * delta[c], held
+                            )
                     for c in T.vectorized(columns):
                         final_state[n, head, p * _LINES + line, first + c] = T.cast(state[p * columns + c], state_dtype)
 
