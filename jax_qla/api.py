@@ -504,7 +504,8 @@ def recurrent_gated_delta_rule(
 
     Args:
         All as in `chunk_gated_delta_rule`, but for:
-        use_qk_l2norm_in_kernel: done before, always; the quotients are rounded to q's dtype.
+        use_qk_l2norm_in_kernel: done by the kernel of "cuda", in float32; elsewhere before, with quotients that are
+            rounded to q's dtype.
         initial_state: float32 or bfloat16; it is read once and written once, whatever the number of tokens.
         implementation: "cuda" (a Hopper kernel; K and V 64 or 128, bfloat16 or float16, without cu_seqlens), "xla" (the
             recurrence in plain JAX on any platform, for any size, written out for few tokens), "reference" (the same as
@@ -549,14 +550,13 @@ def recurrent_gated_delta_rule(
     choice = choose(q, k, v, implementation=implementation, precision=None, recurrent=call)
     # What Auto axes beside others cut is left to the compiler.
     layout, (q, k, v, g, beta, *others) = _operands_of_half(q, k, v, g, beta, initial_state, cu_seqlens, partly=True)
-    if use_qk_l2norm_in_kernel:
-        q, k = normalize(q), normalize(k)
     o, final_state = sharding.without_exchange(
         *(layout, decode.recurrent, (q, k, v, widen(g), widen(beta), *others)),
         options=(
             ("choice", choice),
             ("scale", checked.scale),
             ("output_final_state", output_final_state),
+            ("l2norm", use_qk_l2norm_in_kernel),
             ("automatic", layout.automatic),
         ),
         output_final_state=output_final_state,

@@ -293,6 +293,7 @@ def recurrent(
     *,
     scale: float,
     output_final_state: bool,
+    l2norm: bool = False,
 ) -> tuple[jax.Array, jax.Array | None]:
     """o and final_state of at least one token, from a dense batch; the contract is `decode.recurrent`'s.
 
@@ -311,7 +312,7 @@ def recurrent(
     if initial_state is None:
         initial_state = jnp.zeros(state_shape(False).shape, state_dtype)
     results = launch(
-        [Step("recurrent", config, {"scale": scale, "ratio": value_heads // key_heads})],
+        [Step("recurrent", config, {"scale": scale, "ratio": value_heads // key_heads, "normed": int(l2norm)})],
         {"q": q, "k": k, "v": v, "g": g, "beta": beta, "initial_state": initial_state},
         {"o": jax.ShapeDtypeStruct(v.shape, v.dtype), "final_state": state_shape(output_final_state)},
         {"initial_state": "final_state"} if in_place else {},

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jax_qla import reference
 from jax_qla.dispatch import match_varying, results_of_no_members
 from jax_qla.implementations import Choice, load
+from jax_qla.l2norm import normalize
 from jax_qla.refusal import refuse
 from jax_qla.sharding import by_batch_and_heads
 
@@ -34,6 +35,7 @@ def recurrent(
     choice: Choice,
     scale: float,
     output_final_state: bool,
+    l2norm: bool = False,
     automatic: bool = False,
 ) -> _Results:
     """o and final_state of the gated delta rule, token by token.
@@ -45,6 +47,7 @@ def recurrent(
         choice: the implementations; "cuda" is dense only.
         scale: factor of q.
         output_final_state: whether to return the final state.
+        l2norm: whether q and k are to be divided by sqrt(|x|^2 + 1e-6), over K.
         automatic: whether the compiler may cut the operands, and then is told what a kernel does not say: that batch
             and heads are for themselves.
 
@@ -55,25 +58,31 @@ def recurrent(
     operands = (q, k, v, g, beta, initial_state)
     # Without a token there is nothing to compute, and the kernel reads at least one.
     if choice.on_cuda != "cuda" or v.shape[0] * v.shape[1] == 0:
-        return _plain(choice.on_cuda, operands, segments, scale, output_final_state)
-    return kernel_where_it_runs(
-        *operands, choice=choice, scale=scale, output_final_state=output_final_state, automatic=automatic
-    )
+        return _plain(choice.on_cuda, operands, segments, scale, output_final_state, l2norm)
+    options = {"choice": choice, "scale": scale, "output_final_state": output_final_state, "l2norm": l2norm}
+    results: _Results = kernel_where_it_runs(*operands, **options, automatic=automatic)
+    return results
 
 
-@functools.partial(jax.jit, static_argnames=("choice", "scale", "output_final_state", "automatic"))
+@functools.partial(jax.jit, static_argnames=("choice", "scale", "output_final_state", "l2norm", "automatic"))
 def kernel_where_it_runs(
-    *operands: Any, choice: Choice, scale: float, output_final_state: bool, automatic: bool = False
+    *operands: Any,
+    choice: Choice,
+    scale: float,
+    output_final_state: bool,
+    l2norm: bool = False,
+    automatic: bool = False,
 ) -> tuple[jax.Array, jax.Array | None]:
     """`recurrent` of a dense batch with at least one token where `choice.on_cuda` is "cuda"."""
 
     def by_kernel(*operands: Any) -> _Results:
-        results = load("cuda").recurrent(*operands, scale=scale, output_final_state=output_final_state)
+        options = {"scale": scale, "output_final_state": output_final_state, "l2norm": l2norm}
+        results = load("cuda").recurrent(*operands, **options)
         return match_varying(results, operands)
 
     def by_recurrence(*operands: Any) -> _Results:
         name = choice.elsewhere or "xla"  # for derivatives alone, where there is no other implementation
-        return match_varying(_plain(name, operands, None, scale, output_final_state), operands)
+        return match_varying(_plain(name, operands, None, scale, output_final_state, l2norm), operands)
 
     def by_platform(*operands: Any) -> _Results:
         if choice.elsewhere is not None:
@@ -113,11 +122,18 @@ def kernel_where_it_runs(
 
 
 def _plain(
-    name: str, operands: Sequence[Any], segments: jax.Array | None, scale: float, output_final_state: bool
+    name: str,
+    operands: Sequence[Any],
+    segments: jax.Array | None,
+    scale: float,
+    output_final_state: bool,
+    l2norm: bool,
 ) -> _Results:
     """The recurrence in plain JAX: "xla" without a loop where tokens are few, "reference" as a loop."""
     function = reference.recurrent if name == "xla" else reference.recurrence
     q, k, v, g, beta, initial_state = operands
+    if l2norm:
+        q, k = normalize(q), normalize(k)
     o, final_state = function(q, k, v, g, beta, initial_state, segments, scale=scale)
     if initial_state is not None and initial_state.dtype == jnp.bfloat16:
         final_state = final_state.astype(jnp.bfloat16)

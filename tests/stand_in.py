@@ -11,6 +11,7 @@ from unittest import mock
 import jax
 
 from jax_qla import decode, dispatch, reference, sharding, xla
+from jax_qla.l2norm import normalize
 
 TARGET = "jax_qla.tests.stand_in"
 """Custom call target in programs that are lowered to the stand-in."""
@@ -33,8 +34,19 @@ def _backward(*operands: Any, **options: Any) -> Any:
 
 
 def _recurrent(
-    q: Any, k: Any, v: Any, g: Any, beta: Any, initial_state: Any, *, scale: float, output_final_state: bool
+    q: Any,
+    k: Any,
+    v: Any,
+    g: Any,
+    beta: Any,
+    initial_state: Any,
+    *,
+    scale: float,
+    output_final_state: bool,
+    l2norm: bool,
 ) -> Any:
+    if l2norm:
+        q, k = normalize(q), normalize(k)
     o, final_state = reference.recurrent(q, k, v, g, beta, initial_state, None, scale=scale)
     if not output_final_state:
         return _mark(o), None

@@ -23,6 +23,7 @@ from jax_qla.kernels import (
     states,
     summaries,
 )
+from jax_qla.l2norm import normalize
 from jax_qla.reference import recurrence
 
 TOLERANCE = 1e-12
@@ -310,13 +311,16 @@ def expected_of_recurrent(*operands: Any) -> tuple[jax.Array, jax.Array]:
 @pytest.mark.parametrize("heads", HEADS)
 @pytest.mark.parametrize("tokens", [1, 25])
 @pytest.mark.parametrize("given_state", [True, False])
-def test_recurrent(heads: str, tokens: int, given_state: bool) -> None:
+@pytest.mark.parametrize("normed", [0, 1])
+def test_recurrent(heads: str, tokens: int, given_state: bool, normed: int) -> None:
     given = inputs(3, tokens, 3, HEADS[heads])
     ratio = HEADS[heads][1] // HEADS[heads][0]
     rows: Any = [given[name] for name in ("q", "k", "v", "g", "beta")]
     state = given["initial_state"] if given_state else given["initial_state"][:0]
     q, k, v, g, beta = rows
-    found = recurrent.specification(q, k, v, g, beta, state, ratio=ratio, scale=SCALE)
+    found = recurrent.specification(q, k, v, g, beta, state, ratio=ratio, scale=SCALE, normed=normed)
+    if normed:
+        rows[:2] = normalize(q), normalize(k)
     right = expected_of_recurrent(*rows, state if given_state else None)
     for name, x, y in zip(("o", "final_state"), found, right, strict=True):
         assert x.dtype == jnp.float64

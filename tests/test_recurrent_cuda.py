@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 import jax_qla
+from jax_qla.l2norm import normalize
 from jax_qla.reference import recurrence
 
 pytestmark = pytest.mark.gpu
@@ -35,6 +36,8 @@ class Case:
     dtype: str = "bfloat16"
     state_dtype: str = "float32"
     initial_state: bool = True
+    l2norm: bool = False
+    """Whether q and k are to be normalised; they are then of lengths from 0.3 to 8, but for a key of zeros."""
 
     def __str__(self) -> str:
         return "-".join(str(value) for value in dataclasses.astuple(self))
@@ -62,6 +65,13 @@ CASES = (
     Case(batch=64, tokens=1, key_heads=16, value_heads=32, state_dtype="bfloat16"),
     Case(initial_state=False),
     Case(initial_state=False, tokens=1, key_dim=64),
+    *(
+        Case(tokens=tokens, dtype=dtype, state_dtype=state_dtype, l2norm=True)
+        for tokens in (1, 3)
+        for dtype in ("bfloat16", "float16")
+        for state_dtype in ("float32", "bfloat16")
+    ),
+    Case(key_dim=64, value_dim=64, key_heads=1, value_heads=3, initial_state=False, l2norm=True),
 )
 
 
@@ -72,6 +82,10 @@ def inputs(case: Case) -> tuple[Any, ...]:
     values = (case.batch, case.tokens, case.value_heads, case.value_dim)
     q, k, v = random.normal(size=keys), random.normal(size=keys), random.normal(size=values)
     k /= np.linalg.norm(k, axis=-1, keepdims=True)
+    if case.l2norm:
+        k *= random.uniform(0.3, 8, keys[:3])[..., None]
+        q *= random.uniform(0.3, 8, keys[:3])[..., None] / np.linalg.norm(q, axis=-1, keepdims=True)
+        k[0, -1, 0] = 0.0
     g = -random.exponential(size=values[:3])
     beta = random.uniform(size=values[:3])
     g[:, -1, 0] = 0.0
@@ -83,20 +97,26 @@ def inputs(case: Case) -> tuple[Any, ...]:
     return *rows, jnp.asarray(state, case.state_dtype) if case.initial_state else None
 
 
-def decode(*operands: Any, output_final_state: bool = True) -> Any:
+def decode(*operands: Any, output_final_state: bool = True, l2norm: bool = False) -> Any:
     *rows, state = operands
     return jax_qla.recurrent_gated_delta_rule(
-        *rows, initial_state=state, output_final_state=output_final_state, implementation="cuda"
+        *rows,
+        initial_state=state,
+        output_final_state=output_final_state,
+        use_qk_l2norm_in_kernel=l2norm,
+        implementation="cuda",
     )
 
 
-def in_float64(*operands: Any) -> tuple[np.ndarray, np.ndarray]:
+def in_float64(*operands: Any, l2norm: bool = False) -> tuple[np.ndarray, np.ndarray]:
     """o and final_state by the recurrence, on the host."""
     with jax.enable_x64(True), jax.default_device(jax.devices("cpu")[0]):
         wide: list[Any] = [
             None if x is None else jnp.asarray(np.asarray(x.astype(jnp.float32)), jnp.float64) for x in operands
         ]
         q, k, v, g, beta, state = wide
+        if l2norm:
+            q, k = normalize(q), normalize(k)
         o, final_state = jax.jit(functools.partial(recurrence, scale=q.shape[3] ** -0.5))(q, k, v, g, beta, state, None)
         return np.asarray(o), np.asarray(final_state)
 
@@ -118,10 +138,10 @@ def error_of_state(state: Any, right: np.ndarray) -> float:
 
 
 def check(case: Case, function: Callable[..., Any]) -> None:
-    """`function` is right, of these operands to o and the final state."""
+    """`function`, of these operands and `l2norm`, whether to normalise, to o and the final state, is right."""
     operands = inputs(case)
-    o, final_state = jax.jit(function)(*operands)
-    right_o, right_state = in_float64(*operands)
+    o, final_state = jax.jit(functools.partial(function, l2norm=case.l2norm))(*operands)
+    right_o, right_state = in_float64(*operands, l2norm=case.l2norm)
     assert o.dtype == case.dtype
     assert final_state.dtype == (case.state_dtype if case.initial_state else "float32")
     # Vectors of V numbers, each rounded once; sums of K products, some of which cancel.

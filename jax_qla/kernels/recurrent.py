@@ -8,14 +8,15 @@ For every sequence and value head h (key head h // r, r = Hv / Hk), token by tok
     S = exp(g) S + k delta^T                                [K, V]
 
 which is the recurrence with the decay taken out of the products, so that one pass over S serves both. Arithmetic is float32;
-S is rounded to its dtype once, when it is stored.
+S is rounded to its dtype once, when it is stored. If q and k are to be `normed`, k counts as k / |k| and q as q / |q|: u and delta are times 1 / |k|,
+o times 1 / |q|, and |k|^2 and |q|^2 are sums beside <q, k>.
 
 Plan, one block per (sequence, value head, tile of 32 value columns, 64 of a bfloat16 state), 128 threads, numbered in the order in
 which the states lie in memory (72 us instead of 78 for 128 MiB of states, read and written, by heads first); four to eight blocks fit
 a multiprocessor, so that their reads keep the memory busy:
 
     the state         thread t has 16 bytes of a row (t % 8) of the K / 16 rows t // 8, t // 8 + 16, ...: 128 bytes of a row together
-    u, w and <q, k>   over a thread's rows, then lanes 8 and 16 apart by shuffles, then the four warps through shared memory
+    u, w and <q, k>   (with |k|^2 and |q|^2) over a thread's rows, then lanes 8 and 16 apart by shuffles, then the four warps through shared memory
     q, k, v, g, beta  fetched one token ahead, to the other one of two buffers in shared memory
     one barrier a token: behind it lie this token's sums of all warps and the next token's operands
 
@@ -33,10 +34,12 @@ import jax
 import jax.numpy as jnp
 
 from jax_qla.kernels import common
+from jax_qla.kernels.specification import inverse_length
 
 __all__ = ["PASS_CONFIGS", "Config", "program", "specification"]
 
-PASS_CONFIGS = common.PASS_CONFIGS
+# Without a loop, TileLang would give the memory of what a thread has read to what it writes next, which other threads may still read.
+PASS_CONFIGS = common.PASS_CONFIGS | {"tl.disable_shared_memory_reuse": True}
 
 _THREADS = 128
 _WARPS = _THREADS // 32
@@ -117,6 +120,7 @@ def program(config: Config):
         final_state: T.Tensor((final_states, value_heads, K, V), state_dtype),
         ratio: T.int32,
         scale: T.float32,
+        normed: T.int32,
     ):
         with T.Kernel(sequences * value_heads * tiles, threads=_THREADS, prelude=_PRELUDE if single else "") as block:
             # more would spill
@@ -143,7 +147,7 @@ def program(config: Config):
             v_s = T.alloc_shared((2, width), "float32")
             gates_s = T.alloc_shared((2, 2), "float32")  # g and beta
             sums_s = T.alloc_shared((2, _WARPS, 2, width), "float32")  # u and w of each warp
-            product_s = T.alloc_shared((2, _WARPS), "float32")  # <q, k> of each warp
+            products_s = T.alloc_shared((2, _WARPS, 3), "float32")  # <q, k>, <k, k> and <q, q> of each warp
 
             state = T.alloc_local((lines * columns,), held)
             fetched = T.alloc_local((4,), "float32")
@@ -152,7 +156,9 @@ def program(config: Config):
             w = T.alloc_local((columns,), "float32")
             delta = T.alloc_local((columns,), "float32")
             result = T.alloc_local((columns,), dtype)
-            product = T.alloc_var("float32")
+            products = T.alloc_local((3,), "float32")
+            of_key = T.alloc_var("float32")  # 1 / |k|, if that is wanted
+            of_query = T.alloc_var("float32")
             query = T.alloc_var("float32")
             decay = T.alloc_var("float32")
             beta_t = T.alloc_var("float32")
@@ -177,20 +183,24 @@ def program(config: Config):
                     w[c] = 0.0
                     if not single:
                         delta[c] = v_s[now, own + c]
-                product = 0.0
+                for x in T.unroll(3):
+                    products[x] = 0.0
                 if not single and t + 1 < length:
                     fetch(q, k, v, g, beta, n, t + 1, key_head, head, tile, tx, fetched)
                 for p in T.unroll(lines):
                     keys[p] = k_s[now, p * _LINES + line]
                     query = q_s[now, p * _LINES + line]
-                    product += query * keys[p]
+                    products[0] += query * keys[p]
+                    products[1] += keys[p] * keys[p]
+                    products[2] += query * query
                     for c in T.unroll(columns):
                         u[c] += keys[p] * T.cast(state[p * columns + c], "float32")
                         w[c] += query * T.cast(state[p * columns + c], "float32")
                 if single:
                     T.call_extern("handle", f"jax_qla_as_they_are<{lines * columns // 2}>", state.data)
                 for step in T.unroll(2):
-                    product += T.shfl_xor(product, _LANES << step)
+                    for x in T.unroll(3):
+                        products[x] += T.shfl_xor(products[x], _LANES << step)
                     for c in T.unroll(columns):
                         u[c] += T.shfl_xor(u[c], _LANES << step)
                         w[c] += T.shfl_xor(w[c], _LANES << step)
@@ -199,13 +209,20 @@ def program(config: Config):
                         sums_s[now, tx // 32, 0, own + c] = u[c]
                     for c in T.vectorized(columns):
                         sums_s[now, tx // 32, 1, own + c] = w[c]
-                    product_s[now, tx // 32] = product  # the same number by all lanes
+                    for x in T.unroll(3):
+                        products_s[now, tx // 32, x] = products[x]  # the same numbers by all lanes
                 if not single and t + 1 < length:
                     store(fetched, 1 - now, tx, q_s, k_s, v_s, gates_s)
                 T.sync_threads()
-                product = 0.0
-                for x in T.unroll(_WARPS):
-                    product += product_s[now, x]
+                for x in T.unroll(3):
+                    products[x] = 0.0
+                    for y in T.unroll(_WARPS):
+                        products[x] += products_s[now, y, x]
+                of_key = 1.0
+                of_query = 1.0
+                if normed != 0:
+                    of_key = T.rsqrt(products[1] + T.float32(common.L2NORM_EPSILON))
+                    of_query = T.rsqrt(products[2] + T.float32(common.L2NORM_EPSILON))
                 for c in T.unroll(columns):
                     u[c] = 0.0
                     w[c] = 0.0
@@ -214,13 +231,13 @@ def program(config: Config):
                         w[c] += sums_s[now, x, 1, own + c]
                     if single:
                         delta[c] = v_s[now, own + c]
-                    delta[c] = beta_t * (delta[c] - decay * u[c])
+                    delta[c] = of_key * beta_t * (delta[c] - decay * of_key * u[c])
                 if not single:
                     for x in T.unroll(lines * columns):
                         state[x] = decay * state[x] + keys[x // columns] * delta[x % columns]
                 if line == 0:
                     for c in T.unroll(columns):
-                        result[c] = T.cast(scale * (decay * w[c] + product * delta[c]), dtype)
+                        result[c] = T.cast(scale * of_query * (decay * w[c] + products[0] * delta[c]), dtype)
                     for c in T.vectorized(columns):
                         o[n, t, head, first + c] = result[c]
             if final_states > 0:
@@ -247,12 +264,14 @@ def specification(
     *,
     ratio: int,
     scale: float,
+    normed: int = 0,
 ) -> tuple[jax.Array, jax.Array]:
     """(o [N, T, Hv, V] in v's dtype, final_state [N, Hv, K, V] in that of initial_state, which has N or 0 sequences)."""
     wide = jnp.promote_types(v.dtype, jnp.float32)
     shape = (v.shape[0], *initial_state.shape[1:])
     state = (initial_state if initial_state.shape[0] else jnp.zeros(shape, initial_state.dtype)).astype(wide)
-    queries, keys = (jnp.repeat(x.astype(wide), ratio, axis=2) for x in (q, k))
+    queries, keys = (x * inverse_length(x, normed)[..., None] for x in (q.astype(wide), k.astype(wide)))
+    queries, keys = (jnp.repeat(x, ratio, axis=2) for x in (queries, keys))
 
     def step(state, token):
         q, k, v, g, beta = token
