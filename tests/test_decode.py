@@ -20,6 +20,7 @@ from test_api import assert_close, on_hopper, states, tokens
 import jax_qla
 from jax_qla import implementations
 from jax_qla.kernels.packaged import PACKAGED
+from jax_qla.l2norm import normalize
 from jax_qla.reference import recurrence
 
 SCALE = 16**-0.5
@@ -158,6 +159,25 @@ def function(request: pytest.FixtureRequest) -> Any:
 def test_values(function: Any) -> None:
     x = operands()
     assert_close(function(*x), expected(*x))
+
+
+@pytest.mark.parametrize("implementation", [None, "xla", "reference", ("cuda", "reference")], ids=str)
+def test_normalised(implementation: Any) -> None:
+    """Values, derivatives and members of a batch are those of q and k divided by their lengths."""
+    q, k, *others = operands()
+    x = (3 * q, k / 5, *others)
+
+    def right(q: Any, k: Any, *others: Any) -> Any:
+        return expected(normalize(q), normalize(k), *others)
+
+    def all_of(f: Any) -> Any:
+        results, pull_back = jax.vjp(f, *x)
+        members = jax.vmap(f)(*(a[:, None] for a in x))
+        return results, pull_back(jax.tree.map(jnp.cos, results)), jax.jvp(f, x, operands(seed=1)), members
+
+    with stand_in.kernels():
+        found = jax.jit(partial(all_of, partial(decode, use_qk_l2norm_in_kernel=True, implementation=implementation)))()
+    assert_close(found, jax.jit(partial(all_of, right))(), 1e-5)
 
 
 def test_without_states_and_without_jit() -> None:
