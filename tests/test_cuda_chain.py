@@ -879,14 +879,13 @@ def _over_devices(packed: bool, l2norm: bool) -> tuple[Any, ...]:
 
 @pytest.mark.usefixtures("_chain")
 @pytest.mark.parametrize(
-    ("mode", "l2norm", "keep"),
+    ("packed", "mode", "l2norm", "keep"),
     [
-        *((mode, False, False) for mode in ("named", "manual", "auto")),
-        ("named", True, False),
-        ("named", False, True),
+        *((packed, mode, False, False) for packed in (False, True) for mode in ("named", "manual", "auto")),
+        (True, "named", True, False),
+        (True, "named", False, True),
     ],
 )
-@pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
 def test_sequence_over_devices(
     packed: bool, mode: str, l2norm: bool, keep: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
