@@ -21,7 +21,7 @@ a multiprocessor, so that their reads keep the memory busy:
     one barrier a token: behind it lie this token's sums of all warps and the next token's operands
 
 With `single`, for one token and a bfloat16 state, a thread holds that as it was read, two elements a register, and rounds what it computes of it
-on its way out: the same numbers, with a third more bytes under way (six blocks a multiprocessor instead of four). What is not needed across the
+on its way out: the same numbers, with half as many bytes more under way (six blocks a multiprocessor instead of four). What is not needed across the
 barrier, keys and v, is read from shared memory once more behind it.
 
 A thread writes the elements of the state that it has read and no others, after all of the block's reads: `final_state` may be
