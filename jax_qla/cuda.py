@@ -157,7 +157,7 @@ def forward(
         inputs |= _no_pieces()
     steps = []
     if residuals is None or pieces is None:
-        steps.append(call.step(prepare_kernel))
+        steps.append(call.prepare_step())
         outputs |= call.prepared_shapes(v, precision)
     else:
         inputs |= call.flat(a=residuals[0], gamma=residuals[1]) | pieces._asdict()
@@ -354,7 +354,7 @@ def summary(
     outputs = {**shapes, "entering": shapes["response"], "products": products}
     steps = []
     if residuals is None:
-        steps = [call.step(prepare_kernel)]
+        steps = [call.prepare_step()]
         # `prepare` writes zeros to the rows of o that no sequence has: of no columns, here.
         outputs |= call.prepared_shapes(v, precision) | {
             "o": jax.ShapeDtypeStruct((call.tokens, call.value_heads, 0), v.dtype)
@@ -635,6 +635,11 @@ class _Call:
         count = self.sequences if whole else self.parts
         shape = (count if wanted else 0, self.value_heads, self.key_dim, self.value_dim)
         return jax.ShapeDtypeStruct(shape, jnp.float32)
+
+    def prepare_step(self) -> Step:
+        """`prepare`, of all heads."""
+        together = policy.pairs_together(self.tokens, self.key_heads, self.value_heads)
+        return self.step(prepare_kernel, together=together)
 
     def step(self, kernel: Any, *, rename: Mapping[str, str] | None = None, **options: Any) -> Step:
         """One kernel of the sequence, by its module; options that are not fields of its Config are scalars. Besides

@@ -30,7 +30,7 @@ def operands_of(chunks: int, rows: int, ratio: int) -> dict[str, Any]:
 
 
 KERNELS = {
-    "prepare": 64,
+    "prepare": 128,
     "forward": 512,
     "states": 384,
     "state_gradients": 512,
@@ -89,7 +89,7 @@ def test_no_order_of_events_stops_a_kernel(
             "chunk": (0, rows, 0),
         }
         barrier_model.replace_tilelang(monkeypatch, sizes)
-        operands = operands_of(chunks, rows, ratio) | {"group": key_heads}
+        operands = operands_of(chunks, rows, ratio) | {"group": key_heads, "together": 1 + chunks % 2}
         program = module.program(module.Config(**options))
         for late in range(threads // barrier_model.WARP):
             barrier_model.run(program, threads, operands, late=late)
@@ -98,7 +98,7 @@ def test_no_order_of_events_stops_a_kernel(
 
 
 WAITING = [
-    ("prepare", {}, {}),
+    ("prepare", {}, {"together": 2}),
     ("forward", {}, {"awaits": forward.STATE}),
     ("forward", {}, {"awaits": forward.PREPARED}),
     ("forward", {}, {"awaits": forward.NOTHING}),

@@ -24,7 +24,7 @@ from test_cuda import cuda as rule
 
 from jax_qla import cuda, implementations, policy, store
 from jax_qla.implementations import Choice
-from jax_qla.kernels import build, compose, states
+from jax_qla.kernels import build, compose, prepare, states
 from jax_qla.launch import Step
 
 LACKING = store.why_not_buildable()
@@ -91,13 +91,43 @@ def test_whole_and_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     used = _used(monkeypatch)
     assert PACKED.segments
     assert max(end - start for start, end in PACKED.segments) > policy.cut_beyond(128)
-    for case, rows, room in ((PACKED, 0, True), (PACKED, 128, False), (LONG, 320, True)):
+    for case, rows, room, pairs in ((PACKED, 0, True, 2), (PACKED, 128, False, 1), (LONG, 320, True, 2)):
         monkeypatch.setenv(policy.OVERRIDE, str(rows))
         monkeypatch.setattr(policy, "room_for_both", lambda blocks, room=room: room)
+        monkeypatch.setattr(policy, "pairs_together", lambda *sizes, pairs=pairs: pairs)
         stand_in.forget_traces()
         used.clear()
         battery.check(case, rule, LIMITS)
         assert used.count("compose") == (2 if rows else 0)
+
+
+@pytest.mark.parametrize(("key_heads", "ratio"), [(3, 1), (2, 2), (1, 3), (1, 4), (2, 5)])
+@pytest.mark.parametrize("together", [1, 2])
+def test_heads_of_a_block_of_prepare(key_heads: int, ratio: int, together: int) -> None:
+    random = np.random.default_rng(ratio)
+    bounds = np.array([[0, 64], [70, 103]], np.int32)
+    tokens, heads = 103, key_heads * ratio
+    arrays = {
+        "k": (random.normal(size=(tokens, key_heads, 64)) / 4).astype(jnp.bfloat16),
+        "g": -random.uniform(size=(tokens, heads)).astype(np.float32),
+        "beta": random.uniform(size=(tokens, heads)).astype(np.float32),
+        "bounds": bounds,
+    }
+    expected = prepare.specification(*map(jnp.asarray, arrays.values()), ratio=ratio, l2norm=1)
+    shapes = {
+        "a": (tokens, heads, 64),
+        "gamma": (tokens, heads),
+        "lengths": (tokens, key_heads),
+        "o": (tokens, heads, 64),
+    }
+    arrays |= {name: np.full(shape, np.nan, np.float32) for name, shape in shapes.items()}
+    arrays |= {name: arrays[name].astype(jnp.bfloat16) for name in ("a", "o")}
+    emulator.emulated("prepare", prepare.Config(64, l2norm=True))(arrays, {"ratio": ratio, "together": together})
+    rows = np.concatenate([np.arange(start, end) for start, end in bounds])
+    for name, reference in zip(("a", "gamma", "lengths"), expected, strict=True):
+        found, wanted = (np.asarray(x, np.float32)[rows] for x in (arrays[name], reference))
+        np.testing.assert_allclose(found, wanted, rtol=2e-2 if name == "a" else 1e-5, atol=1e-3, err_msg=name)
+    np.testing.assert_array_equal(np.asarray(arrays["o"], np.float32)[64:70], 0)
 
 
 @pytest.mark.parametrize(("columns", "reverse"), [(16, False), (16, True), (64, True)])

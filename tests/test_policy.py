@@ -167,6 +167,14 @@ def test_groups_of_heads(chunks: int, recurrences: int, key_heads: int, value_he
     assert policy.head_groups(chunks, recurrences, key_heads, value_heads, 128, 128) == groups
 
 
+@pytest.mark.parametrize(
+    ("tokens", "key_heads", "value_heads", "together"),
+    [(2048, 2, 8, 1), (8192, 2, 8, 1), (8512, 2, 8, 2), (2048, 16, 32, 1), (2048, 16, 48, 2), (33, 16, 16, 1)],
+)
+def test_pairs_of_a_block_of_prepare(tokens: int, key_heads: int, value_heads: int, together: int) -> None:
+    assert policy.pairs_together(tokens, key_heads, value_heads) == together
+
+
 def test_groups_of_heads_with_states() -> None:
     """There is one recurrence then, of which halves of half the heads do not fill the card."""
     assert policy.head_groups(512, 4, 16, 64, 128, 128, with_states=True) == 2

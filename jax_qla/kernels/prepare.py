@@ -15,14 +15,14 @@ With `l2norm`, beta is divided by |k|^2 first, which K K^T has on its diagonal, 
 
 The *gated* matrix is inverted: the gate-free one can overflow where the recurrence itself is stable (long keys, strong decay).
 
-Plan, one block per (chunk slot, key head, pair of its value heads), 64 threads, a warp a value head. Within a
-block this is a chain of waits, which other blocks fill: 128 registers and 27 KiB let 8 share a multiprocessor. Before the rows of a
-chunk, the rows of `o` that belong to no sequence become zero.
+Plan, one block per (chunk slot, one or two pairs of value heads of a key head), 128 threads, a warp a value head. Within a
+block this is a chain of waits, which other blocks fill: 128 registers and 56 KiB let 4 share a multiprocessor. Blocks of one
+pair, half of whose warps only help with K K^T, are for calls of so few chunks that all of these run at once
+(policy.pairs_together). Before the rows of a chunk, the rows of `o` that belong to no sequence become zero.
 
-    both              gates of the two heads, gamma by a scan over lanes; meanwhile TMA loads the key tile
-    each              the upper half of K K^T = 10 blocks of 16x16, by mma.sync, in registers (PRELUDE: jax_qla_products).
-                      The second head costs this product again, and no exchange through shared memory
-    each              the inverse (PRELUDE: jax_qla_invert), to where the key tile was, from where TMA stores whole rows, or 16 bytes
+    each two warps    gates of a pair's heads, gamma by a scan over lanes; meanwhile TMA loads the pair's key tile
+    all               K K^T of both pairs by wgmma, through shared memory to the warps of their heads (PRELUDE: jax_qla_put_products)
+    each              the inverse (PRELUDE: jax_qla_invert), to where the key tiles were, from where TMA stores whole rows, or 16 bytes
                       a lane where the chunk is short
 
 The inverse X, in blocks of 16x16: X_ii = (I + L_ii)^{-1} by forward substitution, two columns a lane, and below the diagonal
@@ -32,8 +32,8 @@ The inverse X, in blocks of 16x16: X_ii = (I + L_ii)^{-1} by forward substitutio
 from left to right, so that no operand needs to be transposed: K K^T is symmetric, so its upper blocks, scaled, are L^T in the layout
 of an accumulator, which is L in that of a right operand of mma; sums and X_ij are accumulators and become left operands where they
 are. Only the X_ii go through shared memory, 16 bits high and 16 low. Operands are split into two bf16 numbers each (three products:
-16 bits of mantissa). A head takes 160 + 96 mma, 148 FMA and 78 splits of pairs. With `split` the low parts, which are there, are stored too, by
-way of a tile of their own, so that 5 blocks share a multiprocessor.
+16 bits of mantissa). A head takes 96 mma, 148 FMA and 78 splits of pairs. With `split` the low parts, which are there, are stored too, by
+way of a tile of their own, so that 2 blocks share a multiprocessor.
 """
 
 from dataclasses import dataclass
@@ -76,7 +76,6 @@ PRELUDE = (
 constexpr int kTile = 8192;    // bytes of 64 rows of 64 elements, 128-byte swizzled
 constexpr int kBlock = 1040;   // bytes from a block on the diagonal to the next in a head's scratch
 constexpr int kLow = 512;      // bytes from the high parts of an inverted block to its low parts
-constexpr int kGates = 80;     // floats from a head's gates to the next one's: half the banks apart
 constexpr float kLimit = 2.001f;
 
 // What is made of them. A 16x16 block is held by a warp as an accumulator, two 16x8 tiles: element 4 n + 2 h + e of lane l is that
@@ -110,17 +109,17 @@ __device__ __forceinline__ void jax_qla_load_inverse(Split& s, unsigned address)
 __host__ __device__ constexpr int jax_qla_upper(int i, int k) { return i * (7 - i) / 2 + k; }
 __host__ __device__ constexpr int jax_qla_above(int i, int k) { return i * (5 - i) / 2 + k - 1; }
 
-// Gates of the block's heads `head` .. `head` + min(heads, 2), two threads a row, which asks for half as many lines of memory as a warp
+// Gates of heads `head` .. `head` + min(heads, 2), by two warps, two threads a row, which asks for half as many lines of memory as a warp
 // a head would; g clamped to kMinLogDecay; zeros beyond the chunk's rows. g and beta: the chunk's first rows of `pitch` elements.
 __device__ __forceinline__ void jax_qla_fetch(float* gamma_s, float* beta_s, const float* g, const float* beta, int pitch, int head,
                                               int heads, int rows) {
   const int h = threadIdx.x & 1;
 #pragma unroll
   for (int x = 0; x < 2; ++x) {
-    const int row = x * 32 + (threadIdx.x >> 1);
+    const int row = x * 32 + (threadIdx.x >> 1 & 31);
     const bool wanted = h < heads && row < rows;
-    gamma_s[h * kGates + row] = wanted ? fmaxf(g[row * pitch + head + h], kMinLogDecay) : 0.f;
-    beta_s[h * kGates + row] = wanted ? beta[row * pitch + head + h] : 0.f;
+    gamma_s[h * 64 + row] = wanted ? fmaxf(g[row * pitch + head + h], kMinLogDecay) : 0.f;
+    beta_s[h * 64 + row] = wanted ? beta[row * pitch + head + h] : 0.f;
   }
 }
 // The other way: gamma of all rows but the last, which is to be marked.
@@ -128,8 +127,8 @@ __device__ __forceinline__ void jax_qla_store_gamma(float* gamma, const float* g
   const int h = threadIdx.x & 1;
 #pragma unroll
   for (int x = 0; x < 2; ++x) {
-    const int row = x * 32 + (threadIdx.x >> 1);
-    if (h < heads && row < rows - 1) gamma[row * pitch + head + h] = gamma_s[h * kGates + row];
+    const int row = x * 32 + (threadIdx.x >> 1 & 31);
+    if (h < heads && row < rows - 1) gamma[row * pitch + head + h] = gamma_s[h * 64 + row];
   }
 }
 // Inclusive sums over the rows of a head, in place and in units of log2; one warp.
@@ -156,32 +155,24 @@ __device__ __forceinline__ void jax_qla_zero_rows(void* tile, int rows) {
   for (int i = rows * 8 + (threadIdx.x & 31); i < 512; i += 32) static_cast<uint4*>(tile)[i] = uint4{0, 0, 0, 0};
 }
 
-// kk = the upper half of K K^T in 10 blocks, from K as tiles of 64 columns. A left operand holds the registers of right ones, but not
-// side by side as mma wants them. ptxas would copy them anew for every mma (300 moves); it computes an xor with `nothing`, 0, once.
-template <bool bf16, int key_dim>
-__device__ __forceinline__ void jax_qla_products(void* kk, const void* tiles, unsigned nothing) {
-  float* c = static_cast<float*>(kk);
-  const int lane = threadIdx.x & 31;
-  const unsigned first = jax_qla_address(tiles) + (lane & 15) * 128 + (((lane >> 4) ^ (lane & 7)) << 4);
+// The upper half of K K^T in 10 blocks, from a wgmma accumulator [64, 64], of which a warp has 16 rows, to shared memory, a lane's
+// elements of a block by 16 bytes side by side with its neighbours' ...
+__device__ __forceinline__ void jax_qla_put_products(const void* accumulator, void* exchanged) {
+  const float4* c = static_cast<const float4*>(accumulator);
+  const int lane = threadIdx.x & 31, i = (threadIdx.x >> 5) & 3;
+  float4* to = static_cast<float4*>(exchanged) + jax_qla_upper(i, 0) * 64 + lane;
 #pragma unroll
-  for (int i = 0; i < 80; ++i) c[i] = 0.f;
-#pragma unroll
-  for (int step = 0; step < key_dim / 16; ++step) {
-    unsigned rows[4][4];
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      jax_qla_load_matrices<false>(rows[i], (first ^ (step % 4 << 5)) + step / 4 * kTile + i * 2048);
-    }
-#pragma unroll
-    for (int k = 0; k < 4; ++k) {
-#pragma unroll
-      for (int n = 0; n < 2; ++n) {
-        const unsigned b0 = rows[k][n] ^ nothing, b1 = rows[k][n + 2] ^ nothing;
-#pragma unroll
-        for (int i = 0; i <= k; ++i) jax_qla_mma<bf16>(c + jax_qla_upper(i, k) * 8 + n * 4, rows[i], b0, b1);
-      }
-    }
+  for (int k = 0; k < 4; ++k) {
+    if (k < i) continue;
+    to[k * 64] = c[k * 2];
+    to[k * 64 + 32] = c[k * 2 + 1];
   }
+}
+// ... and from there all of it to a warp.
+__device__ __forceinline__ void jax_qla_get_products(void* kk, const void* exchanged) {
+  const float4* from = static_cast<const float4*>(exchanged) + (threadIdx.x & 31);
+#pragma unroll
+  for (int n = 0; n < 20; ++n) static_cast<float4*>(kk)[n] = from[n * 32];
 }
 
 // beta_i / (|k_i|^2 + epsilon), in place, |k_i|^2 from the diagonal of K K^T, and lengths_i = 1 / |k_i| of the first `rows` rows, which
@@ -333,7 +324,7 @@ __device__ __forceinline__ void jax_qla_put_diagonal(unsigned to, unsigned to_lo
   }
 }
 
-// kk (jax_qla_products) -> a, in the swizzled `tile`, if `split` its low part in tile_low, and `last_gamma` with its mark -> marked[at]; one
+// kk (jax_qla_get_products) -> a, in the swizzled `tile`, if `split` its low part in tile_low, and `last_gamma` with its mark -> marked[at]; one
 // warp. gamma in units of log2.
 template <bool bf16, bool split>
 __device__ __forceinline__ void jax_qla_invert(const void* products, const float* gamma, const float* beta, float* scratch, void* tile,
@@ -423,18 +414,31 @@ def program(config: Config):
         lengths: T.Tensor((tokens, key_heads), "float32"),  # 1 / |k|, with `l2norm` only
         o: T.Tensor((tokens, value_heads, value_dim), dtype),
         ratio: T.int32,
+        together: T.int32,  # pairs of a block, 1 or 2
     ):
-        with T.Kernel(slots * (key_heads * ((ratio + 1) // 2)), threads=64, prelude=PRELUDE) as block:
-            T.annotate_min_blocks_per_sm(8)
+        with T.Kernel(
+            slots * ((key_heads * ((ratio + 1) // 2) + together - 1) // together), threads=128, prelude=PRELUDE
+        ) as block:
+            T.annotate_min_blocks_per_sm(4)
             # Neighbours work on the same rows: what they read and write together is contiguous.
             slot = T.alloc_var("int32")
-            pair = T.alloc_var("int32")
+            index = T.alloc_var("int32")
             key_head = T.alloc_var("int32")
+            pair = T.alloc_var("int32")
+            heads = T.alloc_var("int32")
             pairs = T.truncdiv(ratio + 1, 2)  # of value heads of a key head
-            slot = T.truncdiv(block, key_heads * pairs)
-            pair = T.truncmod(block, key_heads * pairs)
-            key_head = T.truncdiv(pair, pairs)
-            pair = T.truncmod(pair, pairs)
+            all_pairs = key_heads * pairs
+            blocks = T.truncdiv(all_pairs + together - 1, together)  # of a slot
+            tx = T.get_thread_binding()
+            warp = tx // 32
+            unit = warp // 2
+            half = warp % 2
+            lane = tx % 32
+            slot = T.truncdiv(block, blocks)
+            index = T.truncmod(block, blocks) * together + unit
+            key_head = T.truncdiv(index, pairs)
+            pair = T.truncmod(index, pairs)
+            heads = T.Select(unit < together and index < all_pairs, ratio - pair * 2, 0)  # from the pair's first one on
             T.pdl_trigger()  # what follows waits by itself
             chunk = T.alloc_local((3,), "int32")
             T.call_extern(
@@ -446,21 +450,19 @@ def program(config: Config):
             row = chunk[0]
             rows = chunk[1]
             fill = chunk[2]
-            tx = T.get_thread_binding()
-            half = tx // 32
-            lane = tx % 32
             first = key_head * ratio + pair * 2  # value head
             head = first + half
-            heads = ratio - pair * 2  # from there on
 
-            tiles_s = T.alloc_shared((2, C, 64), dtype)  # K, 64 columns each; then a of each head
-            low_s = T.alloc_shared((2, C, 64), dtype) if split else tiles_s  # its low part
-            scratch_s = T.alloc_shared((2, 1040), "float32")  # four times kBlock bytes
-            gamma_s = T.alloc_shared((2, C + 16), "float32")  # kGates
-            log2_gamma_s = T.alloc_shared((2, C), "float32")  # gamma in units of log2
-            beta_s = T.alloc_shared((2, C + 16), "float32")
+            tiles_s = T.alloc_shared((4, C, 64), dtype)  # K of each pair, 64 columns each; then a of each head
+            low_s = T.alloc_shared((4, C, 64), dtype) if split else tiles_s  # its low part
+            scratch_s = T.alloc_shared(
+                (5120,), "float32"
+            )  # K K^T of each pair; then four times kBlock bytes of each head
+            gamma_s = T.alloc_shared((4, C), "float32")
+            log2_gamma_s = T.alloc_shared((4, C), "float32")  # gamma in units of log2
+            beta_s = T.alloc_shared((4, C), "float32")
             parts = ((0, tiles_s), (C, low_s)) if split else ((0, tiles_s),)  # columns of a, and where they lie
-            loaded = T.alloc_barrier(32)
+            loaded = T.alloc_barrier([32] * 2)
             T.annotate_layout({x: make_full_bank_swizzled_layout(x) for x in (tiles_s, low_s)})
 
             if half < heads:
@@ -468,21 +470,24 @@ def program(config: Config):
                     for x in T.serial(value_dim // 32):
                         o[row + rows + i, head, x * 32 + lane] = T.cast(0, dtype)
             if rows > 0:
+                near = T.alloc_fragment((C, C), "float32")  # K K^T of the first pair, of the second
+                far = T.alloc_fragment((C, C), "float32")
                 kk = T.alloc_local((80,), "float32")
-                if tx < 32:
-                    for x in T.unroll(K // 64):
-                        T.tma_copy(
-                            k[row : row + C, key_head, x * 64 : x * 64 + 64],
-                            tiles_s[x, :, :],
-                            barrier=loaded,
-                            leader_scope_threads=32,
-                        )
-                    T.barrier_arrive(loaded)
+                if half == 0:
+                    if heads > 0:
+                        for x in T.unroll(K // 64):
+                            T.tma_copy(
+                                k[row : row + C, key_head, x * 64 : x * 64 + 64],
+                                tiles_s[unit * 2 + x, :, :],
+                                barrier=loaded[unit],
+                                leader_scope_threads=32,
+                            )
+                    T.barrier_arrive(loaded[unit])
                 T.call_extern(
                     "handle",
                     "jax_qla_fetch",
-                    T.address_of(gamma_s[0, 0]),
-                    T.address_of(beta_s[0, 0]),
+                    T.address_of(gamma_s[unit * 2, 0]),
+                    T.address_of(beta_s[unit * 2, 0]),
                     T.address_of(g[row, 0]),
                     T.address_of(beta[row, 0]),
                     value_heads,
@@ -490,41 +495,47 @@ def program(config: Config):
                     heads,
                     rows,
                 )
-                T.sync_threads(1, 64)
+                T.sync_threads(1, 128)
                 T.call_extern(
-                    "handle", "jax_qla_scan", T.address_of(gamma_s[half, 0]), T.address_of(log2_gamma_s[half, 0])
+                    "handle", "jax_qla_scan", T.address_of(gamma_s[warp, 0]), T.address_of(log2_gamma_s[warp, 0])
                 )
-                T.sync_threads(1, 64)
+                T.sync_threads(1, 128)
                 T.call_extern(
                     "handle",
                     "jax_qla_store_gamma",
                     T.address_of(gamma[row, 0]),
-                    T.address_of(gamma_s[0, 0]),
+                    T.address_of(gamma_s[unit * 2, 0]),
                     value_heads,
                     first,
                     heads,
                     rows,
                 )
-                T.barrier_wait(loaded, 0)
+                T.barrier_wait(loaded[0], 0)
+                T.barrier_wait(loaded[1], 0)
                 if rows < C:
                     if half < K // 64:
-                        T.call_extern("handle", "jax_qla_zero_rows", T.address_of(tiles_s[half, 0, 0]), rows)
-                    T.sync_threads(1, 64)
+                        T.call_extern("handle", "jax_qla_zero_rows", T.address_of(tiles_s[warp, 0, 0]), rows)
+                    T.fence_proxy_async()
+                    T.sync_threads(1, 128)
+                for x in tuple(range(K // 64)):
+                    T.wgmma_gemm(tiles_s[x, :, :], tiles_s[x, :, :], near, transpose_B=True, clear_accum=x == 0)
+                for x in tuple(range(K // 64)):
+                    T.wgmma_gemm(tiles_s[2 + x, :, :], tiles_s[2 + x, :, :], far, transpose_B=True, clear_accum=x == 0)
+                T.wait_wgmma(0)
+                T.call_extern("handle", "jax_qla_put_products", near.data, T.address_of(scratch_s[0]))
+                T.call_extern("handle", "jax_qla_put_products", far.data, T.address_of(scratch_s[2560]))
+                T.sync_threads(1, 128)  # the key tiles become those of a
                 T.call_extern(
-                    "handle",
-                    f"jax_qla_products<{bf16}, {K}>",
-                    T.address_of(kk[0]),
-                    T.address_of(tiles_s[0, 0, 0]),
-                    T.shift_right(ratio, 30),  # 0, which ptxas cannot know
+                    "handle", "jax_qla_get_products", T.address_of(kk[0]), T.address_of(scratch_s[unit * 2560])
                 )
-                T.sync_threads(1, 64)  # the key tiles become those of a
+                T.sync_threads(1, 128)
                 if half < heads:
                     if l2norm:
                         T.call_extern(
                             "handle",
                             "jax_qla_normalise",
                             T.address_of(kk[0]),
-                            T.address_of(beta_s[half, 0]),
+                            T.address_of(beta_s[warp, 0]),
                             T.address_of(lengths[row, key_head]),
                             key_heads,
                             T.if_then_else(pair + half == 0, rows, 0),
@@ -533,21 +544,21 @@ def program(config: Config):
                         "handle",
                         f"jax_qla_invert<{bf16}, {'true' if split else 'false'}>",
                         T.address_of(kk[0]),
-                        T.address_of(log2_gamma_s[half, 0]),
-                        T.address_of(beta_s[half, 0]),
-                        T.address_of(scratch_s[half, 0]),
-                        T.address_of(tiles_s[half, 0, 0]),
-                        T.address_of(low_s[half, 0, 0]),
+                        T.address_of(log2_gamma_s[warp, 0]),
+                        T.address_of(beta_s[warp, 0]),
+                        T.address_of(scratch_s[warp * 1040]),
+                        T.address_of(tiles_s[warp, 0, 0]),
+                        T.address_of(low_s[warp, 0, 0]),
                         T.address_of(gamma[row, 0]),
                         (rows - 1) * value_heads + head,
-                        gamma_s[half, rows - 1],
+                        gamma_s[warp, rows - 1],
                     )
                     T.fence_proxy_async()
                     T.sync_warp()
                     for first_column, part_s in parts:
                         if rows == C:
                             T.tma_copy(
-                                part_s[half, :, :],
+                                part_s[warp, :, :],
                                 a[row : row + C, head, first_column : first_column + C],
                                 leader_scope_threads=32,
                             )
@@ -556,7 +567,7 @@ def program(config: Config):
                                 "handle",
                                 "jax_qla_store_rows",
                                 T.address_of(a[row, head, first_column]),
-                                T.address_of(part_s[half, 0, 0]),
+                                T.address_of(part_s[warp, 0, 0]),
                                 value_heads * (C * len(parts)),
                                 rows,
                             )
