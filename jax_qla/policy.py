@@ -34,8 +34,8 @@ _SUMMARY_STEP, _SHARED_STEP = 1.1, 1.5
 """A chunk step of kernels/summaries.py: of the longest blocks, and of two that share a multiprocessor all the time."""
 _COMPOSE_STEP, _COMPOSE_STEP_BACK = {16: 0.9, 32: 1.5, 64: 2.3}, {16: 1.2, 32: 1.9, 64: 2.7}
 """One piece in kernels/compose.py by value columns of its block, beside other kernels and alone."""
-_PREPARED_TOGETHER = 4
-"""Blocks of kernels/prepare.py that a multiprocessor runs at once."""
+_PREPARED_ALONE = 2
+"""Blocks of kernels/prepare.py of a multiprocessor up to which they take less time with one pair of heads each."""
 _BLOCK = 1.0
 """Reading and writing the states of a block."""
 _STATES = 0.15
@@ -120,15 +120,15 @@ def composed_columns(recurrences: int, value_dim: int) -> int:
 
 
 def pairs_together(tokens: int, key_heads: int, value_heads: int) -> int:
-    """Pairs of value heads of a key head that a block of kernels/prepare.py computes: one where all such blocks run at
-    once, so that each has as much of a multiprocessor as there is.
+    """Pairs of value heads of a key head that a block of kernels/prepare.py computes: one where blocks are so few that
+    each has much of a multiprocessor.
 
     Args:
         tokens: of the whole batch, B T.
         key_heads, value_heads: Hk and Hv.
     """
     pairs = key_heads * -(-value_heads // (2 * key_heads))
-    return 1 if tokens // CHUNK * pairs <= _PREPARED_TOGETHER * MULTIPROCESSORS else 2
+    return 1 if tokens // CHUNK * pairs <= _PREPARED_ALONE * MULTIPROCESSORS else 2
 
 
 def key_heads_together(chunks: int, key_heads: int, value_heads: int) -> int:

@@ -169,7 +169,7 @@ def test_groups_of_heads(chunks: int, recurrences: int, key_heads: int, value_he
 
 @pytest.mark.parametrize(
     ("tokens", "key_heads", "value_heads", "together"),
-    [(2048, 2, 8, 1), (8192, 2, 8, 1), (8512, 2, 8, 2), (2048, 16, 32, 1), (2048, 16, 48, 2), (33, 16, 16, 1)],
+    [(2048, 2, 8, 1), (4096, 2, 8, 1), (8192, 2, 8, 2), (2048, 16, 32, 2), (1024, 16, 16, 1), (33, 16, 48, 1)],
 )
 def test_pairs_of_a_block_of_prepare(tokens: int, key_heads: int, value_heads: int, together: int) -> None:
     assert policy.pairs_together(tokens, key_heads, value_heads) == together

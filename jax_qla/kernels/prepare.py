@@ -17,11 +17,12 @@ The *gated* matrix is inverted: the gate-free one can overflow where the recurre
 
 Plan, one block per (chunk slot, one or two pairs of value heads of a key head), 128 threads, a warp a value head. Within a
 block this is a chain of waits, which other blocks fill: 128 registers and 56 KiB let 4 share a multiprocessor. Blocks of one
-pair, half of whose warps only help with K K^T, are for calls of so few chunks that all of these run at once
-(policy.pairs_together). Before the rows of a chunk, the rows of `o` that belong to no sequence become zero.
+pair, half of whose warps only help with K K^T, are for calls of few chunks (policy.pairs_together). Before the rows of a chunk,
+the rows of `o` that belong to no sequence become zero.
 
-    each two warps    gates of a pair's heads, gamma by a scan over lanes; meanwhile TMA loads the pair's key tile
-    all               K K^T of both pairs by wgmma, through shared memory to the warps of their heads (PRELUDE: jax_qla_put_products)
+    each two warps    gates of a pair's heads; meanwhile TMA loads the pair's key tile
+    all               K K^T of both pairs by wgmma; meanwhile gamma by a scan over lanes. The products go through shared memory to
+                      the warps of their heads (PRELUDE: jax_qla_put_products)
     each              the inverse (PRELUDE: jax_qla_invert), to where the key tiles were, from where TMA stores whole rows, or 16 bytes
                       a lane where the chunk is short
 
@@ -486,8 +487,8 @@ def program(config: Config):
                 T.call_extern(
                     "handle",
                     "jax_qla_fetch",
-                    T.address_of(gamma_s[unit * 2, 0]),
-                    T.address_of(beta_s[unit * 2, 0]),
+                    T.access_ptr(gamma_s[unit * 2, 0], "r"),  # which it writes, but nothing needs a proxy fence for it
+                    T.access_ptr(beta_s[unit * 2, 0], "r"),
                     T.address_of(g[row, 0]),
                     T.address_of(beta[row, 0]),
                     value_heads,
@@ -495,6 +496,17 @@ def program(config: Config):
                     heads,
                     rows,
                 )
+                T.barrier_wait(loaded[0], 0)
+                T.barrier_wait(loaded[1], 0)
+                if rows < C:
+                    if half < K // 64:
+                        T.call_extern("handle", "jax_qla_zero_rows", T.access_ptr(tiles_s[warp, 0, 0], "r"), rows)
+                    T.fence_proxy_async()
+                    T.sync_threads(1, 128)
+                for x in tuple(range(K // 64)):
+                    T.wgmma_gemm(tiles_s[x, :, :], tiles_s[x, :, :], near, transpose_B=True, clear_accum=x == 0)
+                for x in tuple(range(K // 64)):
+                    T.wgmma_gemm(tiles_s[2 + x, :, :], tiles_s[2 + x, :, :], far, transpose_B=True, clear_accum=x == 0)
                 T.sync_threads(1, 128)
                 T.call_extern(
                     "handle", "jax_qla_scan", T.address_of(gamma_s[warp, 0]), T.address_of(log2_gamma_s[warp, 0])
@@ -510,20 +522,10 @@ def program(config: Config):
                     heads,
                     rows,
                 )
-                T.barrier_wait(loaded[0], 0)
-                T.barrier_wait(loaded[1], 0)
-                if rows < C:
-                    if half < K // 64:
-                        T.call_extern("handle", "jax_qla_zero_rows", T.address_of(tiles_s[warp, 0, 0]), rows)
-                    T.fence_proxy_async()
-                    T.sync_threads(1, 128)
-                for x in tuple(range(K // 64)):
-                    T.wgmma_gemm(tiles_s[x, :, :], tiles_s[x, :, :], near, transpose_B=True, clear_accum=x == 0)
-                for x in tuple(range(K // 64)):
-                    T.wgmma_gemm(tiles_s[2 + x, :, :], tiles_s[2 + x, :, :], far, transpose_B=True, clear_accum=x == 0)
                 T.wait_wgmma(0)
                 T.call_extern("handle", "jax_qla_put_products", near.data, T.address_of(scratch_s[0]))
-                T.call_extern("handle", "jax_qla_put_products", far.data, T.address_of(scratch_s[2560]))
+                if together > 1:
+                    T.call_extern("handle", "jax_qla_put_products", far.data, T.address_of(scratch_s[2560]))
                 T.sync_threads(1, 128)  # the key tiles become those of a
                 T.call_extern(
                     "handle", "jax_qla_get_products", T.address_of(kk[0]), T.address_of(scratch_s[unit * 2560])
@@ -547,7 +549,7 @@ def program(config: Config):
                         T.address_of(log2_gamma_s[warp, 0]),
                         T.address_of(beta_s[warp, 0]),
                         T.address_of(scratch_s[warp * 1040]),
-                        T.address_of(tiles_s[warp, 0, 0]),
+                        T.access_ptr(tiles_s[warp, 0, 0], "r"),  # the fence is below
                         T.address_of(low_s[warp, 0, 0]),
                         T.address_of(gamma[row, 0]),
                         (rows - 1) * value_heads + head,
