@@ -101,33 +101,31 @@ def test_whole_and_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
         assert used.count("compose") == (2 if rows else 0)
 
 
-@pytest.mark.parametrize(("key_heads", "ratio"), [(3, 1), (2, 2), (1, 3), (1, 4), (2, 5)])
-@pytest.mark.parametrize("together", [1, 2])
-def test_heads_of_a_block_of_prepare(key_heads: int, ratio: int, together: int) -> None:
-    random = np.random.default_rng(ratio)
+def test_heads_of_a_block_of_prepare() -> None:
+    random = np.random.default_rng(0)
     bounds = np.array([[0, 64], [70, 103]], np.int32)
-    tokens, heads = 103, key_heads * ratio
-    arrays = {
-        "k": (random.normal(size=(tokens, key_heads, 64)) / 4).astype(jnp.bfloat16),
-        "g": -random.uniform(size=(tokens, heads)).astype(np.float32),
-        "beta": random.uniform(size=(tokens, heads)).astype(np.float32),
-        "bounds": bounds,
-    }
-    expected = prepare.specification(*map(jnp.asarray, arrays.values()), ratio=ratio, l2norm=1)
-    shapes = {
-        "a": (tokens, heads, 64),
-        "gamma": (tokens, heads),
-        "lengths": (tokens, key_heads),
-        "o": (tokens, heads, 64),
-    }
-    arrays |= {name: np.full(shape, np.nan, np.float32) for name, shape in shapes.items()}
-    arrays |= {name: arrays[name].astype(jnp.bfloat16) for name in ("a", "o")}
-    emulator.emulated("prepare", prepare.Config(64, l2norm=True))(arrays, {"ratio": ratio, "together": together})
     rows = np.concatenate([np.arange(start, end) for start, end in bounds])
-    for name, reference in zip(("a", "gamma", "lengths"), expected, strict=True):
-        found, wanted = (np.asarray(x, np.float32)[rows] for x in (arrays[name], reference))
-        np.testing.assert_allclose(found, wanted, rtol=2e-2 if name == "a" else 1e-5, atol=1e-3, err_msg=name)
-    np.testing.assert_array_equal(np.asarray(arrays["o"], np.float32)[64:70], 0)
+    tokens = 103
+    kernel = emulator.emulated("prepare", prepare.Config(64, l2norm=True))
+    for key_heads, ratio in ((3, 1), (2, 2), (1, 3), (1, 4), (2, 5)):
+        heads = key_heads * ratio
+        given = {
+            "k": (random.normal(size=(tokens, key_heads, 64)) / 4).astype(jnp.bfloat16),
+            "g": -random.uniform(size=(tokens, heads)).astype(np.float32),
+            "beta": random.uniform(size=(tokens, heads)).astype(np.float32),
+            "bounds": bounds,
+        }
+        expected = prepare.specification(*map(jnp.asarray, given.values()), ratio=ratio, l2norm=1)
+        for together in (1, 2):
+            shapes = {"a": (heads, 64), "gamma": (heads,), "lengths": (key_heads,), "o": (heads, 64)}
+            found = {name: np.full((tokens, *shape), np.nan, np.float32) for name, shape in shapes.items()}
+            found |= {name: found[name].astype(jnp.bfloat16) for name in ("a", "o")}
+            kernel(given | found, {"ratio": ratio, "together": together})
+            for name, reference in zip(("a", "gamma", "lengths"), expected, strict=True):
+                ours, right = (np.asarray(x, np.float32)[rows] for x in (found[name], reference))
+                what = f"{name} of {key_heads} key heads, {ratio} value heads each, {together} pairs a block"
+                np.testing.assert_allclose(ours, right, rtol=2e-2 if name == "a" else 1e-5, atol=1e-3, err_msg=what)
+            np.testing.assert_array_equal(np.asarray(found["o"], np.float32)[64:70], 0)
 
 
 @pytest.mark.parametrize(("columns", "reverse"), [(16, False), (16, True), (64, True)])
