@@ -237,7 +237,10 @@ def piece_rows(
         if packed and length & (length - 1):  # few batches are a multiple of such pieces (`kept_rows`)
             return False
         parts = piece_count(tokens, sequences, length * CHUNK, packed=packed)
-        return _ROWS_OF_MEMORY * (parts - packed) <= tokens  # of a packed batch, at least one is empty
+        # Of a packed batch, at least one is empty. Of two sequences one more may be there: without it two of 2048
+        # tokens would be cut into halves at best, which is never worth it.
+        uncounted = min(sequences, 2) if packed else 0
+        return _ROWS_OF_MEMORY * (parts - uncounted) <= tokens
 
     lengths = (None, *filter(fits, _LENGTHS)) if tokens and sequences else (None,)
     best = _best(lengths, time, tokens, sequences, packed)
