@@ -51,7 +51,8 @@ CASES = [
     for mode in MODES
     for cut in CUTS
     # A few will do for the modes that differ from others in one thing only.
-    if mode in ("auto", "explicit", "manual", "partly manual")
+    if mode in ("auto", "explicit")
+    or (mode in ("manual", "partly manual") and "cp" in cut)
     or cut == "tp x cp"
     or (mode, cut) == ("named", "dp x cp")
 ]
