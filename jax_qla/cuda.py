@@ -638,8 +638,8 @@ class _Call:
 
     def prepare_step(self) -> Step:
         """`prepare`, of all heads."""
-        together = policy.pairs_together(self.tokens, self.key_heads, self.value_heads)
-        return self.step(prepare_kernel, together=together)
+        slots = tables.slot_count(self.tokens, self.sequences)
+        return self.step(prepare_kernel, together=policy.pairs_together(slots, self.key_heads, self.value_heads))
 
     def step(self, kernel: Any, *, rename: Mapping[str, str] | None = None, **options: Any) -> Step:
         """One kernel of the sequence, by its module; options that are not fields of its Config are scalars. Besides

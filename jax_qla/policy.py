@@ -119,16 +119,16 @@ def composed_columns(recurrences: int, value_dim: int) -> int:
     return next((n for n in COLUMNS if recurrences * (value_dim // n) <= MULTIPROCESSORS), COLUMNS[-1])
 
 
-def pairs_together(tokens: int, key_heads: int, value_heads: int) -> int:
+def pairs_together(slots: int, key_heads: int, value_heads: int) -> int:
     """Pairs of value heads of a key head that a block of kernels/prepare.py computes: one where blocks are so few that
     each has much of a multiprocessor.
 
     Args:
-        tokens: of the whole batch, B T.
+        slots: of chunks (`segments.slot_count`), each of which has blocks.
         key_heads, value_heads: Hk and Hv.
     """
     pairs = key_heads * -(-value_heads // (2 * key_heads))
-    return 1 if tokens // CHUNK * pairs <= _PREPARED_ALONE * MULTIPROCESSORS else 2
+    return 1 if slots * pairs <= _PREPARED_ALONE * MULTIPROCESSORS else 2
 
 
 def key_heads_together(chunks: int, key_heads: int, value_heads: int) -> int:
@@ -237,10 +237,7 @@ def piece_rows(
         if packed and length & (length - 1):  # few batches are a multiple of such pieces (`kept_rows`)
             return False
         parts = piece_count(tokens, sequences, length * CHUNK, packed=packed)
-        # Of a packed batch, at least one is empty. Of two sequences one more may be there: without it two of 2048
-        # tokens would be cut into halves at best, which is never worth it.
-        uncounted = min(sequences, 2) if packed else 0
-        return _ROWS_OF_MEMORY * (parts - uncounted) <= tokens
+        return _ROWS_OF_MEMORY * (parts - packed) <= tokens  # of a packed batch, at least one is empty
 
     lengths = (None, *filter(fits, _LENGTHS)) if tokens and sequences else (None,)
     best = _best(lengths, time, tokens, sequences, packed)

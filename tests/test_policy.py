@@ -28,7 +28,6 @@ MEASURED = {
     (1, 8192, 8): {512: 83.8, 1024: 72.6},
     (1, 4096, 8): {512: 51.8, 1024: 62.2},
     (1, 2048, 8): {0: 49.4, 512: 40.8},
-    (2, 2048, 8): {0: 51.7, 512: 46.8, 1024: 58.6},
     (2, 4096, 8): {512: 73.2, 1024: 68.3},
     (2, 16384, 8): {1024: 191.0, 2048: 163.9},
     (4, 8192, 8): {0: 188.9, 1024: 179.6, 2048: 165.7},
@@ -169,11 +168,22 @@ def test_groups_of_heads(chunks: int, recurrences: int, key_heads: int, value_he
 
 
 @pytest.mark.parametrize(
-    ("tokens", "key_heads", "value_heads", "together"),
-    [(2048, 2, 8, 1), (4096, 2, 8, 1), (8192, 2, 8, 2), (2048, 16, 32, 2), (1024, 16, 16, 1), (33, 16, 48, 1)],
+    ("tokens", "sequences", "key_heads", "value_heads", "together"),
+    [
+        (2048, 1, 2, 8, 1),
+        (4096, 1, 2, 8, 1),
+        (8192, 1, 2, 8, 2),
+        (2048, 1, 16, 32, 2),
+        (896, 1, 16, 16, 1),
+        (33, 1, 16, 48, 1),
+        (330, 100, 2, 8, 2),
+    ],
 )
-def test_pairs_of_a_block_of_prepare(tokens: int, key_heads: int, value_heads: int, together: int) -> None:
-    assert policy.pairs_together(tokens, key_heads, value_heads) == together
+def test_pairs_of_a_block_of_prepare(
+    tokens: int, sequences: int, key_heads: int, value_heads: int, together: int
+) -> None:
+    slots = tables.slot_count(tokens, sequences)
+    assert policy.pairs_together(slots, key_heads, value_heads) == together
 
 
 def test_groups_of_heads_with_states() -> None:
