@@ -12,7 +12,9 @@ Where a sequence goes on beyond a device, this falls into two calls: `summary` (
 and for M) begins, and `forward`, given what it found, goes on (compose, forward) when the state before is known. So do
 `state_gradient` (adjoint_summaries, compose in reverse) and `backward`; meanwhile `chunk_states` (compose, states)
 computes what the latter needs of the forward pass.
-Intermediate results (h, dh, Vd, lengths of keys, states between pieces) are results of the call that are dropped here.
+Where q and k are to be normalised, prepare finds their lengths or, in calls without it, lengths, before the others.
+Intermediate results (h, dh, Vd, lengths of keys and queries, states between pieces) are results of the call that are
+dropped here.
 
 Memory of the backward besides its operands and results, in elements of v's dtype: h and dh, ceil(T / 64) * Hv * K * V
 each, and Vd, as v (twice v where operands are split); of one group of heads at a time (policy.head_groups), whose three
@@ -39,6 +41,7 @@ from jax_qla.kernels import compose as compose_kernel
 from jax_qla.kernels import forward as forward_kernel
 from jax_qla.kernels import gradients as gradients_kernel
 from jax_qla.kernels import layout as layout_kernel
+from jax_qla.kernels import lengths as lengths_kernel
 from jax_qla.kernels import prepare as prepare_kernel
 from jax_qla.kernels import recurrent as recurrent_kernel
 from jax_qla.kernels import state_gradients as state_gradients_kernel
@@ -46,7 +49,6 @@ from jax_qla.kernels import states as states_kernel
 from jax_qla.kernels import summaries as summaries_kernel
 from jax_qla.kernels.common import CHUNK
 from jax_qla.kernels.packaged import PACKAGED
-from jax_qla.l2norm import inverse_length
 from jax_qla.launch import Step, launch, unavailable
 
 HEAD_DIMS = (64, 128)
@@ -161,7 +163,8 @@ def forward(
         outputs |= call.prepared_shapes(v, precision)
     else:
         inputs |= call.flat(a=residuals[0], gamma=residuals[1]) | pieces._asdict()
-        inputs |= call.lengths(k)
+        steps += call.length_steps
+        outputs |= call.length_shapes
     more_steps, between = call.entering_states(known=pieces is not None)
     # Who keeps residuals keeps the initial state with them. A block of `forward` has read its own when it writes the
     # final one; in pieces it waits, before it touches a state, for what reads initial ones: summaries and compose.
@@ -232,15 +235,13 @@ def backward(
         steps, of_pieces = call.leaving_gradients(scale, known=adjoint_response is not None)
     else:
         steps, of_pieces = call.entering_states(adjoint=True, known=pieces is not None, scale=scale)
-        if call.cut and pieces is None:  # which summarises them, and `prepare` does not run
-            inputs |= call.lengths(k)
     if pieces is not None or not call.cut:  # each of what the kernels take for sequences has an initial state
         inputs |= _no_pieces()
     initial, final = ({"initial_state": "entering"}, {"d_final_state": "leaving"}) if call.cut else ({}, {})
     chunks = -(-call.tokens // CHUNK)
     sizes = (call.key_heads, call.value_heads, call.key_dim, call.value_dim)
     groups = policy.head_groups(chunks, call.recurrences, *sizes, with_states=chunk_states is not None)
-    steps = [*call.table_steps, *steps]
+    steps = [*call.table_steps, *call.length_steps, *steps]
     heads = call.value_heads // groups
     chunk_shapes = ChunkStates.shapes(call.parts, v, call.key_dim, precision, groups=groups)
     of_pieces |= {"dh": chunk_shapes["h"]} | (chunk_shapes if chunk_states is None else {})
@@ -272,7 +273,8 @@ def backward(
             "d_initial_state": call.state_shape(initial_state is not None, whole=pieces is None),
         }
         | of_pieces
-        | call.table_shapes,
+        | call.table_shapes
+        | call.length_shapes,
     )
     dq, dk, dv, dg, dbeta = (call.unflat(results[name]) for name in ("dq", "dk", "dv", "dg", "dbeta"))
     d_initial_state = None
@@ -343,7 +345,7 @@ def summary(
     call = _Call(q, k, v, segments, l2norm=l2norm, precision=precision, whole=True)
     shapes = Pieces.shapes(call.sequences, cut.pieces, call.value_heads, call.key_dim, call.value_dim)
     products = jax.ShapeDtypeStruct((*shapes["transition"].shape[:2], call.key_dim, call.key_dim), jnp.float32)
-    inputs = call.flat(k=k, v=v, g=g, beta=beta) | call.tables | call.shard_tables(segments, cut)
+    inputs = call.flat(q=q, k=k, v=v, g=g, beta=beta) | call.tables | call.shard_tables(segments, cut)
     inputs |= {
         "initial_state": call.states(initial_state),
         "identity": jnp.broadcast_to(
@@ -360,7 +362,9 @@ def summary(
             "o": jax.ShapeDtypeStruct((call.tokens, call.value_heads, 0), v.dtype)
         }
     else:
-        inputs |= call.flat(a=residuals[0], gamma=residuals[1]) | call.lengths(k)
+        steps = list(call.length_steps)
+        outputs |= call.length_shapes
+        inputs |= call.flat(a=residuals[0], gamma=residuals[1])
     of_maps = {"response": "nothing", "initial_state": "identity", "spans": "left", "entering": "products"}
     steps += [
         call.step(summaries_kernel, rename={"pieces": "shard_pieces"}),
@@ -402,11 +406,10 @@ def state_gradient(
     inputs = call.flat(q=q, k=k, v=v, beta=beta, do=jnp.zeros_like(v) if do is None else do)
     inputs |= call.flat(a=residuals[0], gamma=residuals[1]) | call.shard_tables(segments, cut)
     inputs |= {"initial_state": call.states(None), "d_final_state": call.states(d_final_state)}
-    outputs = {"adjoint_response": shapes["response"], "leaving": shapes["response"]}
-    steps = []
+    outputs = {"adjoint_response": shapes["response"], "leaving": shapes["response"], **call.length_shapes}
+    steps = list(call.length_steps)
     if pieces is None:
-        steps = [call.step(summaries_kernel, rename={"pieces": "shard_pieces"})]
-        inputs |= call.lengths(k)
+        steps.append(call.step(summaries_kernel, rename={"pieces": "shard_pieces"}))
         outputs |= shapes
     else:
         inputs |= pieces._asdict()
@@ -438,12 +441,15 @@ def chunk_states(
     """The contract is `dispatch.chunk_states`'s."""
     del g
     call = _Call(q, k, v, segments, l2norm=l2norm, precision=precision, shard=cut)
-    inputs = call.flat(k=k, v=v, beta=beta, a=residuals[0], gamma=residuals[1]) | call.tables | pieces._asdict()
+    inputs = call.flat(q=q, k=k, v=v, beta=beta, a=residuals[0], gamma=residuals[1]) | call.tables | pieces._asdict()
     inputs |= {"initial_state": call.states(initial_state)}
     steps, of_pieces = call.entering_states(known=True)
     of = {"first_head": 0, "awaits": states_kernel.EVERYTHING}
     steps.append(call.step(states_kernel, rename={"initial_state": "entering"}, **of))
-    results = launch(steps, inputs, of_pieces | ChunkStates.shapes(call.parts, v, call.key_dim, precision))
+    outputs = of_pieces | call.length_shapes
+    results = launch(
+        [*call.length_steps, *steps], inputs, outputs | ChunkStates.shapes(call.parts, v, call.key_dim, precision)
+    )
     return ChunkStates(*(results[name] for name in ChunkStates._fields))
 
 
@@ -499,6 +505,14 @@ class _Call:
         if shard is not None:  # two more pieces a sequence, which are empty
             self.parts, self.recurrences = self.sequences * (shard.pieces + 2), self.sequences * shard.pieces
         self.value_tile = self.value_tile_of(self.value_heads)
+        self.length_steps: list[Step] = []
+        """The kernel that finds lengths of keys and queries if they are wanted and `prepare` does not run, ..."""
+        self.length_shapes: dict[str, jax.ShapeDtypeStruct] = {}
+        """... and what either writes of them."""
+        if l2norm:
+            self.length_steps = [Step("lengths", lengths_kernel.Config(self.key_dim, self.dtype), {})]
+            lengths = jax.ShapeDtypeStruct((self.tokens, self.key_heads), jnp.float32)
+            self.length_shapes = {"lengths": lengths, "query_lengths": lengths}
         bounds = tables.dense_segments(self.batch, self.length) if segments is None else segments
         self.tables = {"bounds": jnp.asarray(bounds, jnp.int32)}
         """Operands from which the kernels know where sequences and pieces lie, ..."""
@@ -533,16 +547,9 @@ class _Call:
         return {name: jnp.asarray(x, jnp.int32) for name, x in zip(names, found, strict=True)}
 
     def prepared_shapes(self, v: jax.Array, precision: Any) -> dict[str, jax.ShapeDtypeStruct]:
-        """What `prepare` writes: residuals, and lengths for the kernels of the forward pass."""
+        """What `prepare` writes: residuals, and lengths for the other kernels."""
         rows = jax.ShapeDtypeStruct((self.tokens, self.value_heads, self.value_dim), v.dtype)
-        shapes = Residuals.shapes(rows, precision)
-        if self.l2norm:
-            shapes["lengths"] = jax.ShapeDtypeStruct((self.tokens, self.key_heads), jnp.float32)
-        return shapes
-
-    def lengths(self, k: jax.Array) -> dict[str, jax.Array]:
-        """What `prepare` finds of the keys, where it does not run but a kernel wants it."""
-        return self.flat(lengths=inverse_length(k)) if self.l2norm else {}
+        return Residuals.shapes(rows, precision) | self.length_shapes
 
     def forward_steps(self, scale: float, *, keep: bool = False) -> list[Step]:
         """The kernel `forward`, of heads whose blocks have all value columns and of others in halves; `keep`: what it

@@ -27,7 +27,7 @@ _HASTY = frozenset({"layout", "prepare", "adjoint_summaries", "state_gradients"}
 """Let the next kernel begin at once, use everything, and wait at their end. So does `compose` of the gradients.
 `state_gradients` may have to wait for the gradient that it begins with."""
 
-_OF_PREPARE = frozenset({"a", "gamma", "lengths"})
+_OF_PREPARE = frozenset({"a", "gamma", "lengths", "query_lengths"})
 
 _OF_STATE = frozenset({"d_final_state", "dh", "dv", "d_initial_state"})
 """What `state_gradients` does not touch before it has the gradient that it begins with."""

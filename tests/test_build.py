@@ -277,7 +277,8 @@ def test_plan_has_no_operand_that_a_configuration_does_nothing_with(l2norm: bool
     plan = lowered_kernel("prepare", prepare.Config(64, "bfloat16", l2norm)).plan
     operands = {operand["name"] for operand in plan["operands"]}
     assert {"k", "g", "beta", "a", "gamma"} < operands
-    assert ("lengths" in operands) == l2norm
+    assert operands.issuperset(("q", "lengths", "query_lengths")) == l2norm
+    assert operands.isdisjoint(("q", "lengths", "query_lengths")) != l2norm
     assert {argument["operand"] for argument in plan["arguments"] if "operand" in argument} == operands
 
 

@@ -29,7 +29,8 @@ from jax_qla.launch import Step
 
 RESULTS = {
     "layout": ("segments", "pieces", "spans"),
-    "prepare": ("a", "gamma", "lengths"),
+    "lengths": ("lengths", "query_lengths"),
+    "prepare": ("a", "gamma", "lengths", "query_lengths"),
     "summaries": ("response", "transition", "forgotten"),
     "adjoint_summaries": ("adjoint_response",),
     "compose": ("entering",),
@@ -56,7 +57,7 @@ def launch_specifications(
         name: jnp.full(x.shape, jnp.nan if jnp.issubdtype(x.dtype, jnp.inexact) else -1, x.dtype)
         for name, x in outputs.items()
     }
-    takes_lengths = False
+    lengths: set[str] = set()
     for step in steps:
         specification = importlib.import_module(f"jax_qla.kernels.{step.kernel}").specification
         operands, options = [], {}
@@ -73,10 +74,11 @@ def launch_specifications(
                 table = have[step.rename.get("pieces", "pieces")] if step.kernel in OF_PIECES else have["segments"]
                 operands.append(tables.chunk_table(table[:, :2], have["k"].shape[0]))
                 continue
-            if name == "lengths" and not step.config.l2norm:  # as the plan leaves it out
-                operands.append(None)
-                continue
-            takes_lengths |= name == "lengths"
+            if name in ("lengths", "query_lengths") or (step.kernel, name) == ("prepare", "q"):
+                if not step.config.l2norm:  # as the plan leaves it out
+                    operands.append(None)
+                    continue
+                lengths.add(name)
             x = have[step.rename.get(name, name)]
             if name in ("initial_state", "d_final_state") and x.shape[0] == 0 and step.kernel in ALWAYS_A_STATE:
                 x = jnp.zeros((have["segments"].shape[0], *x.shape[1:]), x.dtype)
@@ -90,7 +92,7 @@ def launch_specifications(
                 if "first_head" in step.scalars:  # perhaps of some heads only
                     x = jnp.where(jnp.isnan(x), have[target], x)
                 have[target] = x.astype(outputs[target].dtype)
-    assert takes_lengths or "lengths" not in inputs, "computed for nobody"
+    assert inputs.keys() & {"lengths", "query_lengths"} <= lengths, "computed for nobody"
     return {name: have[name] for name in outputs}
 
 

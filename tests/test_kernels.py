@@ -97,7 +97,7 @@ def of_any_length(given: Arrays) -> Arrays:
 
 SUMMARIES = (
     (summaries, "k v a gamma beta lengths initial_state pieces chunks -> response transition forgotten"),
-    (adjoint_summaries, "q k do a gamma beta d_final_state pieces chunks -> adjoint_response"),
+    (adjoint_summaries, "q k do a gamma beta lengths query_lengths d_final_state pieces chunks -> adjoint_response"),
 )
 
 
@@ -121,14 +121,18 @@ def chain(
     have |= {"bounds": segments, "segments": segments, "chunks": jnp.asarray(tables.chunk_table(segments, tokens))}
     have |= {"pieces": jnp.zeros((0, 4), jnp.int32), "spans": jnp.zeros((0, 2), jnp.int32)}
     kernels: Sequence[Any] = (
-        (prepare, "k g beta bounds -> a gamma lengths"),
-        (forward, "q k v a gamma beta lengths initial_state segments pieces spans chunks -> o final_state"),
-        (states, "k v a gamma beta initial_state segments chunks -> h vd"),
+        (prepare, "q k g beta bounds -> a gamma lengths query_lengths"),
+        (
+            forward,
+            "q k v a gamma beta lengths query_lengths initial_state segments pieces spans chunks -> o final_state",
+        ),
+        (states, "k v a gamma beta lengths initial_state segments chunks -> h vd"),
         (
             state_gradients,
-            "q k do a gamma beta d_final_state segments pieces spans chunks -> dh dv d_initial_state",
+            "q k do a gamma beta lengths query_lengths d_final_state segments pieces spans chunks "
+            "-> dh dv d_initial_state",
         ),
-        (gradients, "q k v g gamma beta do vd dv h dh segments -> dq dk dv dg dbeta"),
+        (gradients, "q k v g gamma beta lengths query_lengths do vd dv h dh segments -> dq dk dv dg dbeta"),
     )
     if piece_rows is not None:
         parts = tables.piece_count(tokens, segments.shape[0], piece_rows)

@@ -14,8 +14,8 @@ kernels/state_gradients.py:
 
     warpgroup  registers  work
     0          240        dS^T in float32, in registers
-    1          152        gates, P into shared memory, a without its diagonal of ones
-    2          24         warp 8 loads Q, K, dO, a with TMA
+    1          152        P into shared memory, a without its diagonal of ones
+    2          24         warp 8 loads Q, K, dO, a with TMA, 9 and 10 fetch the gates, a row a lane
     (barriers there too)
 """
 
@@ -38,8 +38,8 @@ from jax_qla.kernels.common import (
 from jax_qla.kernels.specification import (
     decay,
     gather_chunks,
+    gather_lengths,
     gather_parts,
-    inverse_length,
     last_row,
     reach,
     scan_slots,
@@ -80,6 +80,8 @@ def program(config: Config):
         a: T.Tensor((tokens, value_heads, C * (1 + split)), dtype),
         gamma: T.Tensor((tokens, value_heads), "float32"),
         beta: T.Tensor((tokens, value_heads), "float32"),
+        lengths: T.Tensor((tokens, key_heads), "float32"),  # 1 / |k|, with `l2norm` only, and so
+        query_lengths: T.Tensor((tokens, key_heads), "float32"),  # 1 / |q|
         d_final_state: T.Tensor((final_states, value_heads, K, V), "float32"),
         pieces: T.Tensor((parts, 4), "int32"),
         adjoint_response: T.Tensor((parts, value_heads, K, V), "float32"),
@@ -136,9 +138,9 @@ def program(config: Config):
             beta_s = T.alloc_shared((stages, C), "float32")
             drop_s = T.alloc_shared((stages, C), "float32")  # -exp(gamma) beta, over |k|^2 if keys are normalised
             lift_s = T.alloc_shared((stages, C), "float32")  # scale exp(gamma), over |q| if queries are normalised
-            key_s = T.alloc_shared((C,), "float32")  # 1 / |k|
-            query_s = T.alloc_shared((C,), "float32")  # 1 / |q|
+            query_s = T.alloc_shared((stages, C), "float32") if l2norm else gamma_s  # 1 / |q|, else not needed
             loaded = T.alloc_barrier([32] * stages)
+            gated = T.alloc_barrier([64] * stages)
             ready = T.alloc_barrier([128] * stages)
             free = T.alloc_barrier([128] * stages)
             taken = T.alloc_barrier([128] * 2)
@@ -156,10 +158,10 @@ def program(config: Config):
                 drop_s=drop_s,
                 lift_s=lift_s,
                 out_s=None,
-                key_s=key_s,
                 query_s=query_s,
                 loaded=loaded,
                 taken=taken,
+                gated=gated,
                 ready=ready,
                 free=free,
             )
@@ -168,9 +170,26 @@ def program(config: Config):
                 T.set_max_nreg(24, 0)
                 if tx < 288:
                     m.load_last_first(q, k, a, do, start, count, key_head, head, tile * 64, stages, shared)
+                elif tx < 352:
+                    m.gates_last_first(
+                        gamma,
+                        beta,
+                        lengths,
+                        query_lengths,
+                        start,
+                        end,
+                        count,
+                        head,
+                        key_head,
+                        scale,
+                        tx - 288,
+                        stages,
+                        l2norm,
+                        shared,
+                    )
             elif tx >= 128:
                 T.set_max_nreg(152, 0)
-                m.prepare_last_first(gamma, beta, start, end, count, head, scale, tx - 128, stages, l2norm, shared)
+                m.prepare_last_first(start, end, count, scale, tx - 128, stages, l2norm, shared)
             else:
                 T.set_max_nreg(240, 1)
                 d = T.alloc_fragment((64, K), "float32")
@@ -243,6 +262,8 @@ def specification(
     a: jax.Array,
     gamma: jax.Array,
     beta: jax.Array,
+    lengths: jax.Array,
+    query_lengths: jax.Array,
     d_final_state: jax.Array,
     pieces: jax.Array,
     chunks: jax.Array,
@@ -255,8 +276,10 @@ def specification(
     keys, queries = (jnp.repeat(gather_chunks(x, chunks), ratio, axis=2) for x in (k, q))
     gradient, gates, strength = (gather_chunks(x, chunks) for x in (do, gamma, beta))
     inverse = gather_parts(a, chunks, CHUNK)
-    strength = strength * inverse_length(keys, l2norm) ** 2
-    scales = scale * inverse_length(queries, l2norm)
+    scales = jnp.full_like(strength, scale)
+    if l2norm:
+        strength = strength * gather_lengths(lengths, chunks, ratio) ** 2
+        scales = scales * gather_lengths(query_lengths, chunks, ratio)
     p = scales[:, :, None] * jnp.einsum("sihk,sjhk->sijh", queries, keys) * decay(gates)
     _, whole, matters = reach(gamma, pieces, chunks, from_end=False)
 

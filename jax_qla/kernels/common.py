@@ -12,9 +12,10 @@ of the rows as they are, and the lengths are those of the gates' vectors beside 
 
 for beta |k|^-2 k k^T = beta k^ k^^T and k (beta |k|^-2) (|k| v) = beta k^ v with k^ = k / |k|. `a` and all states are those of normalised
 keys; Vd and dX between kernels are |k| times less and more. What gradients kernels/gradients.py finds by q and k with the lengths held
-constant become the whole ones by dk - k <k, dk> / |k|^2. `forward` and `summaries` read the lengths of keys that `prepare` has written or,
-in a call without it (jax_qla/cuda.py), XLA; all others come from the kernel's own tiles. In bfloat16 only: lengths far from 1 would leave
-float16's range. (By a run-time flag, calls without it took 6 to 15 % longer where a block's latency is all that counts.)
+constant become the whole ones by dk - k <k, dk> / |k|^2. All kernels read the lengths with the gates: `prepare` has written them or, in a
+call without it, kernels/lengths.py. (Where kernels measured the rows of their own tiles, both passes took 11 to 18 % longer than without
+`l2norm`: docs/performance.md.) In bfloat16 only: lengths far from 1 would leave float16's range. (By a run-time flag, calls without it took 6 to 15 % longer where
+a block's latency is all that counts.)
 
 With `split`, what meets the inverse of a chunk enters products as the sum of two bf16 numbers, high and low: `a`, X and Vd, of the
 backward pass dVd and exp(gamma) beta dX. Between kernels `a` and Vd then have twice their columns, the low parts behind the high ones. Of a
@@ -118,50 +119,58 @@ __device__ __forceinline__ void jax_qla_mma(float* c, const unsigned* a, unsigne
 """
 
 
-L2NORM_PRELUDE = (
+LENGTHS_PRELUDE = (
     f"constexpr float kL2NormEpsilon = {L2NORM_EPSILON}f;"
     r"""
-// lengths_i = 1 / |x_i| of rows first .. first + 31 of a tile [64, columns] of bf16 in shared memory (halves of 64 columns, 128-byte
-// swizzled), by one warp, a row a lane; those of the tile's rows from `rows` on are finite.
-template <int columns>
-__device__ __forceinline__ void jax_qla_inverse_lengths_by_warp(const void* tile, float* lengths, int first, int rows) {
-  const int lane = threadIdx.x & 31, row = min(first + lane, rows - 1);
-  const uint4* vectors = static_cast<const uint4*>(tile) + row * 8;
-  float sum[4] = {kL2NormEpsilon, 0.f, 0.f, 0.f};
-#pragma unroll 1
-  for (int half = 0; half < columns / 64; ++half) {
-#pragma unroll 2
-    for (int n = 0; n < 8; ++n) {
-      const uint4 x = vectors[half * 512 + (n ^ (row & 7))];
-      const unsigned pairs[4] = {x.x, x.y, x.z, x.w};
+// sums_0 becomes the sum, over as many lanes side by side as there are sums, of the one of this lane's number among them: of two halves of the
+// sums the lanes of either keep one and give the other.
+template <int half>
+__device__ __forceinline__ void jax_qla_sum_rows(float* sums) {
+  if constexpr (half > 0) {
+    const bool upper = threadIdx.x & half;
 #pragma unroll
-      for (int e = 0; e < 4; ++e) {
-        const float low = jax_qla_low_half(pairs[e]), high = jax_qla_high_half(pairs[e]);
-        sum[e % 2 * 2] += low * low;
-        sum[e % 2 * 2 + 1] += high * high;
-      }
+    for (int n = 0; n < half; ++n) {
+      const float kept = upper ? sums[n + half] : sums[n], given = upper ? sums[n] : sums[n + half];
+      sums[n] = kept + __shfl_xor_sync(0xffffffffu, given, half);
     }
+    jax_qla_sum_rows<half / 2>(sums);
   }
-  lengths[first + lane] = rsqrtf((sum[0] + sum[1]) + (sum[2] + sum[3]));
 }
-// The same of all rows by a warpgroup: the diagonal of x x^T by mma.sync, which takes a seventh of the instructions that sums of squares
-// would. A left operand holds the registers of right ones.
-template <int columns>
-__device__ __forceinline__ void jax_qla_inverse_lengths(const void* tile, float* lengths) {
-  const int lane = threadIdx.x & 31, warp = (threadIdx.x >> 5) & 3, row = lane / 4;
-  const unsigned first = jax_qla_address(tile) + (warp * 16 + (lane & 15)) * 128 + (((lane >> 4) ^ (lane & 7)) << 4);
-  float near[4] = {}, far[4] = {};
-#pragma unroll 2
-  for (int step = 0; step < columns / 16; ++step) {
-    unsigned x[4];
-    jax_qla_load_matrices<false>(x, (first ^ (step % 4 << 5)) + step / 4 * 8192);
-    jax_qla_mma<true>(near, x, x[0], x[2]);
-    jax_qla_mma<true>(far, x, x[1], x[3]);
+// lengths [tokens, heads], 1 / |x| of 16 tokens from `token` on and of heads `head` and `head` + 1, as far as there are such, of x [tokens, heads,
+// columns] of bf16; one warp, whose lanes have 16 bytes of a row each.
+template <int columns, typename T>
+__device__ __forceinline__ void jax_qla_measure(const T* x, float* lengths, int tokens, int heads, int token, int head) {
+  constexpr int kLanes = columns / 8, kRows = 32 / kLanes;  // of a row; rows of a load, of which a warp takes as many as a row has lanes
+  const int lane = threadIdx.x & 31, part = lane % kLanes, within = lane / kLanes;
+  const auto at = [=](int load, bool& there) {  // the row of a load
+    const int row = load * kRows + within, of_token = token + row / 2, of_head = head + row % 2;
+    there = of_token < tokens && of_head < heads;
+    return static_cast<long long>(of_token) * heads + of_head;
+  };
+  uint4 vectors[kLanes];
+#pragma unroll
+  for (int n = 0; n < kLanes; ++n) {
+    bool there;
+    const long long row = at(n, there);
+    vectors[n] = there ? reinterpret_cast<const uint4*>(x + row * columns)[part] : uint4{0, 0, 0, 0};
   }
-  if (row / 2 == lane % 4) {
-    lengths[warp * 16 + row] = rsqrtf((row & 1 ? near[1] : near[0]) + kL2NormEpsilon);
-    lengths[warp * 16 + 8 + row] = rsqrtf((row & 1 ? far[3] : far[2]) + kL2NormEpsilon);
+  float sums[kLanes];
+#pragma unroll
+  for (int n = 0; n < kLanes; ++n) {
+    const unsigned pairs[4] = {vectors[n].x, vectors[n].y, vectors[n].z, vectors[n].w};
+    float sum[2] = {};
+#pragma unroll
+    for (int e = 0; e < 4; ++e) {
+      const float low = jax_qla_low_half(pairs[e]), high = jax_qla_high_half(pairs[e]);
+      sum[0] += low * low;
+      sum[1] += high * high;
+    }
+    sums[n] = sum[0] + sum[1];
   }
+  jax_qla_sum_rows<kLanes / 2>(sums);
+  bool there;
+  const long long row = at(part, there);
+  if (there) lengths[row] = rsqrtf(sums[0] + kL2NormEpsilon);
 }
 """
 )
@@ -169,7 +178,6 @@ __device__ __forceinline__ void jax_qla_inverse_lengths(const void* tile, float*
 
 PRELUDE = (
     MATRIX_PRELUDE
-    + L2NORM_PRELUDE
     + r"""
 // A warpgroup's part of a transposed tile. The tile is [64 tokens][64 columns] of 16-bit elements in shared memory, 128-byte
 // swizzled; the fragment is its transpose, [64 columns][64 tokens] in the layout of a wgmma accumulator: register 4 n + 2 h + e of
@@ -476,29 +484,6 @@ def macros():
                 beta_s[stage, thread] = 0.0
 
     @T.macro
-    def inverse_lengths_by_warp(tiles, stage, first, rows, lengths, line):
-        """lengths [.., 64], in shared memory, in `line` from `first` become 1 / |x| of 32 rows of tile `stage` of tiles
-        [stages, 64, width] in bfloat16, which has `rows`; by one warp."""
-        T.call_extern(
-            "handle",
-            f"jax_qla_inverse_lengths_by_warp<{tiles.shape[2]}>",
-            T.access_ptr(tiles[stage, 0, 0], "r"),
-            T.address_of(lengths[line, 0]),
-            first,
-            T.min(rows, C),
-        )
-
-    @T.macro
-    def inverse_lengths(tiles, stage, lengths):
-        """lengths [64], in shared memory, become 1 / |x| of the rows of tile `stage` of tiles [stages, 64, width] in bfloat16; by a whole warpgroup."""
-        T.call_extern(
-            "handle",
-            f"jax_qla_inverse_lengths<{tiles.shape[2]}>",
-            T.access_ptr(tiles[stage, 0, 0], "r"),
-            T.address_of(lengths[0]),
-        )
-
-    @T.macro
     def load_rows(source, row, head, first, width, tiles, stage, loaded, kept=None):
         """One warp has TMA load rows row..row + 64, columns first..first + `width` of `source` into tile `stage` of `tiles`; the barrier
         loaded[stage] counts the bytes. How long the second-level cache should keep them is `kept`."""
@@ -628,40 +613,80 @@ def macros():
             T.barrier_arrive(shared.loaded[c % stages])
 
     @T.macro
-    def prepare_last_first(gamma, beta, start, end, count, head, scale, thread, stages, normed, shared):
-        """A warpgroup makes ready for the gradient of the state what `load_last_first` loads. `shared` holds a kernel's tiles, vectors and barriers by
-        their names: `a` loses its diagonal, rows beyond the sequence become 0; P, gates, and of them drop = -exp(gamma) beta, over |k|^2 if keys
-        are `normed`, lift = scale exp(gamma), over |q| if queries are, and, unless it is None, `out_s`: the factor of dX in dv. P has two
-        stages, free when `taken`. `low_s`, unless it is None, holds the low part of `a`, whose diagonal is 0."""
+    def fetch_lengths(lengths, query_lengths, row, rows, key_head, thread, of_rows):
+        """Threads 0..63 read 1 / |k| and 1 / |q| of their row into `of_rows` [2] (registers): nothing here waits for them."""
+        if thread < rows:
+            of_rows[0] = lengths[row + thread, key_head]
+            of_rows[1] = query_lengths[row + thread, key_head]
+
+    @T.macro
+    def gates_last_first(
+        gamma,
+        beta,
+        lengths,
+        query_lengths,
+        start,
+        end,
+        count,
+        head,
+        key_head,
+        scale,
+        thread,
+        stages,
+        normed,
+        shared,
+    ):
+        """64 threads, a row each, fetch the gates of the chunks that `load_last_first` loads. `shared` holds a kernel's tiles, vectors and barriers
+        by their names: of the gates drop = -exp(gamma) beta, over |k|^2 if keys are `normed`, lift = scale exp(gamma), over |q| if queries
+        are, and, unless it is None, `out_s`: the factor of dX in dv. They are there when `gated`."""
         fetched = T.alloc_local((3,), "float32")  # gates of the chunk to come
-        p = T.alloc_fragment((C, C), "float32")
+        of_rows = T.alloc_local((2,), "float32")  # and 1 / |k|, 1 / |q|
         if count > 0:
-            fetch_gates(
-                gamma,
-                beta,
-                start + (count - 1) * C,
-                T.min(end - (start + (count - 1) * C), C),
-                head,
-                thread,
-                fetched,
-            )
+            last = start + (count - 1) * C
+            fetch_gates(gamma, beta, last, T.min(end - last, C), head, thread, fetched)
+            if normed:
+                fetch_lengths(lengths, query_lengths, last, T.min(end - last, C), key_head, thread, of_rows)
+        for c in T.serial(count):
+            at = c % stages
+            rows = T.min(end - (start + (count - 1 - c) * C), C)
+            if c >= stages:
+                T.barrier_wait(shared.free[at], (c // stages + 1) % 2)
+            store_gates(fetched, rows, thread, at, shared.gamma_s, shared.rise_s, shared.fall_s, shared.beta_s)
+            shared.drop_s[at, thread] = -(shared.rise_s[at, thread] * shared.beta_s[at, thread])
+            shared.lift_s[at, thread] = scale * shared.rise_s[at, thread]
+            if shared.out_s is not None:
+                shared.out_s[at, thread] = T.Select(
+                    T.abs(shared.beta_s[at, thread]) < T.float32(FAINT), T.float32(1), shared.beta_s[at, thread]
+                )
+            if normed:
+                if thread < rows:
+                    shared.lift_s[at, thread] = shared.lift_s[at, thread] * of_rows[1]
+                    shared.drop_s[at, thread] = shared.drop_s[at, thread] * (of_rows[0] * of_rows[0])
+                    if shared.out_s is not None:
+                        shared.out_s[at, thread] = shared.out_s[at, thread] * of_rows[0]
+                    shared.query_s[at, thread] = of_rows[1]
+                else:
+                    shared.query_s[at, thread] = 0.0
+            T.barrier_arrive(shared.gated[at])
+            if c + 1 < count:  # those are whole
+                fetch_gates(gamma, beta, start + (count - 2 - c) * C, C, head, thread, fetched)
+                if normed:
+                    fetch_lengths(lengths, query_lengths, start + (count - 2 - c) * C, C, key_head, thread, of_rows)
+
+    @T.macro
+    def prepare_last_first(start, end, count, scale, thread, stages, normed, shared):
+        """A warpgroup makes ready for the gradient of the state what `load_last_first` loads: `a` loses its diagonal, rows beyond the sequence become
+        0, and P, of the gates that `gates_last_first` fetches. P has two stages, free when `taken`. `low_s`, unless it is None, holds the low
+        part of `a`, whose diagonal is 0."""
+        p = T.alloc_fragment((C, C), "float32")
         for c in T.serial(count):
             at = c % stages
             rows = T.min(end - (start + (count - 1 - c) * C), C)
             if c >= 2:
                 T.barrier_wait(shared.taken[c % 2], (c // 2 + 1) % 2)
             T.barrier_wait(shared.loaded[at], (c // stages) % 2)
-            store_gates(fetched, rows, thread, at, shared.gamma_s, shared.rise_s, shared.fall_s, shared.beta_s)
             if thread < C:
-                shared.drop_s[at, thread] = -(shared.rise_s[at, thread] * shared.beta_s[at, thread])
-                shared.lift_s[at, thread] = scale * shared.rise_s[at, thread]
-                if shared.out_s is not None:
-                    shared.out_s[at, thread] = T.Select(
-                        T.abs(shared.beta_s[at, thread]) < T.float32(FAINT), T.float32(1), shared.beta_s[at, thread]
-                    )
                 shared.a_s[at, thread, thread] = T.cast(0, shared.a_s.dtype)
-            if c + 1 < count:  # those are whole
-                fetch_gates(gamma, beta, start + (count - 2 - c) * C, C, head, thread, fetched)
             if rows < C:
                 zero_tail(shared.q_s, at, rows, shared.q_s.shape[2], thread, 128)
                 zero_tail(shared.k_s, at, rows, shared.k_s.shape[2], thread, 128)
@@ -670,27 +695,16 @@ def macros():
                     zero_tail(shared.low_s, at, rows, C, thread, 128)
                 zero_tail(shared.do_s, at, rows, shared.do_s.shape[2], thread, 128)
                 T.fence_proxy_async()
-            T.sync_threads(3, 128)
-            if normed:
-                inverse_lengths(shared.k_s, at, shared.key_s)
-                inverse_lengths(shared.q_s, at, shared.query_s)
-            T.gemm(shared.q_s[at, :, :], shared.k_s[at, :, :], p, transpose_B=True, clear_accum=True)
-            if normed:
                 T.sync_threads(3, 128)
-                if thread < C:
-                    shared.lift_s[at, thread] = shared.lift_s[at, thread] * shared.query_s[thread]
-                    shared.drop_s[at, thread] = shared.drop_s[at, thread] * (
-                        shared.key_s[thread] * shared.key_s[thread]
-                    )
-                    if shared.out_s is not None:
-                        shared.out_s[at, thread] = shared.out_s[at, thread] * shared.key_s[thread]
+            T.barrier_wait(shared.gated[at], (c // stages) % 2)
+            T.gemm(shared.q_s[at, :, :], shared.k_s[at, :, :], p, transpose_B=True, clear_accum=True)
             T.call_extern(
                 "handle",
                 f"jax_qla_store_decayed<{'true' if normed else 'false'}, true>",
                 p.data,
                 T.address_of(shared.gamma_s[at, 0]),
                 scale,
-                T.address_of(shared.query_s[0]),
+                T.address_of(shared.query_s[at, 0]),
                 T.address_of(shared.p_s[c % 2, 0, 0]),
             )
             T.fence_proxy_async()
@@ -698,9 +712,8 @@ def macros():
 
     return SimpleNamespace(
         fetch_gates=fetch_gates,
+        fetch_lengths=fetch_lengths,
         store_gates=store_gates,
-        inverse_lengths=inverse_lengths,
-        inverse_lengths_by_warp=inverse_lengths_by_warp,
         load_rows=load_rows,
         zero_tail=zero_tail,
         keep_low=keep_low,
@@ -709,5 +722,6 @@ def macros():
         send_rows=send_rows,
         send_state=send_state,
         load_last_first=load_last_first,
+        gates_last_first=gates_last_first,
         prepare_last_first=prepare_last_first,
     )

@@ -15,24 +15,23 @@ Plan, one block per (sequence, value head, tile of `value_tile` value columns), 
 
     warpgroup      registers  work
     0 (and 1)      208        64 value columns each: S^T in float32, the five products above that contain S or Vd
-    last but one   72         gates, P = scale Q K^T o G into shared memory, ahead of the state
-    last           24         warp 0 loads Q, K, V, a with TMA; 1 and 2 measure the rows of Q if these are to be normalised
+    last but one   72         P = scale Q K^T o G into shared memory, ahead of the state
+    last           24         warp 0 loads Q, K, V, a with TMA, 1 and 2 fetch the gates, a row a lane
 
     barrier         arrives       waits                    says
     loaded[stage]   TMA           last but one, then state the tiles are there
-    gated[stage]    last but one  state                    gates are there, rows beyond the sequence are zero in K, V and a
+    gated[stage]    last (gates), last but one, then state gates are there, rows beyond the sequence are zero in K, V and a
+                    last but one
     ready[stage]    last but one  state                    P is there, which only the last of the five products needs
-    measured[stage] last          state                    lengths of queries are there, if they are wanted
     free[stage]     state         last, then with `keep`   the products of the chunk are done: the stage may be overwritten, and so may its P
                                   last but one
     taken           state         last                     the initial state has left the second and third stage of K and Q, by way of which a
                                                            block of 128 columns takes it
 
 What stands in the way of the recurrence is latency, so nothing waits that need not: the state goes on to the next chunk before its P is
-there, the loads have a warp to themselves (when the warpgroup of P issued them, the state waited for P a third of its time), O leaves
-through a tile of its own and not through V's, and while it does the next chunk's K S runs, whose state is the one just computed. Lengths of
-keys come with the gates, from `prepare`; those of queries are a factor of O where it leaves, so that P need not wait for them. One warp
-would take longer to measure them than a step takes.
+there, the loads have a warp to themselves (when the warpgroup of P issued them, the state waited for P a third of its time) and the gates
+two (P's warpgroup has no time to wait for them), O leaves through a tile of its own and not through V's, and while it does the next chunk's K S runs, whose state is the one just computed. Lengths of
+keys and queries come with the gates, from `prepare`: nobody here has time to measure them.
 
 The initial state of 128 columns comes by two bulk copies. Its elements, a load each, are requests of 32 bytes, which kept blocks waiting where
 all begin at once. Blocks of 64 columns load elements: where V is 128 they are few (policy.value_tile), and loads as fast.
@@ -75,7 +74,6 @@ from jax_qla.kernels.specification import (
     gather_chunks,
     gather_lengths,
     gather_parts,
-    inverse_length,
     last_row,
     of_heads,
     scan_slots,
@@ -184,7 +182,8 @@ def program(config: Config):
         a: T.Tensor((tokens, value_heads, C * (1 + split)), dtype),
         gamma: T.Tensor((tokens, value_heads), "float32"),
         beta: T.Tensor((tokens, value_heads), "float32"),
-        lengths: T.Tensor((tokens, key_heads), "float32"),  # 1 / |k|, with `l2norm` only
+        lengths: T.Tensor((tokens, key_heads), "float32"),  # 1 / |k|, with `l2norm` only, and so
+        query_lengths: T.Tensor((tokens, key_heads), "float32"),  # 1 / |q|
         initial_state: T.Tensor((initial_states, value_heads, K, V), "float32"),
         segments: T.Tensor((sequences, 2), "int32"),  # sequences, or their pieces
         pieces: T.Tensor((cut_pieces, 4), "int32"),
@@ -244,16 +243,14 @@ def program(config: Config):
             rise_s = T.alloc_shared((stages, C), "float32")
             fall_s = T.alloc_shared((stages, C), "float32")
             beta_s = T.alloc_shared((stages, C), "float32")
-            # 1 / |q|, one line more than stages: O still needs its own when the stage is free. Else not needed.
-            query_s = T.alloc_shared((stages + 1, C), "float32") if l2norm else gamma_s
-            scaled_s = T.alloc_shared((stages, C), "float32")  # scale exp(gamma)
+            query_s = T.alloc_shared((stages, C), "float32") if l2norm else gamma_s  # 1 / |q|, else not needed
+            scaled_s = T.alloc_shared((stages, C), "float32")  # scale exp(gamma), over |q| if queries are normalised
             whole_s = T.alloc_shared((stages,), "float32")  # exp(gamma_C)
             loaded = T.alloc_barrier([32] * stages)
-            gated = T.alloc_barrier([128] * stages)
+            gated = T.alloc_barrier([64 + 128] * stages)
             ready = T.alloc_barrier([128] * stages)
             free = T.alloc_barrier([S] * stages)
             taken = T.alloc_barrier([S])
-            measured = T.alloc_barrier([64] * stages) if l2norm else loaded
 
             if tx >= S + 128:
                 T.set_max_nreg(24, 0)
@@ -283,57 +280,64 @@ def program(config: Config):
                         if split:
                             m.load_rows(a, start + c * C, head, C, C, low_s, at, loaded, kept)
                         T.barrier_arrive(loaded[at])
-                elif l2norm:
-                    if tx < S + 224:
-                        for c in T.serial(count):
-                            T.barrier_wait(loaded[c % stages], (c // stages) % 2)
-                            m.inverse_lengths_by_warp(
-                                q_s,
-                                c % stages,
-                                tx // 32 * 32 - S - 160,
-                                end - (start + c * C),
-                                query_s,
-                                c % (stages + 1),
+                elif tx < S + 224:
+                    row = tx - (S + 160)
+                    fetched = T.alloc_local((3,), "float32")  # gates of the chunk to come
+                    of_rows = T.alloc_local((2,), "float32")  # and 1 / |k|, 1 / |q|
+                    if awaits == PREPARED:
+                        T.pdl_sync()
+                    m.fetch_gates(gamma, beta, start, T.min(end - start, C), head, row, fetched)
+                    if l2norm:
+                        m.fetch_lengths(lengths, query_lengths, start, T.min(end - start, C), key_head, row, of_rows)
+                    for c in T.serial(count):
+                        at = c % stages
+                        rows = T.min(end - (start + c * C), C)
+                        if c >= stages:
+                            T.barrier_wait(free[at], (c // stages + 1) % 2)
+                        m.store_gates(fetched, rows, row, at, gamma_s, rise_s, fall_s, beta_s)
+                        scaled_s[at, row] = scale * rise_s[at, row]
+                        if l2norm:
+                            if row < rows:
+                                # X = beta / |k| (V - exp(gamma) / |k| K S), O = scale / |q| ..
+                                beta_s[at, row] = beta_s[at, row] * of_rows[0]
+                                rise_s[at, row] = rise_s[at, row] * of_rows[0]
+                                scaled_s[at, row] = scaled_s[at, row] * of_rows[1]
+                                query_s[at, row] = of_rows[1]
+                            else:
+                                query_s[at, row] = 0.0
+                        if row == 0:
+                            whole_s[at] = T.exp2(fetched[1] * T.float32(LOG2_E))
+                        T.barrier_arrive(gated[at])
+                        m.fetch_gates(
+                            gamma,
+                            beta,
+                            start + (c + 1) * C,
+                            T.min(end - (start + (c + 1) * C), C),
+                            head,
+                            row,
+                            fetched,
+                        )
+                        if l2norm:
+                            m.fetch_lengths(
+                                lengths,
+                                query_lengths,
+                                start + (c + 1) * C,
+                                T.min(end - (start + (c + 1) * C), C),
+                                key_head,
+                                row,
+                                of_rows,
                             )
-                            T.barrier_arrive(measured[c % stages])
             elif tx >= S:
                 T.set_max_nreg(72, 0)
-                fetched = T.alloc_local((3,), "float32")  # gates of the chunk to come
-                of_key = T.alloc_local((1,), "float32")  # and 1 / |k|
                 p = T.alloc_fragment((C, C), "float32")
                 T.annotate_layout({p: accumulator_layout(C, S)})
                 if awaits == PREPARED:
                     T.pdl_sync()
                 T.pdl_trigger()  # another launch, of other heads, may begin where blocks of this end
-                m.fetch_gates(gamma, beta, start, T.min(end - start, C), head, tx - S, fetched)
-                if l2norm:
-                    if tx - S < T.min(end - start, C):
-                        of_key[0] = lengths[start + tx - S, key_head]
                 for c in T.serial(count):
                     at = c % stages
                     rows = T.min(end - (start + c * C), C)
                     T.barrier_wait(loaded[at], (c // stages) % 2)
-                    m.store_gates(fetched, rows, tx - S, at, gamma_s, rise_s, fall_s, beta_s)
-                    if tx < S + C:
-                        scaled_s[at, tx - S] = scale * rise_s[at, tx - S]
-                    if l2norm:
-                        if tx - S < rows:
-                            # X = beta / |k| (V - exp(gamma) / |k| K S)
-                            beta_s[at, tx - S] = beta_s[at, tx - S] * of_key[0]
-                            rise_s[at, tx - S] = rise_s[at, tx - S] * of_key[0]
-                        if tx - S < T.min(end - (start + (c + 1) * C), C):
-                            of_key[0] = lengths[start + (c + 1) * C + tx - S, key_head]
-                    if tx == S:
-                        whole_s[at] = T.exp2(fetched[1] * T.float32(LOG2_E))
-                    m.fetch_gates(
-                        gamma,
-                        beta,
-                        start + (c + 1) * C,
-                        T.min(end - (start + (c + 1) * C), C),
-                        head,
-                        tx - S,
-                        fetched,
-                    )
                     if rows < C:
                         m.zero_tail(k_s, at, rows, K, tx - S, 128)
                         for part in T.unroll(parts):
@@ -342,19 +346,21 @@ def program(config: Config):
                         if split:
                             m.zero_tail(low_s, at, rows, C, tx - S, 128)
                         T.fence_proxy_async()
+                        T.sync_threads(3, 128)
                     T.barrier_arrive(gated[at])
-                    T.sync_threads(3, 128)
-                    T.gemm(q_s[at, :, :], k_s[at, :, :], p, transpose_B=True, clear_accum=True)
+                    T.barrier_wait(gated[at], (c // stages) % 2)
+                    T.wgmma_gemm(q_s[at, :, :], k_s[at, :, :], p, transpose_B=True, clear_accum=True)
                     if p_stages < stages:
                         if c >= p_stages:
                             T.barrier_wait(free[(c - p_stages) % stages], ((c - p_stages) // stages) % 2)
+                    T.wait_wgmma(0)
                     T.call_extern(
                         "handle",
-                        "jax_qla_store_decayed<false, false>",
-                        T.address_of(p[0, 0]),
+                        f"jax_qla_store_decayed<{'true' if l2norm else 'false'}, false>",
+                        p.data,
                         T.address_of(gamma_s[at, 0]),
                         scale,
-                        T.address_of(gamma_s[at, 0]),  # lengths of queries are a factor of O
+                        T.address_of(query_s[at, 0]),
                         T.address_of(p_s[c % p_stages, 0, 0]),
                     )
                     T.fence_proxy_async()
@@ -489,12 +495,7 @@ def program(config: Config):
                             T.copy(state, state_b)
                             T.wgmma_gemm(state_b, k_s[after, :, :], u, transpose_B=True, clear_accum=True)
                             T.wait_wgmma(1)
-                            if l2norm:
-                                T.barrier_wait(measured[at], (c // stages) % 2)
                             T.barrier_arrive(free[at])
-                            if l2norm:
-                                for i, j in T.Parallel(64, C):
-                                    acc[i, j] = acc[i, j] * query_s[c % (stages + 1), j]
                             if keep:
                                 T.tma_store_wait(0)
                                 T.sync_threads(4 + wg, 128)  # by now Vd and the second half of h have
@@ -536,6 +537,7 @@ def specification(
     gamma: jax.Array,
     beta: jax.Array,
     lengths: jax.Array,
+    query_lengths: jax.Array,
     initial_state: jax.Array,
     segments: jax.Array,
     pieces: jax.Array,
@@ -557,9 +559,10 @@ def specification(
     keys, queries = (jnp.repeat(gather_chunks(x, chunks), ratio, axis=2) for x in (k, q))
     values, gates, strength = (gather_chunks(x, chunks) for x in (v, gamma, beta))
     inverse = gather_parts(a, chunks, CHUNK)
-    scales = scale * inverse_length(queries, l2norm)
+    scales = jnp.full_like(strength, scale)
     if l2norm:
         of_key = gather_lengths(lengths, chunks, ratio)
+        scales = scale * gather_lengths(query_lengths, chunks, ratio)
         strength, values = strength * of_key**2, values / of_key[..., None]
     p = scales[:, :, None] * jnp.einsum("sihk,sjhk->sijh", queries, keys) * decay(gates)
     end = last_row(gates, chunks)
@@ -582,5 +585,5 @@ def specification(
     results = [of_heads(x, first_head, computed) for x in (o, final_state)]
     if keep:
         scalars = {"ratio": ratio, "l2norm": l2norm, "first_head": first_head, "heads": computed}
-        results += states.specification(k, v, a, gamma, beta, initial_state, segments, chunks, **scalars)
+        results += states.specification(k, v, a, gamma, beta, lengths, initial_state, segments, chunks, **scalars)
     return tuple(among_heads(x, first_head, v.shape[1]) for x in results)

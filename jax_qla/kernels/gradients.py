@@ -28,14 +28,15 @@ it needs first of a head, K, Vd and D, is there before, and what must wait for a
     warpgroup     registers   work
     0             184         E, P; dq in registers over all value heads
     1             208         F, K K^T, Z and Y (64 key columns at a time); dk in registers over all value heads
-    2             72          <dh, h>, <D, Vd>; dv in faint rows, which elsewhere is there; lengths of q and k; zero rows of gaps
-    3, warps 0, 1 48          "gates": a thread a row, gates of the head after the next; puts dbeta and dg together
+    2             72          <dh, h>, <D, Vd>; dv in faint rows, which elsewhere is there; zero rows of gaps
+    3, warps 0, 1 48          "gates": a thread a row, gates of the head after the next, with a key head's first one its lengths; puts
+                              dbeta and dg together
     3, warp 2     48          "loads": TMA
 
     barrier              arrives   waits              says
     k_loaded[stage]      TMA       0, 1, 2            K of this key head is there
     q_loaded             TMA       0, 1, 2            and Q
-    k_ready[], q_ready   2         0, 1               their rows beyond the sequence are zero, their lengths known: waited for in such cases only
+    k_ready[], q_ready   2         0, 1               their rows beyond the sequence are zero: waited for where there are such
     k_free[], q_free     0, 1      loads              their tiles may be overwritten
     rows_loaded[stage]   TMA       0, 1, 2            this value head's Vd and D are there
     rows_free[stage]     0, 1, 2   loads              and may be overwritten
@@ -82,8 +83,8 @@ from jax_qla.kernels.specification import (
     among_heads,
     decay,
     gather_chunks,
+    gather_lengths,
     gather_parts,
-    inverse_length,
     last_row,
     of_all_slots,
     of_heads,
@@ -505,23 +506,13 @@ def program(config: Config):
         return n % 2 if split else n // 2 % 2
 
     @T.macro
-    def finish_rows(tiles, stage, lengths, line, rows, thread):
-        """Rows beyond the sequence become zero; the lengths of the others."""
-        if rows < C:
-            m.zero_tail(tiles, stage, rows, K, thread, 128)
-            T.fence_proxy_async()
+    def publish_gates(gates, of_rows, number, ratio, rows, i, stage, vectors, ready):
+        """Thread i, of 64, has fetched the `gates` of its row for the block's head `number` and, with a key head's first one, its lengths: these,
+        and what follows from them, are there, in `vectors` by their names."""
         if l2norm:
-            T.sync_threads(3, 128)
-            T.call_extern(
-                "handle",
-                f"jax_qla_inverse_lengths<{K}>",
-                T.access_ptr(tiles[stage, 0, 0], "r"),
-                T.address_of(lengths[line, 0]),
-            )
-
-    @T.macro
-    def publish_gates(gates, rows, i, stage, vectors, ready):
-        """Thread i, of 64, has fetched the `gates` of its row: these, and what follows from them, are there, in `vectors` by their names."""
+            if number % ratio == 0:
+                vectors.key_s[number // ratio % 4, i] = T.Select(i < rows, of_rows[0], T.float32(0))
+                vectors.query_s[number // ratio % 4, i] = T.Select(i < rows, of_rows[1], T.float32(0))
         m.store_gates(gates, rows, i, stage, vectors.gamma_s, vectors.rise_s, vectors.fall_s, vectors.beta_s)
         vectors.weight_s[stage, i] = T.Select(
             T.abs(vectors.beta_s[stage, i]) < T.float32(FAINT), vectors.beta_s[stage, i], T.float32(1)
@@ -552,6 +543,8 @@ def program(config: Config):
         g: T.Tensor((tokens, value_heads), "float32"),
         gamma: T.Tensor((tokens, value_heads), "float32"),
         beta: T.Tensor((tokens, value_heads), "float32"),
+        lengths: T.Tensor((tokens, key_heads), "float32"),  # 1 / |k|, with `l2norm` only, and so
+        query_lengths: T.Tensor((tokens, key_heads), "float32"),  # 1 / |q|
         do: T.Tensor((tokens, value_heads, V), dtype),
         vd: T.Tensor((tokens, kept_heads, V * (1 + split)), dtype),
         d: T.Tensor((tokens, value_heads, V), dtype),  # D; may be dv itself
@@ -622,8 +615,9 @@ def program(config: Config):
             beta_s = T.alloc_shared((2, C), "float32")
             weight_s = T.alloc_shared((2, C), "float32")  # w: 1, or beta of faint rows
             drop_s = T.alloc_shared((2, C), "float32")  # -exp(gamma) w
-            query_s = T.alloc_shared((2, C), "float32")  # of a key head 1 / |q|
-            key_s = T.alloc_shared((2, C), "float32")  # 1 / |k|
+            # Of a key head; gates of the head after the next may be those of the key head after the next, and those of the last be needed still.
+            query_s = T.alloc_shared((4, C), "float32") if l2norm else gamma_s  # 1 / |q|, else not needed
+            key_s = T.alloc_shared((4, C), "float32") if l2norm else gamma_s  # 1 / |k|
             faint_s = T.alloc_shared((2, 2), "int32")  # whether a row of a warp's is
             vectors = SimpleNamespace(
                 gamma_s=gamma_s,
@@ -633,6 +627,8 @@ def program(config: Config):
                 weight_s=weight_s,
                 drop_s=drop_s,
                 faint_s=faint_s,
+                query_s=query_s,
+                key_s=key_s,
             )
             # parts of dgamma and dbeta, by stage: inner products of rows, row sums and column sums
             q_dots_s = T.alloc_shared((2, C), "float32")
@@ -674,6 +670,7 @@ def program(config: Config):
                     inner = T.alloc_var("float32")
                     gates = T.alloc_local((3,), "float32")
                     second = T.alloc_local((3,), "float32")
+                    of_rows = T.alloc_local((2,), "float32")  # 1 / |k|, 1 / |q|
                     decay = T.alloc_var("float32")
                     later = T.alloc_var("float32")
                     earlier = T.alloc_var("float32")
@@ -685,7 +682,10 @@ def program(config: Config):
                             if r == 1:
                                 for x in T.unroll(3):
                                     gates[x] = second[x]
-                            publish_gates(gates, rows, i, r, vectors, gates_ready)
+                            if l2norm:
+                                if r % ratio == 0:
+                                    m.fetch_lengths(lengths, query_lengths, row, rows, first + r // ratio, i, of_rows)
+                            publish_gates(gates, of_rows, r, ratio, rows, i, r, vectors, gates_ready)
                         for key in T.serial(keys):
                             for r in T.serial(ratio):
                                 at = (key * ratio + r) % 2
@@ -694,6 +694,13 @@ def program(config: Config):
                                     decay = g[row + i, head]
                                 if key * ratio + r + 2 < heads:
                                     m.fetch_gates(gamma, beta, row, rows, head + 2, i, gates)
+                                    if l2norm:
+                                        if (r + 2) % ratio == 0:
+                                            m.fetch_lengths(
+                                                *(lengths, query_lengths, row, rows),
+                                                first + key + (r + 2) // ratio,
+                                                *(i, of_rows),
+                                            )
                                 T.barrier_wait(dots_ready[at], (key * ratio + r) // 2 % 2)
                                 T.barrier_wait(parts_ready[at], (key * ratio + r) // 2 % 2)
                                 total = 0.0
@@ -702,10 +709,10 @@ def program(config: Config):
                                     inner = rows_k_s[at, i] - rise_s[at, i] * z_dots_s[at, i]
                                     total = (
                                         rows_q_s[at, i]
-                                        + (scale * query_s[key % 2, i] if l2norm else scale)
+                                        + (scale * query_s[key % 4, i] if l2norm else scale)
                                         * rise_s[at, i]
                                         * q_dots_s[at, i]
-                                        + (weight_s[at, i] * key_s[key % 2, i] if l2norm else weight_s[at, i]) * inner
+                                        + (weight_s[at, i] * key_s[key % 4, i] if l2norm else weight_s[at, i]) * inner
                                     )
                                     for x in T.unroll(4):
                                         total = total - (columns_q_s[at, x, i] + columns_k_s[at, x, i])
@@ -715,12 +722,12 @@ def program(config: Config):
                                             * T.Select(
                                                 T.abs(beta_s[at, i]) < T.float32(FAINT), T.float32(1), beta_s[at, i]
                                             )
-                                            * (key_s[key % 2, i] if l2norm else T.float32(1))
+                                            * (key_s[key % 4, i] if l2norm else T.float32(1))
                                         )
                                         dbeta[row + i, head] = dot_s[at, i] / divisor
                                     else:
                                         dbeta[row + i, head] = (
-                                            key_s[key % 2, i] * inner if l2norm else inner
+                                            key_s[key % 4, i] * inner if l2norm else inner
                                         ) + dot_v_s[at, i]
                                     earlier = fall_s[at, i] * y_dots_s[at, i]
                                 later = T.call_extern("float32", "jax_qla_from", total)
@@ -738,7 +745,8 @@ def program(config: Config):
                                     dg[row + i, head] = T.Select(decay >= T.float32(MIN_LOG_DECAY), total, T.float32(0))
                                 T.sync_threads(5, 64)
                                 if key * ratio + r + 2 < heads:
-                                    publish_gates(gates, rows, i, at, vectors, gates_ready)
+                                    number = key * ratio + r + 2
+                                    publish_gates(gates, of_rows, number, ratio, rows, i, at, vectors, gates_ready)
                 elif tx < 480:
                     if rows > 0:
                         m.load_rows(k, row, first, 0, K, k_s, 0, k_loaded)
@@ -799,12 +807,14 @@ def program(config: Config):
                             at = (key * ratio + r) % 2
                             head = (first + key) * ratio + r
                             T.barrier_wait(gates_ready[at], (key * ratio + r) // 2 % 2)
-                            if r == 0 and (l2norm or rows < C):
+                            if r == 0 and rows < C:
                                 T.barrier_wait(k_loaded[key % 2], key // 2 % 2)
-                                finish_rows(k_s, key % 2, key_s, key % 2, rows, i)
+                                m.zero_tail(k_s, key % 2, rows, K, i, 128)
+                                T.fence_proxy_async()
                                 T.barrier_arrive(k_ready[key % 2])
                                 T.barrier_wait(q_loaded[0], key % 2)
-                                finish_rows(q_s, 0, query_s, key % 2, rows, i)
+                                m.zero_tail(q_s, 0, rows, K, i, 128)
+                                T.fence_proxy_async()
                                 T.barrier_arrive(q_ready[0])
                             T.barrier_wait(h_loaded[0], (key * ratio + r) % 2)
                             T.barrier_wait(dh_loaded[0], (key * ratio + r) % 2)
@@ -876,7 +886,7 @@ def program(config: Config):
                     for key_k in T.serial(keys):
                         T.clear(dk_f)
                         T.barrier_wait(k_loaded[key_k % 2], key_k // 2 % 2)
-                        if l2norm or rows < C:
+                        if rows < C:
                             T.barrier_wait(k_ready[key_k % 2], key_k // 2 % 2)
                         for r_k in T.serial(ratio):
                             at_k = (key_k * ratio + r_k) % 2
@@ -905,7 +915,7 @@ def program(config: Config):
                                 T.address_of(kk[0, 0]),
                                 T.address_of(gamma_s[at_k, 0]),
                                 T.address_of(weight_s[at_k, 0]),
-                                T.address_of(key_s[key_k % 2, 0]),
+                                T.address_of(key_s[key_k % 4, 0]),
                                 T.float32(-1),
                                 rows,
                                 T.address_of(sums_k[0]),
@@ -915,7 +925,7 @@ def program(config: Config):
                                 f"jax_qla_store_symmetric<{ctype}, {normed}>",
                                 T.address_of(s_k[0, 0]),
                                 T.address_of(weight_s[at_k, 0]),
-                                T.address_of(key_s[key_k % 2, 0]),
+                                T.address_of(key_s[key_k % 4, 0]),
                                 T.address_of(f_s[0, 0]),
                             )
                             T.fence_proxy_async()
@@ -952,7 +962,7 @@ def program(config: Config):
                                     T.address_of(dk_f[0, part * 64]),
                                     T.address_of(z_k[0, 0]),
                                     T.access_ptr(drop_s[at_k, 0], "r"),
-                                    T.access_ptr(key_s[key_k % 2, 0], "r"),
+                                    T.access_ptr(key_s[key_k % 4, 0], "r"),
                                     T.float32(1),
                                     T.address_of(key_pairs[0]),
                                     T.address_of(dots[0]),
@@ -968,7 +978,7 @@ def program(config: Config):
                                     T.address_of(dk_f[0, part * 64]),
                                     T.address_of(y_k[0, 0]),
                                     T.access_ptr(fall_s[at_k, 0], "r"),
-                                    T.access_ptr(key_s[key_k % 2, 0], "r"),
+                                    T.access_ptr(key_s[key_k % 4, 0], "r"),
                                     T.float32(1),
                                     T.address_of(key_pairs[0]),
                                     T.address_of(dots[2]),
@@ -1000,16 +1010,16 @@ def program(config: Config):
                             T.wgmma_gemm(e_s, q_s[0, :, :], dk_f, transpose_A=True)
                             T.wait_wgmma(0)
                             T.barrier_arrive(e_free[0])
+                        T.barrier_arrive(q_free[0])
                         if l2norm:
                             T.call_extern(
                                 "handle",
                                 f"jax_qla_project<{ctype}, {K // 64}>",
                                 T.address_of(dk_f[0, 0]),
                                 T.access_ptr(k_s[key_k % 2, 0, 0], "r"),
-                                T.access_ptr(key_s[key_k % 2, 0], "r"),
+                                T.access_ptr(key_s[key_k % 4, 0], "r"),
                             )
                         T.barrier_arrive(k_free[key_k % 2])
-                        T.barrier_arrive(q_free[0])
                         T.call_extern(
                             "handle",
                             f"jax_qla_write_tile<{ctype}, {K}>",
@@ -1033,7 +1043,7 @@ def program(config: Config):
                         T.clear(dq_f)
                         T.barrier_wait(k_loaded[key_q % 2], key_q // 2 % 2)
                         T.barrier_wait(q_loaded[0], key_q % 2)
-                        if l2norm or rows < C:
+                        if rows < C:
                             T.barrier_wait(k_ready[key_q % 2], key_q // 2 % 2)
                             T.barrier_wait(q_ready[0], key_q % 2)
                         for r_q in T.serial(ratio):
@@ -1057,7 +1067,7 @@ def program(config: Config):
                                 T.address_of(p[0, 0]),
                                 T.address_of(gamma_s[at_q, 0]),
                                 T.address_of(beta_s[at_q, 0]),
-                                T.address_of(query_s[key_q % 2, 0]),
+                                T.address_of(query_s[key_q % 4, 0]),
                                 scale,
                                 rows,
                                 T.address_of(sums_q[0]),
@@ -1110,7 +1120,7 @@ def program(config: Config):
                                     T.address_of(dq_f[0, part_q * 64]),
                                     T.address_of(t_q[0, part_q * 64]),
                                     T.access_ptr(rise_s[at_q, 0], "r"),
-                                    T.access_ptr(query_s[key_q % 2, 0], "r"),
+                                    T.access_ptr(query_s[key_q % 4, 0], "r"),
                                     scale,
                                     T.address_of(queries[0]),
                                     T.address_of(dots_q[0]),
@@ -1122,15 +1132,15 @@ def program(config: Config):
                                 T.access_ptr(q_dots_s[at_q, 0], "r"),
                             )
                             T.barrier_arrive(parts_ready[at_q])
+                        T.barrier_arrive(k_free[key_q % 2])
                         if l2norm:
                             T.call_extern(
                                 "handle",
                                 f"jax_qla_project<{ctype}, {K // 64}>",
                                 T.address_of(dq_f[0, 0]),
                                 T.access_ptr(q_s[0, 0, 0], "r"),
-                                T.access_ptr(query_s[key_q % 2, 0], "r"),
+                                T.access_ptr(query_s[key_q % 4, 0], "r"),
                             )
-                        T.barrier_arrive(k_free[key_q % 2])
                         T.barrier_arrive(q_free[0])
                         T.call_extern(
                             "handle",
@@ -1151,6 +1161,8 @@ def specification(
     g: jax.Array,
     gamma: jax.Array,
     beta: jax.Array,
+    lengths: jax.Array,
+    query_lengths: jax.Array,
     do: jax.Array,
     vd: jax.Array,
     d: jax.Array,
@@ -1182,7 +1194,11 @@ def specification(
     h, dh = (jnp.where(used, of_all_slots(states_of_tiles(x)), 0).astype(keys.dtype) for x in (h, dh))
     end = last_row(gates, chunks)
     rise, fall = jnp.exp(gates), jnp.exp(end[:, None] - gates)
-    of_key, scales = inverse_length(keys, l2norm), scale * inverse_length(queries, l2norm)
+    of_key, scales = jnp.ones_like(strength), jnp.full_like(strength, scale)
+    if l2norm:
+        lengths, query_lengths = (of_heads(x, first_head // ratio, heads // ratio) for x in (lengths, query_lengths))
+        of_key = gather_lengths(lengths, chunks, ratio)
+        scales = scales * gather_lengths(query_lengths, chunks, ratio)
     faint = jnp.abs(strength) < FAINT
     weight, factor = of_key * jnp.where(faint, strength, 1), of_key * jnp.where(faint, 1, strength)
 
@@ -1214,23 +1230,24 @@ def specification(
     def to_tokens(x, dtype):
         return scatter_chunks(x, chunks, tokens, dtype)
 
-    def over_value_heads(x, given):
+    def over_value_heads(x, given, lengths):
         """The sum; where r `given` counts, without what the change of r takes away."""
         total, given = x.reshape(*x.shape[:2], key_heads, ratio, -1).sum(3), gather_chunks(given, chunks)
         if not l2norm:
             return total
-        along = inverse_length(given, l2norm) ** 2 * jnp.sum(given * total, axis=-1)
+        along = gather_lengths(lengths, chunks, 1) ** 2 * jnp.sum(given * total, axis=-1)
         return total - along[..., None] * given
 
-    def of_keys(x, given):
-        return among_heads(to_tokens(over_value_heads(x, given), given.dtype), first_head // ratio, all_key_heads)
+    def of_keys(x, given, lengths):
+        sums = over_value_heads(x, given, lengths)
+        return among_heads(to_tokens(sums, given.dtype), first_head // ratio, all_key_heads)
 
     def of_values(x, dtype):
         return among_heads(to_tokens(x, dtype), first_head, all_heads)
 
     return (
-        of_keys(dq, q),
-        of_keys(dk, k),
+        of_keys(dq, q, query_lengths),
+        of_keys(dk, k, lengths),
         of_values(jnp.where(faint, strength, 1)[..., None] * d, v.dtype),
         of_values(dg, g.dtype),
         of_values(dbeta, g.dtype),

@@ -11,7 +11,7 @@ of what a chunk does to the state before it, which tells kernels/summaries.py wh
 it are marked in the lowest bit of their last gamma (kernels/common.py: STRETCHES), which costs gamma 6e-8 of itself and no memory.
 
 With `l2norm`, beta is divided by |k|^2 first, which K K^T has on its diagonal, and 1 / |k| is written for
-`summaries` and `forward` (kernels/common.py).
+`summaries` and `forward` (kernels/common.py). 1 / |q| is written too, by blocks of their own beside those of their rows.
 
 The *gated* matrix is inverted: the gate-free one can overflow where the recurrence itself is stable (long keys, strong decay).
 
@@ -45,7 +45,7 @@ import jax.numpy as jnp
 from jax_qla.kernels.common import (
     CHUNK,
     CHUNK_PRELUDE,
-    L2NORM_PRELUDE,
+    LENGTHS_PRELUDE,
     LOG2_E,
     MATRIX_PRELUDE,
     MIN_LOG_DECAY,
@@ -68,14 +68,18 @@ class Config:
     split: bool = False
 
 
+UPPER_HALF = 10 * 16 * 16
+"""Elements of K K^T that are exchanged."""
+BLOCK_BYTES = 1040
+"""From a block on the diagonal to the next in a head's scratch, of which there are four: as many float32 a head."""
+
 PRELUDE = (
     MATRIX_PRELUDE
-    + L2NORM_PRELUDE
+    + LENGTHS_PRELUDE
     + CHUNK_PRELUDE
-    + f"constexpr int kStretches = {STRETCHES};\nconstexpr float kMinLogDecay = {MIN_LOG_DECAY}f, kLog2e = {LOG2_E}f;"
+    + f"constexpr int kStretches = {STRETCHES}, kBlock = {BLOCK_BYTES};\nconstexpr float kMinLogDecay = {MIN_LOG_DECAY}f, kLog2e = {LOG2_E}f;"
     r"""
 constexpr int kTile = 8192;    // bytes of 64 rows of 64 elements, 128-byte swizzled
-constexpr int kBlock = 1040;   // bytes from a block on the diagonal to the next in a head's scratch
 constexpr int kLow = 512;      // bytes from the high parts of an inverted block to its low parts
 constexpr float kLimit = 2.001f;
 
@@ -403,22 +407,27 @@ def program(config: Config):
         "tokens, key_heads, value_heads, value_dim, sequences"
     )
     slots = tokens // C + sequences + 1  # jax_qla/segments.py: slot_count
+    measuring = (key_heads + 1) // 2 if l2norm else 0  # blocks that measure queries, of a slot
 
     @T.prim_func
     def prepare(
+        q: T.Tensor((tokens, key_heads, K), dtype),  # with `l2norm` only
         k: T.Tensor((tokens, key_heads, K), dtype),
         g: T.Tensor((tokens, value_heads), "float32"),
         beta: T.Tensor((tokens, value_heads), "float32"),
         bounds: T.Tensor((sequences, 2), "int32"),
         a: T.Tensor((tokens, value_heads, C * (1 + split)), dtype),
         gamma: T.Tensor((tokens, value_heads), "float32"),
-        lengths: T.Tensor((tokens, key_heads), "float32"),  # 1 / |k|, with `l2norm` only
+        lengths: T.Tensor((tokens, key_heads), "float32"),  # 1 / |k|, with `l2norm` only, and so
+        query_lengths: T.Tensor((tokens, key_heads), "float32"),  # 1 / |q|
         o: T.Tensor((tokens, value_heads, value_dim), dtype),
         ratio: T.int32,
         together: T.int32,  # pairs of a block, 1 or 2
     ):
         with T.Kernel(
-            slots * ((key_heads * ((ratio + 1) // 2) + together - 1) // together), threads=128, prelude=PRELUDE
+            slots * ((key_heads * ((ratio + 1) // 2) + together - 1) // together + measuring),
+            threads=128,
+            prelude=PRELUDE,
         ) as block:
             T.annotate_min_blocks_per_sm(4)
             # Neighbours work on the same rows: what they read and write together is contiguous.
@@ -435,12 +444,25 @@ def program(config: Config):
             unit = warp // 2
             half = warp % 2
             lane = tx % 32
-            slot = T.truncdiv(block, blocks)
-            index = T.truncmod(block, blocks) * together + unit
+            slot = T.truncdiv(block, blocks + measuring)
+            number = block - slot * (blocks + measuring)
+            index = number * together + unit
             key_head = T.truncdiv(index, pairs)
             pair = T.truncmod(index, pairs)
             heads = T.Select(unit < together and index < all_pairs, ratio - pair * 2, 0)  # from the pair's first one on
             T.pdl_trigger()  # what follows waits by itself
+            if l2norm:
+                if number >= blocks:  # which is none of the heads above, nor of the rows below
+                    T.call_extern(
+                        "handle",
+                        f"jax_qla_measure<{K}>",
+                        T.address_of(q[0, 0, 0]),
+                        T.address_of(query_lengths[0, 0]),
+                        tokens,
+                        key_heads,
+                        slot * C + warp * 16,
+                        (number - blocks) * 2,
+                    )
             chunk = T.alloc_local((3,), "int32")
             T.call_extern(
                 "handle", "jax_qla_find_chunk", chunk.data, T.address_of(bounds[0, 0]), sequences, tokens, slot
@@ -449,16 +471,15 @@ def program(config: Config):
             rows = T.alloc_var("int32")
             fill = T.alloc_var("int32")
             row = chunk[0]
-            rows = chunk[1]
+            rows = T.Select(number < blocks, chunk[1], 0) if l2norm else chunk[1]
             fill = chunk[2]
             first = key_head * ratio + pair * 2  # value head
             head = first + half
 
             tiles_s = T.alloc_shared((4, C, 64), dtype)  # K of each pair, 64 columns each; then a of each head
             low_s = T.alloc_shared((4, C, 64), dtype) if split else tiles_s  # its low part
-            scratch_s = T.alloc_shared(
-                (5120,), "float32"
-            )  # K K^T of each pair; then four times kBlock bytes of each head
+            # K K^T of each pair; then four blocks of each head
+            scratch_s = T.alloc_shared((2 * UPPER_HALF,), "float32")
             gamma_s = T.alloc_shared((4, C), "float32")
             log2_gamma_s = T.alloc_shared((4, C), "float32")  # gamma in units of log2
             beta_s = T.alloc_shared((4, C), "float32")
@@ -525,10 +546,10 @@ def program(config: Config):
                 T.wait_wgmma(0)
                 T.call_extern("handle", "jax_qla_put_products", near.data, T.address_of(scratch_s[0]))
                 if together > 1:
-                    T.call_extern("handle", "jax_qla_put_products", far.data, T.address_of(scratch_s[2560]))
+                    T.call_extern("handle", "jax_qla_put_products", far.data, T.address_of(scratch_s[UPPER_HALF]))
                 T.sync_threads(1, 128)  # the key tiles become those of a
                 T.call_extern(
-                    "handle", "jax_qla_get_products", T.address_of(kk[0]), T.address_of(scratch_s[unit * 2560])
+                    "handle", "jax_qla_get_products", T.address_of(kk[0]), T.address_of(scratch_s[unit * UPPER_HALF])
                 )
                 T.sync_threads(1, 128)
                 if half < heads:
@@ -548,7 +569,7 @@ def program(config: Config):
                         T.address_of(kk[0]),
                         T.address_of(log2_gamma_s[warp, 0]),
                         T.address_of(beta_s[warp, 0]),
-                        T.address_of(scratch_s[warp * 1040]),
+                        T.address_of(scratch_s[warp * BLOCK_BYTES]),
                         T.access_ptr(tiles_s[warp, 0, 0], "r"),  # the fence is below
                         T.address_of(low_s[warp, 0, 0]),
                         T.address_of(gamma[row, 0]),
@@ -580,10 +601,18 @@ def program(config: Config):
 
 
 def specification(
-    k: jax.Array, g: jax.Array, beta: jax.Array, bounds: jax.Array, *, ratio: int, l2norm: int = 0, split: int = 0
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """(a [tokens, Hv, 64] in k's dtype, or with `split` [tokens, Hv, 128], gamma [tokens, Hv], lengths [tokens, Hk]) of sequences `bounds` [N, 2]; `o` is not a result, only
-    its unused rows are zeroed."""
+    q: jax.Array,
+    k: jax.Array,
+    g: jax.Array,
+    beta: jax.Array,
+    bounds: jax.Array,
+    *,
+    ratio: int,
+    l2norm: int = 0,
+    split: int = 0,
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+    """(a [tokens, Hv, 64] in k's dtype, or with `split` [tokens, Hv, 128], gamma [tokens, Hv], lengths and query_lengths [tokens, Hk]) of sequences
+    `bounds` [N, 2], query_lengths of all rows; `o` is not a result, only its unused rows are zeroed."""
     from jax_qla.segments import chunk_table  # which takes the constants of kernels/common.py
 
     chunks = jnp.asarray(chunk_table(bounds, k.shape[0]))
@@ -606,4 +635,4 @@ def specification(
     is_last = jnp.arange(CHUNK) == chunks[:, 2, None] - 1
     gamma = jnp.where(is_last[..., None], mark(gamma, stretches[:, None]), gamma)
     gamma, lengths = (scatter_chunks(x, chunks, k.shape[0], g.dtype) for x in (gamma, lengths))
-    return a, gamma, lengths
+    return a, gamma, lengths, inverse_length(q, l2norm) if l2norm else lengths

@@ -16,11 +16,12 @@ memory as a transposed A operand:
     warpgroup       registers  work
     0 (and 1)       208        64 value columns each: dS^T in float32; dh leaves through a tile of its own while P^T dO and K dS
                                run, dv through dO's tile. 240 where there is one
-    last but one    72         gates, P into shared memory, a without its diagonal of ones. 152 where the state has one warpgroup
-    last            24         warp 0 loads Q, K, dO, a with TMA
+    last but one    72         P into shared memory, a without its diagonal of ones. 152 where the state has one warpgroup
+    last            24         warp 0 loads Q, K, dO, a with TMA, 1 and 2 fetch the gates, a row a lane
 
     barrier         arrives       waits                    says
     loaded[stage]   TMA           last but one, then state the tiles are there
+    gated[stage]    last          last but one             gates are there
     ready[stage]    last but one  state                    gates and P are there, rows beyond the sequence are zero in Q, K, a and dO
     taken[tile]     state         last but one             P^T dO is done: P's tile may be overwritten
     free[stage]     state         last                     dv has left: the stage may be overwritten
@@ -49,8 +50,8 @@ from jax_qla.kernels.specification import (
     among_heads,
     decay,
     gather_chunks,
+    gather_lengths,
     gather_parts,
-    inverse_length,
     last_row,
     of_chunk_slots,
     of_heads,
@@ -106,6 +107,8 @@ def program(config: Config):
         a: T.Tensor((tokens, value_heads, C * (1 + split)), dtype),
         gamma: T.Tensor((tokens, value_heads), "float32"),
         beta: T.Tensor((tokens, value_heads), "float32"),
+        lengths: T.Tensor((tokens, key_heads), "float32"),  # 1 / |k|, with `l2norm` only, and so
+        query_lengths: T.Tensor((tokens, key_heads), "float32"),  # 1 / |q|
         d_final_state: T.Tensor((final_states, value_heads, K, V), "float32"),
         segments: T.Tensor((sequences, 2), "int32"),  # sequences, or their pieces
         pieces: T.Tensor((cut_pieces, 4), "int32"),
@@ -157,11 +160,11 @@ def program(config: Config):
             fall_s = T.alloc_shared((stages, C), "float32")
             beta_s = T.alloc_shared((stages, C), "float32")
             drop_s = T.alloc_shared((stages, C), "float32")  # -exp(gamma) beta, over |k|^2 if keys are normalised
-            key_s = T.alloc_shared((C,), "float32")  # 1 / |k|
-            query_s = T.alloc_shared((C,), "float32")  # 1 / |q|
+            query_s = T.alloc_shared((stages, C), "float32") if l2norm else gamma_s  # 1 / |q|, else not needed
             out_s = T.alloc_shared((stages, C), "float32")  # factor of dX in dv
             lift_s = T.alloc_shared((stages, C), "float32")  # scale exp(gamma), over |q| if queries are normalised
             loaded = T.alloc_barrier([32] * stages)
+            gated = T.alloc_barrier([64] * stages)
             ready = T.alloc_barrier([128] * stages)
             free = T.alloc_barrier([S] * stages)
             taken = T.alloc_barrier([S] * 2)
@@ -179,10 +182,10 @@ def program(config: Config):
                 drop_s=drop_s,
                 lift_s=lift_s,
                 out_s=out_s,
-                key_s=key_s,
                 query_s=query_s,
                 loaded=loaded,
                 taken=taken,
+                gated=gated,
                 ready=ready,
                 free=free,
             )
@@ -191,9 +194,26 @@ def program(config: Config):
                 T.set_max_nreg(24, 0)
                 if tx < S + 160:
                     m.load_last_first(q, k, a, do, start, count, key_head, head, first, stages, shared)
+                elif tx < S + 224:
+                    m.gates_last_first(
+                        gamma,
+                        beta,
+                        lengths,
+                        query_lengths,
+                        start,
+                        end,
+                        count,
+                        head,
+                        key_head,
+                        scale,
+                        tx - (S + 160),
+                        stages,
+                        l2norm,
+                        shared,
+                    )
             elif tx >= S:
                 T.set_max_nreg(72 if W == 128 else 152, 0)
-                m.prepare_last_first(gamma, beta, start, end, count, head, scale, tx - S, stages, l2norm, shared)
+                m.prepare_last_first(start, end, count, scale, tx - S, stages, l2norm, shared)
             else:
                 for wg in tuple(range(W // 64)):
                     part = wg * 64  # first of this warpgroup's columns
@@ -313,6 +333,8 @@ def specification(
     a: jax.Array,
     gamma: jax.Array,
     beta: jax.Array,
+    lengths: jax.Array,
+    query_lengths: jax.Array,
     d_final_state: jax.Array,
     segments: jax.Array,
     pieces: jax.Array,
@@ -337,10 +359,13 @@ def specification(
     keys, queries = (jnp.repeat(gather_chunks(x, chunks), ratio, axis=2) for x in (k, q))
     output, gates, strength = (gather_chunks(x, chunks) for x in (do, gamma, beta))
     inverse = gather_parts(a, chunks, CHUNK)
-    of_key = inverse_length(keys, l2norm)
-    factor = of_key * jnp.where(jnp.abs(strength) < FAINT, 1, strength)
-    strength = strength * of_key**2
-    scales = scale * inverse_length(queries, l2norm)
+    factor, scales = jnp.where(jnp.abs(strength) < FAINT, 1, strength), jnp.full_like(strength, scale)
+    if l2norm:
+        of_key, of_query = (
+            gather_lengths(of_heads(x, first_head // ratio, heads // ratio), chunks, ratio)
+            for x in (lengths, query_lengths)
+        )
+        factor, strength, scales = of_key * factor, strength * of_key**2, scales * of_query
     p = scales[:, :, None] * jnp.einsum("sihk,sjhk->sijh", queries, keys) * decay(gates)
 
     def step(ds, xs):

@@ -29,8 +29,8 @@ import jax.numpy as jnp
 from jax_qla.kernels.common import CHUNK, LENGTH_PRELUDE, LONG, PASS_CONFIGS, SHORT, TILE_PRELUDE, macros
 from jax_qla.kernels.specification import (
     gather_chunks,
+    gather_lengths,
     gather_parts,
-    inverse_length,
     last_row,
     of_chunk_slots,
     of_heads,
@@ -86,6 +86,7 @@ def program(config: Config):
         a: T.Tensor((tokens, value_heads, C * (1 + split)), dtype),
         gamma: T.Tensor((tokens, value_heads), "float32"),
         beta: T.Tensor((tokens, value_heads), "float32"),
+        lengths: T.Tensor((tokens, key_heads), "float32"),  # 1 / |k|, with `l2norm` only
         initial_state: T.Tensor((initial_states, value_heads, K, V), "float32"),
         segments: T.Tensor((sequences, 2), "int32"),
         h: T.Tensor((state_slots, heads, K // 64, V, 64), dtype),
@@ -128,7 +129,6 @@ def program(config: Config):
             rise_s = T.alloc_shared((stages, C), "float32")
             fall_s = T.alloc_shared((stages, C), "float32")
             beta_s = T.alloc_shared((stages, C), "float32")
-            key_s = T.alloc_shared((C,), "float32")  # 1 / |k|
             drop_s = T.alloc_shared((stages, C), "float32")  # -exp(gamma) beta
             loaded = T.alloc_barrier([32] * stages)
             ready = T.alloc_barrier([128] * stages)
@@ -139,6 +139,9 @@ def program(config: Config):
                 fetched = T.alloc_local((3,), "float32")  # gates of the chunk after
                 gates = T.alloc_local((3,), "float32")
                 T.clear(gates)
+                if l2norm:
+                    of_key = T.alloc_local((2,), "float32")  # 1 / |k| of these, and of the chunk after
+                    T.clear(of_key)
                 for step in T.serial(count + 1):
                     if step == (count + 1) // 2:
                         if awaits == NOTHING:
@@ -149,6 +152,9 @@ def program(config: Config):
                         m.fetch_gates(
                             gamma, beta, start + step * C, T.min(end - (start + step * C), C), head, tx - S, fetched
                         )
+                        if l2norm:
+                            if tx - S < T.min(end - (start + step * C), C):
+                                of_key[1] = lengths[start + step * C + tx - S, key_head]
                         if step >= stages:
                             T.barrier_wait(free[step % stages], (step // stages + 1) % 2)
                         if tx < S + 32:
@@ -165,6 +171,11 @@ def program(config: Config):
                         m.store_gates(gates, rows, tx - S, stage, gamma_s, rise_s, fall_s, beta_s)
                         if tx < S + C:
                             drop_s[stage, tx - S] = -(rise_s[stage, tx - S] * beta_s[stage, tx - S])
+                        if l2norm:
+                            if tx - S < rows:
+                                # X = beta / |k| V - exp(gamma) beta / |k|^2 K S
+                                beta_s[stage, tx - S] = beta_s[stage, tx - S] * of_key[0]
+                                drop_s[stage, tx - S] = drop_s[stage, tx - S] * (of_key[0] * of_key[0])
                         T.barrier_wait(loaded[stage], (step - 1) // stages % 2)
                         if rows < C:
                             m.zero_tail(k_s, stage, rows, K, tx - S, 128)
@@ -173,17 +184,11 @@ def program(config: Config):
                             if split:
                                 m.zero_tail(low_s, stage, rows, C, tx - S, 128)
                             T.fence_proxy_async()
-                        if l2norm:
-                            T.sync_threads(3, 128)
-                            m.inverse_lengths(k_s, stage, key_s)
-                            T.sync_threads(3, 128)
-                            if tx < S + C:
-                                # X = beta / |k| V - exp(gamma) beta / |k|^2 K S
-                                beta_s[stage, tx - S] = beta_s[stage, tx - S] * key_s[tx - S]
-                                drop_s[stage, tx - S] = drop_s[stage, tx - S] * (key_s[tx - S] * key_s[tx - S])
                         T.barrier_arrive(ready[stage])
                     for x in T.unroll(3):
                         gates[x] = fetched[x]
+                    if l2norm:
+                        of_key[0] = of_key[1]
             else:
                 for wg in tuple(range(W // 64)):
                     part = wg * 64  # first of this warpgroup's columns
@@ -283,6 +288,7 @@ def specification(
     a: jax.Array,
     gamma: jax.Array,
     beta: jax.Array,
+    lengths: jax.Array,
     initial_state: jax.Array,
     segments: jax.Array,
     chunks: jax.Array,
@@ -300,8 +306,9 @@ def specification(
     keys = jnp.repeat(gather_chunks(k, chunks), ratio, axis=2)
     values, gates, strength = (gather_chunks(x, chunks) for x in (v, gamma, beta))
     inverse = gather_parts(a, chunks, CHUNK)
-    of_key = inverse_length(keys, l2norm)
-    strength, values = strength * of_key**2, values / of_key[..., None]
+    if l2norm:
+        of_key = gather_lengths(of_heads(lengths, first_head // ratio, heads // ratio), chunks, ratio)
+        strength, values = strength * of_key**2, values / of_key[..., None]
 
     def step(state, xs):
         keys, values, inverse, gates, strength, end = xs

@@ -186,7 +186,8 @@ def program(config: Config):
                         at = c % stages
                         rows = T.min(end - (start + c * C), C)
                         after = T.min(end - (start + (c + 1) * C), C)
-                        T.barrier_wait(loaded[at], c // stages % 2)
+                        if c >= stages:
+                            T.barrier_wait(free[at], (c // stages + 1) % 2)
                         m.store_gates(fetched, rows, i, at, gamma_s, rise_s, fall_s, beta_s)
                         drop_s[at, i] = -(rise_s[at, i] * beta_s[at, i])
                         if l2norm:
@@ -197,6 +198,7 @@ def program(config: Config):
                             if i < after:
                                 of_key[0] = lengths[start + (c + 1) * C + i, key_head]
                         m.fetch_gates(gamma, beta, start + (c + 1) * C, after, head, i, fetched)
+                        T.barrier_wait(loaded[at], c // stages % 2)
                         if rows < C:
                             m.zero_tail(k_s, at, rows, K, i, 64)
                             m.zero_tail(v_s, at, rows, 64, i, 64)
