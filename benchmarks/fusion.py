@@ -10,6 +10,7 @@ Of each row, milliseconds on the device of the forward pass alone and of both pa
     xla         the same by XLA, before
     gates       as `kernels`, and g = -exp(A_log) softplus(a + dt_bias), beta = sigmoid(b), by XLA
 
+The ways take turns; beside each stands the median of its times over those of `plain` next to them.
 `kernels` less `plain` is what the normalisation costs there; `gates` less `kernels` is the most that the gates could
 gain by being computed in the kernels too. Every call of a chain has its own operands as far as XLA can tell, so nothing
 is computed once for several. Writes fusion.json to the output folder.
@@ -19,6 +20,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import statistics
 import time
 from collections.abc import Callable
 from functools import partial
@@ -28,7 +30,7 @@ from typing import Any
 import inputs
 import jax
 import jax.numpy as jnp
-from measurement import repeat
+from measurement import in_turn
 from rows import Row, select
 
 import jax_qla
@@ -37,6 +39,7 @@ from jax_qla.nn.gates import log_decay, update_strength
 
 CALLS = 6
 """In one jitted function."""
+WAYS = ("plain", "kernels", "xla", "gates")
 ROWS = ("forward/16,32/4x8192", "forward/16,32/8x1024", "forward/2,8/4x8192")
 
 
@@ -103,19 +106,25 @@ def operands(row: Row) -> dict[str, jax.Array]:
     return x | {"a": a, "b": b, "A_log": A_log, "dt_bias": jnp.zeros(row.value_heads)}
 
 
-def measure(row: Row) -> dict[str, dict[str, float]]:
-    """Milliseconds by pass and way."""
+def measure(row: Row) -> dict[str, dict[str, dict[str, float]]]:
+    """By pass and way, milliseconds and the time over that of `plain`."""
     x = operands(row)
-    found: dict[str, dict[str, float]] = {}
+    short = x | {"q": normalize(x["q"]), "k": normalize(x["k"])}  # `plain` diverges with keys as long as those
+    found: dict[str, dict[str, dict[str, float]]] = {}
     for direction, run in (("forward", forward), ("both", both)):
-        found[direction] = {}
-        for way in ("plain", "kernels", "xla", "gates"):
-            given = x
-            if way == "plain":  # the rule diverges with keys as long as these
-                given = x | {"q": normalize(x["q"]), "k": normalize(x["k"])}
-            function = jax.jit(partial(chain, partial(run, way)))
+        runs = []
+        for way in WAYS:
+            function, given = jax.jit(partial(chain, partial(run, way))), short if way == "plain" else x
             jax.block_until_ready(function(given))
-            found[direction][way] = repeat(partial(seconds, function, given), CALLS)
+            runs.append(partial(seconds, function, given))
+        times = dict(zip(WAYS, in_turn(runs, CALLS), strict=True))
+        found[direction] = {
+            way: {
+                "ms": statistics.median(ms),
+                "of_plain": statistics.median(a / b for a, b in zip(ms, times["plain"], strict=True)),
+            }
+            for way, ms in times.items()
+        }
     return found
 
 
@@ -130,7 +139,7 @@ def main() -> None:
             continue
         found[row.name] = measure(row)
         for direction, times in found[row.name].items():
-            cells = "  ".join(f"{way} {x:.3f}" for way, x in times.items())
+            cells = "  ".join(f"{way} {x['ms']:.4f} ({x['of_plain']:.3f})" for way, x in times.items())
             print(f"{row.name:24} {direction:8} {cells}", flush=True)
     arguments.output.mkdir(parents=True, exist_ok=True)
     (arguments.output / "fusion.json").write_text(json.dumps(found, indent=1))

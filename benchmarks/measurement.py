@@ -57,14 +57,24 @@ class Library(Protocol):
 
 def repeat(run: Callable[[int], float], calls: int) -> float:
     """Median milliseconds of one call, where `run(times)` takes seconds for `times` runs of `calls` calls each."""
-    times = max(1, round(INTERVAL / _warmed_up(run)))
-    return _median(run, times) / calls
+    (found,) = in_turn([run], calls)
+    return statistics.median(found)
+
+
+def in_turn(runs: Sequence[Callable[[int], float]], calls: int) -> list[list[float]]:
+    """Milliseconds of one call of each, all timings; as `repeat` takes them, but of all runs in turn, for a card's
+    clocks drift by more than what tells them apart."""
+    times = [max(1, round(INTERVAL / _warmed_up(run))) for run in runs]
+    rounds = [
+        [1e3 * run(count) / count / calls for run, count in zip(runs, times, strict=True)] for _ in range(REPETITIONS)
+    ]
+    return [list(found) for found in zip(*rounds, strict=True)]
 
 
 def repeat_calls(run: Callable[[int], float]) -> float:
     """Median milliseconds of one call as a user sees it, where `run(times)` takes seconds for `times` calls."""
     _warmed_up(run)
-    return _median(run, USER_CALLS)
+    return 1e3 * statistics.median(run(USER_CALLS) for _ in range(REPETITIONS)) / USER_CALLS
 
 
 def _warmed_up(run: Callable[[int], float]) -> float:
@@ -73,11 +83,6 @@ def _warmed_up(run: Callable[[int], float]) -> float:
     while busy < WARM_UP:  # One run by itself may take longer than one of many.
         busy += run(max(1, round((WARM_UP - busy) / once)))
     return once
-
-
-def _median(run: Callable[[int], float], times: int) -> float:
-    """Median milliseconds of one of `times` runs."""
-    return 1e3 * statistics.median(run(times) for _ in range(REPETITIONS)) / times
 
 
 def sampled_rows(count: int) -> slice:

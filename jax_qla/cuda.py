@@ -354,7 +354,6 @@ def summary(
         "nothing": jnp.zeros(products.shape, products.dtype),
     }
     outputs = {**shapes, "entering": shapes["response"], "products": products}
-    steps = []
     if residuals is None:
         steps = [call.prepare_step()]
         # `prepare` writes zeros to the rows of o that no sequence has: of no columns, here.
@@ -446,10 +445,8 @@ def chunk_states(
     steps, of_pieces = call.entering_states(known=True)
     of = {"first_head": 0, "awaits": states_kernel.EVERYTHING}
     steps.append(call.step(states_kernel, rename={"initial_state": "entering"}, **of))
-    outputs = of_pieces | call.length_shapes
-    results = launch(
-        [*call.length_steps, *steps], inputs, outputs | ChunkStates.shapes(call.parts, v, call.key_dim, precision)
-    )
+    outputs = of_pieces | call.length_shapes | ChunkStates.shapes(call.parts, v, call.key_dim, precision)
+    results = launch([*call.length_steps, *steps], inputs, outputs)
     return ChunkStates(*(results[name] for name in ChunkStates._fields))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import sys
 from collections.abc import Callable
@@ -45,6 +46,19 @@ def test_the_card_is_warmed_up_first(measure: Callable[[Callable[[int], float]],
     assert found < 2 * least
     assert sum(taken[1 : -measurement.REPETITIONS]) >= measurement.WARM_UP
     assert sum(taken[: -measurement.REPETITIONS]) < 1.1 * measurement.WARM_UP + 3 * START
+
+
+def test_runs_take_turns() -> None:
+    timed: list[tuple[str, int]] = []
+
+    def run(name: str, one: float, times: int) -> float:
+        timed.append((name, times))
+        return one * times
+
+    short, long = measurement.in_turn([functools.partial(run, "short", 1e-3), functools.partial(run, "long", 5e-2)], 10)
+    assert short == pytest.approx([0.1] * measurement.REPETITIONS)
+    assert long == pytest.approx([5.0] * measurement.REPETITIONS)
+    assert timed[-2 * measurement.REPETITIONS :] == [("short", 20), ("long", 1)] * measurement.REPETITIONS
 
 
 class Version:
