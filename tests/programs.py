@@ -66,6 +66,28 @@ def heads() -> Any:
     return scale_heads
 
 
+def boxes() -> Any:
+    """y = x, by two tensor maps of x that differ in their boxes alone."""
+    import tilelang.language as T
+
+    rows = T.dynamic("rows")
+
+    @T.prim_func
+    def boxes(x: T.Tensor((rows, TILE), "float16"), y: T.Tensor((rows, TILE), "float16")):
+        with T.Kernel(T.ceildiv(rows, TILE), threads=128) as i:
+            x_s = T.alloc_shared((TILE, TILE), "float16")
+            loaded = T.alloc_barrier(128)
+            T.tma_copy(x[i * TILE : i * TILE + 16, 0:TILE], x_s[0:16, :], barrier=loaded)
+            T.tma_copy(x[i * TILE + 16 : i * TILE + TILE, 0:TILE], x_s[16:TILE, :], barrier=loaded)
+            T.barrier_arrive(loaded)
+            T.barrier_wait(loaded, 0)
+            for row, column in T.Parallel(TILE, TILE):
+                if i * TILE + row < rows:
+                    y[i * TILE + row, column] = x_s[row, column]
+
+    return boxes
+
+
 def cluster() -> Any:
     """y = x, two blocks in a cluster."""
     import tilelang.language as T

@@ -89,6 +89,19 @@ def test_tensor_map_of_rank_3_and_scalars(tokens: int, heads: int) -> None:
     assert sorted(values) == sorted([(1, 4, 2**32 - 3), (1, 4, heads), (1, 4, scale), (1, 4, tokens)])
 
 
+def test_two_tensor_maps_of_an_operand() -> None:
+    """Each where the kernel loads its box."""
+    maps = [x for x in compiled("boxes").plan["arguments"] if x["kind"] == "tensor_map"]
+    assert [x["operand"] for x in maps] == ["x", "x"]
+    source = compiled("boxes").source
+    first, second = re.findall(r"tma_load(?:<[^>]*>)?\((\w+),", source)
+    signature = re.search(r"boxes_kernel\(([^)]*)\);", source)
+    assert signature is not None
+    order = [name for name in re.findall(r"\w+_desc\w*", signature[1]) if name in (first, second)]
+    boxes = {name: x["box"] for name, x in zip(order, maps, strict=True)}
+    assert boxes == {first: [64, 16], second: [64, 48]}
+
+
 def test_order_of_arguments() -> None:
     """The cubin's parameters stand in an order of TileLang's, which the source shows."""
     source = compiled("heads").source

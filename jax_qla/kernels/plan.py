@@ -10,6 +10,7 @@ An expression is an int, the name of a dynamic size or scalar parameter, or [ope
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 Expression = int | str | list[Any]
@@ -69,12 +70,12 @@ def extract_plan(artifact: Any, program: Any) -> dict[str, Any]:
     name = str(device.attrs["global_symbol"])
     operands, scalars = _parameters(program)
     names = {operand["name"] for operand in operands}
-    tensor_maps: dict[str, dict[str, Any]] = {}
+    tensor_maps: list[tuple[Any, dict[str, Any]]] = []  # by variable: those of two maps of one operand share a name
     launch: list[Any] = []
     for call in _packed_calls(host.body):
         callee, *arguments = call.args
         if callee.value == "__tvm_tensormap_create_tiled":
-            tensor_maps[arguments[0].name] = _tensor_map(arguments)
+            tensor_maps.append((arguments[0], _tensor_map(arguments)))
         elif callee.value == name:
             launch = arguments
         elif callee.value not in _DEVICE_CALLS:
@@ -187,10 +188,13 @@ def _tensor_map(arguments: list[Any]) -> dict[str, Any]:
     }
 
 
-def _argument(parameter: Any, value: Any, operands: set[str], tensor_maps: dict[str, dict[str, Any]]) -> dict[str, Any]:
+def _argument(
+    parameter: Any, value: Any, operands: set[str], tensor_maps: Sequence[tuple[Any, dict[str, Any]]]
+) -> dict[str, Any]:
+    for variable, tensor_map in tensor_maps:
+        if value.same_as(variable):
+            return tensor_map
     name = getattr(value, "name", None)
-    if name in tensor_maps:
-        return tensor_maps[name]
     if name in operands:
         return {"kind": "pointer", "operand": name}
     return {"kind": "scalar", "dtype": str(parameter.dtype), "value": _expression(value)}
