@@ -245,6 +245,9 @@ Plan ParsePlan(std::string_view cubins, std::string_view functions, const int64_
       throw Malformed(Concat("entry ", i, " of \"functions\" is empty, expected a kernel's name."));
     }
     KernelLaunch kernel = TakeKernel(reader, plan, Concat("kernel ", i, " (", names[i], ")"));
+    if (i > 0 && plan.kernels.back().empty()) {
+      kernel.dependent_launch = false;  // It relies on what the one before it, which is skipped, would have waited for.
+    }
     kernel.cubin = digests[i];
     kernel.function = names[i];
     plan.kernels.push_back(std::move(kernel));

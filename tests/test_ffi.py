@@ -229,8 +229,12 @@ def test_cluster_and_dependent_launch(
 def test_a_grid_without_blocks_is_skipped(driver: StubDriver, cubins: Path) -> None:
     digest = write_cubin(cubins, {"main": [TENSOR_MAP], "last": []})
     empty = kernel(tensor_map(0, dims=(16, 0), strides=(64,)), grid=(0, 3, 1))
-    call(plan(empty, kernel()), f"{digest},{digest}", "main,last", zeros(0, 16))
-    assert [launch["kernel"] for launch in driver.launches()] == ["last"]
+    dependent = kernel(dependent=1)
+    names = ["last", "main", "last", "last"]
+    call(plan(dependent, empty, dependent, dependent), ",".join([digest] * 4), ",".join(names), zeros(0, 16))
+    # What begins behind it begins when all before has ended.
+    launches = [(launch["kernel"], launch["dependent_launch"]) for launch in driver.launches()]
+    assert launches == [("last", True), ("last", False), ("last", True)]
 
 
 def test_dynamic_shared_memory_is_raised_and_never_lowered(driver: StubDriver, cubins: Path) -> None:
