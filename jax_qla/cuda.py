@@ -12,9 +12,8 @@ Where a sequence goes on beyond a device, this falls into two calls: `summary` (
 and for M) begins, and `forward`, given what it found, goes on (compose, forward) when the state before is known. So do
 `state_gradient` (adjoint_summaries, compose in reverse) and `backward`; meanwhile `chunk_states` (compose, states)
 computes what the latter needs of the forward pass.
-Where q and k are to be normalised, prepare finds their lengths or, in calls without it, lengths, before the others.
-Intermediate results (h, dh, Vd, lengths of keys and queries, states between pieces) are results of the call that are
-dropped here.
+Where q and k are to be normalised, prepare finds their lengths, which are residuals (`Lengths`); all others read them.
+Intermediate results (h, dh, Vd, states between pieces) are results of the call that are dropped here.
 
 Memory of the backward besides its operands and results, in elements of v's dtype: h and dh, ceil(T / 64) * Hv * K * V
 each, and Vd, as v (twice v where operands are split); of one group of heads at a time (policy.head_groups), whose three
@@ -35,13 +34,12 @@ import jax.numpy as jnp
 
 from jax_qla import policy, store
 from jax_qla import segments as tables
-from jax_qla.implementations import Between, ChunkStates, Pieces, RecurrentCall, Residuals, splits
+from jax_qla.implementations import Between, ChunkStates, Lengths, Pieces, RecurrentCall, Residuals, splits
 from jax_qla.kernels import adjoint_summaries as adjoint_summaries_kernel
 from jax_qla.kernels import compose as compose_kernel
 from jax_qla.kernels import forward as forward_kernel
 from jax_qla.kernels import gradients as gradients_kernel
 from jax_qla.kernels import layout as layout_kernel
-from jax_qla.kernels import lengths as lengths_kernel
 from jax_qla.kernels import prepare as prepare_kernel
 from jax_qla.kernels import recurrent as recurrent_kernel
 from jax_qla.kernels import state_gradients as state_gradients_kernel
@@ -137,11 +135,13 @@ def forward(
     precision: Any = None,
     asked_rows: int | None = None,
     keep: bool = False,
+    with_lengths: bool = False,
 ) -> tuple[jax.Array, jax.Array | None, Residuals | None]:
     """o, final_state and residuals; the contract is `dispatch.forward`'s, whose choice asks for pieces of `asked_rows`.
 
     Without residuals, the final state takes the memory of the initial one, but on a shard.
     """
+    assert with_lengths == (l2norm and with_residuals)
     shard = None if pieces is None else cut
     options: dict[str, Any] = {"shard": shard, "rows": piece_rows, "asked_rows": asked_rows}
     # The backward pass cannot tell what pieces kept states are of, unless it has more of these.
@@ -157,14 +157,13 @@ def forward(
         outputs |= ChunkStates.shapes(call.parts, v, call.key_dim, precision)
     if pieces is not None or not call.cut:  # each of what the kernels take for sequences has a final state
         inputs |= _no_pieces()
-    steps = []
     if residuals is None or pieces is None:
-        steps.append(call.prepare_step())
+        residuals = None
+        steps = [call.prepare_step()]
         outputs |= call.prepared_shapes(v, precision)
     else:
-        inputs |= call.flat(a=residuals[0], gamma=residuals[1]) | pieces._asdict()
-        steps += call.length_steps
-        outputs |= call.length_shapes
+        inputs |= call.prepared(residuals) | pieces._asdict()
+        steps = []
     more_steps, between = call.entering_states(known=pieces is not None)
     # Who keeps residuals keeps the initial state with them. A block of `forward` has read its own when it writes the
     # final one; in pieces it waits, before it touches a state, for what reads initial ones: summaries and compose.
@@ -183,12 +182,11 @@ def forward(
     final_state = None
     if output_final_state:
         final_state = results["final_state"] if pieces is None else call.of_last_pieces(results["final_state"])
-    if steps:
-        residuals = Residuals(call.unflat(results["a"]), call.unflat(results["gamma"]))
+    if residuals is None:
+        residuals = call.residuals(results)
         if piece_rows is not None:
             residuals = residuals._replace(between=Between(*(results[name] for name in Between._fields)))
     if keep:
-        assert residuals is not None
         residuals = residuals._replace(chunk_states=ChunkStates(*(results[name] for name in ChunkStates._fields)))
     return call.unflat(results["o"]), final_state, residuals if with_residuals else None
 
@@ -215,13 +213,13 @@ def backward(
     asked_rows: int | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array, jax.Array | None]:
     """Gradients; the contract is `dispatch.backward`'s, `asked_rows` as in `forward`."""
-    a, gamma, between, chunk_states = residuals
+    between, chunk_states = residuals.between, residuals.chunk_states
     options: dict[str, Any] = {"rows": piece_rows, "asked_rows": asked_rows, "backward": True}
     options |= {"shard": None if pieces is None else cut, "whole": chunk_states is not None and piece_rows is None}
     call = _Call(q, k, v, segments, l2norm=l2norm, precision=precision, **options)
     if do is None:
         do = jnp.zeros_like(v)
-    inputs = call.flat(q=q, k=k, v=v, g=g, beta=beta, do=do, a=a, gamma=gamma) | call.tables
+    inputs = call.flat(q=q, k=k, v=v, g=g, beta=beta, do=do) | call.prepared(residuals) | call.tables
     inputs |= {"initial_state": call.states(initial_state), "d_final_state": call.states(d_final_state)}
     if pieces is not None and adjoint_response is not None:
         inputs |= {**pieces._asdict(), "adjoint_response": adjoint_response}
@@ -241,7 +239,7 @@ def backward(
     chunks = -(-call.tokens // CHUNK)
     sizes = (call.key_heads, call.value_heads, call.key_dim, call.value_dim)
     groups = policy.head_groups(chunks, call.recurrences, *sizes, with_states=chunk_states is not None)
-    steps = [*call.table_steps, *call.length_steps, *steps]
+    steps = [*call.table_steps, *steps]
     heads = call.value_heads // groups
     chunk_shapes = ChunkStates.shapes(call.parts, v, call.key_dim, precision, groups=groups)
     of_pieces |= {"dh": chunk_shapes["h"]} | (chunk_shapes if chunk_states is None else {})
@@ -273,8 +271,7 @@ def backward(
             "d_initial_state": call.state_shape(initial_state is not None, whole=pieces is None),
         }
         | of_pieces
-        | call.table_shapes
-        | call.length_shapes,
+        | call.table_shapes,
     )
     dq, dk, dv, dg, dbeta = (call.unflat(results[name]) for name in ("dq", "dk", "dv", "dg", "dbeta"))
     d_initial_state = None
@@ -336,12 +333,14 @@ def summary(
     with_residuals: bool,
     l2norm: bool = False,
     precision: Any = None,
+    with_lengths: bool = False,
 ) -> tuple[jax.Array, jax.Array, Residuals | None, Pieces | None]:
     """Transition and response of each sequence, and what is kept; the contract is `dispatch.summary`'s.
 
     N by `compose` from the initial state. M by the reversed one from the identity, as the product of the transposes,
     with nothing added between: so the two run side by side.
     """
+    assert with_lengths == l2norm
     call = _Call(q, k, v, segments, l2norm=l2norm, precision=precision, whole=True)
     shapes = Pieces.shapes(call.sequences, cut.pieces, call.value_heads, call.key_dim, call.value_dim)
     products = jax.ShapeDtypeStruct((*shapes["transition"].shape[:2], call.key_dim, call.key_dim), jnp.float32)
@@ -361,9 +360,8 @@ def summary(
             "o": jax.ShapeDtypeStruct((call.tokens, call.value_heads, 0), v.dtype)
         }
     else:
-        steps = list(call.length_steps)
-        outputs |= call.length_shapes
-        inputs |= call.flat(a=residuals[0], gamma=residuals[1])
+        inputs |= call.prepared(residuals, queries=False)
+        steps = []
     of_maps = {"response": "nothing", "initial_state": "identity", "spans": "left", "entering": "products"}
     steps += [
         call.step(summaries_kernel, rename={"pieces": "shard_pieces"}),
@@ -376,7 +374,7 @@ def summary(
     if segments is not None or not with_residuals:
         return transition, response, None, None
     if residuals is None:
-        residuals = Residuals(call.unflat(results["a"]), call.unflat(results["gamma"]))
+        residuals = call.residuals(results)
     return transition, response, residuals, Pieces(*(results[name] for name in Pieces._fields))
 
 
@@ -403,10 +401,10 @@ def state_gradient(
     call = _Call(q, k, v, segments, l2norm=l2norm, precision=precision, whole=True)
     shapes = Pieces.shapes(call.sequences, cut.pieces, call.value_heads, call.key_dim, call.value_dim)
     inputs = call.flat(q=q, k=k, v=v, beta=beta, do=jnp.zeros_like(v) if do is None else do)
-    inputs |= call.flat(a=residuals[0], gamma=residuals[1]) | call.shard_tables(segments, cut)
+    inputs |= call.prepared(residuals) | call.shard_tables(segments, cut)
     inputs |= {"initial_state": call.states(None), "d_final_state": call.states(d_final_state)}
-    outputs = {"adjoint_response": shapes["response"], "leaving": shapes["response"], **call.length_shapes}
-    steps = list(call.length_steps)
+    outputs = {"adjoint_response": shapes["response"], "leaving": shapes["response"]}
+    steps = []
     if pieces is None:
         steps.append(call.step(summaries_kernel, rename={"pieces": "shard_pieces"}))
         outputs |= shapes
@@ -440,14 +438,19 @@ def chunk_states(
     """The contract is `dispatch.chunk_states`'s."""
     del g
     call = _Call(q, k, v, segments, l2norm=l2norm, precision=precision, shard=cut)
-    inputs = call.flat(q=q, k=k, v=v, beta=beta, a=residuals[0], gamma=residuals[1]) | call.tables | pieces._asdict()
+    inputs = call.flat(q=q, k=k, v=v, beta=beta) | call.prepared(residuals, queries=False) | call.tables
+    inputs |= pieces._asdict()
     inputs |= {"initial_state": call.states(initial_state)}
     steps, of_pieces = call.entering_states(known=True)
     of = {"first_head": 0, "awaits": states_kernel.EVERYTHING}
     steps.append(call.step(states_kernel, rename={"initial_state": "entering"}, **of))
-    outputs = of_pieces | call.length_shapes | ChunkStates.shapes(call.parts, v, call.key_dim, precision)
-    results = launch([*call.length_steps, *steps], inputs, outputs)
+    outputs = of_pieces | ChunkStates.shapes(call.parts, v, call.key_dim, precision)
+    results = launch(steps, inputs, outputs)
     return ChunkStates(*(results[name] for name in ChunkStates._fields))
+
+
+_LENGTHS = ("lengths", "query_lengths")
+"""The kernels' names of `Lengths`."""
 
 
 def _no_pieces() -> dict[str, jax.Array]:
@@ -502,14 +505,6 @@ class _Call:
         if shard is not None:  # two more pieces a sequence, which are empty
             self.parts, self.recurrences = self.sequences * (shard.pieces + 2), self.sequences * shard.pieces
         self.value_tile = self.value_tile_of(self.value_heads)
-        self.length_steps: list[Step] = []
-        """The kernel that finds lengths of keys and queries if they are wanted and `prepare` does not run, ..."""
-        self.length_shapes: dict[str, jax.ShapeDtypeStruct] = {}
-        """... and what either writes of them."""
-        if l2norm:
-            self.length_steps = [Step("lengths", lengths_kernel.Config(self.key_dim, self.dtype), {})]
-            lengths = jax.ShapeDtypeStruct((self.tokens, self.key_heads), jnp.float32)
-            self.length_shapes = {"lengths": lengths, "query_lengths": lengths}
         bounds = tables.dense_segments(self.batch, self.length) if segments is None else segments
         self.tables = {"bounds": jnp.asarray(bounds, jnp.int32)}
         """Operands from which the kernels know where sequences and pieces lie, ..."""
@@ -544,9 +539,23 @@ class _Call:
         return {name: jnp.asarray(x, jnp.int32) for name, x in zip(names, found, strict=True)}
 
     def prepared_shapes(self, v: jax.Array, precision: Any) -> dict[str, jax.ShapeDtypeStruct]:
-        """What `prepare` writes: residuals, and lengths for the other kernels."""
+        """What `prepare` writes."""
         rows = jax.ShapeDtypeStruct((self.tokens, self.value_heads, self.value_dim), v.dtype)
-        return Residuals.shapes(rows, precision) | self.length_shapes
+        of_key_heads = jax.ShapeDtypeStruct((self.tokens, self.key_heads), jnp.float32)
+        return Residuals.shapes(rows, precision) | (dict.fromkeys(_LENGTHS, of_key_heads) if self.l2norm else {})
+
+    def prepared(self, residuals: Residuals, *, queries: bool = True) -> dict[str, jax.Array]:
+        """What `prepare` has written, as operands; without the lengths of `queries` for who does not read them."""
+        found = {"a": residuals.a, "gamma": residuals.gamma}
+        if self.l2norm:
+            assert residuals.lengths is not None
+            found |= dict(zip(_LENGTHS[: 1 + queries], residuals.lengths, strict=False))
+        return self.flat(**found)
+
+    def residuals(self, results: Mapping[str, jax.Array]) -> Residuals:
+        """What `prepare` has written, for other calls."""
+        lengths = Lengths(*(self.unflat(results[name]) for name in _LENGTHS)) if self.l2norm else None
+        return Residuals(self.unflat(results["a"]), self.unflat(results["gamma"]), lengths=lengths)
 
     def forward_steps(self, scale: float, *, keep: bool = False) -> list[Step]:
         """The kernel `forward`, of heads whose blocks have all value columns and of others in halves; `keep`: what it

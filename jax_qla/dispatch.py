@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_qla import policy
-from jax_qla.implementations import Between, Choice, ChunkStates, Pieces, Residuals, load
+from jax_qla.implementations import Between, Choice, ChunkStates, Lengths, Pieces, Residuals, keeps_lengths, load
 from jax_qla.kernels.common import CHUNK
 from jax_qla.l2norm import normalize, normalize_gradient
 from jax_qla.refusal import refuse
@@ -33,7 +33,7 @@ SECOND_ORDER = (
 _ROWS, _STATES, _SEGMENTS = "rows", "states", "segments"
 """What the leading axes of an operand count: [B, T, ...], [N, ...] (or so many for each) or segments [N, 2]."""
 
-_KINDS_OF_RESIDUALS = Residuals(_ROWS, _ROWS, _STATES, _STATES)  # type: ignore[arg-type]
+_KINDS_OF_RESIDUALS = Residuals(_ROWS, _ROWS, _STATES, _STATES, _ROWS)  # type: ignore[arg-type]
 
 
 @functools.partial(
@@ -89,7 +89,12 @@ def forward(
 
     def local(*operands: Any) -> Any:
         if _nothing_to_do(operands[2], operands[6]):
-            kept = {"with_residuals": with_residuals, "precision": precision, "keep": keep}
+            kept = {
+                "with_residuals": with_residuals,
+                "with_lengths": with_lengths,
+                "precision": precision,
+                "keep": keep,
+            }
             return _forward_of_nothing(*operands, output_final_state=output_final_state, **kept)
         return _on_platform(choice, "forward", operands, options, l2norm)
 
@@ -99,7 +104,8 @@ def forward(
     cut = None if pieces is None else _cut(k, v, segments, choice)
     options: dict[str, Any] = {"scale": scale, "output_final_state": output_final_state}
     options |= {"with_residuals": with_residuals, "cut": cut, "piece_rows": piece_rows, "precision": precision}
-    options |= {"asked_rows": choice.piece_rows, "keep": keep}
+    with_lengths = with_residuals and keeps_lengths(choice, q.dtype, l2norm)
+    options |= {"asked_rows": choice.piece_rows, "keep": keep, "with_lengths": with_lengths}
     kinds = (*(_ROWS,) * 5, _STATES, _SEGMENTS, _KINDS_OF_RESIDUALS, _STATES)
     one_by_one = (piece_rows is not None and segments is not None) or (keep and _has_a_part_of_a_chunk(v))
     batchable = _batchable(local, kinds, (_ROWS, _STATES, _KINDS_OF_RESIDUALS), one_by_one=one_by_one)
@@ -192,6 +198,7 @@ def summary(
         for or no implementation in `choice` reads them.
     """
     options = {"cut": _cut(k, v, segments, choice), "with_residuals": choice.on_cuda == "cuda", "precision": precision}
+    options["with_lengths"] = keeps_lengths(choice, q.dtype, l2norm)
 
     def local(*operands: Any) -> Any:
         if _nothing_to_do(operands[2], operands[6]):
@@ -479,6 +486,7 @@ def _forward_of_nothing(
     *,
     output_final_state: bool,
     with_residuals: bool,
+    with_lengths: bool,
     precision: Any,
     keep: bool,
 ) -> tuple[jax.Array, jax.Array | None, Residuals | None]:
@@ -488,7 +496,7 @@ def _forward_of_nothing(
     if output_final_state:
         shape = (sequences, value_heads, q.shape[3], value_dim)
         state = jnp.zeros(shape, jnp.float32) if initial_state is None else initial_state
-    residuals = _empty_residuals(v, precision) if with_residuals else None
+    residuals = _empty_residuals(q, v, precision, with_lengths) if with_residuals else None
     if residuals is not None and keep:
         parts = sequences if pieces is None else pieces.forgotten.shape[0]
         shapes = ChunkStates.shapes(parts, v, q.shape[3], precision)
@@ -525,15 +533,18 @@ def _zero_states(q: jax.Array, v: jax.Array, segments: jax.Array | None) -> jax.
     return jnp.zeros((sequences, v.shape[2], q.shape[3], v.shape[3]), jnp.float32)
 
 
-def _empty_residuals(v: jax.Array, precision: Any) -> Residuals:
-    return _zeros(Residuals, Residuals.shapes(v, precision))
+def _empty_residuals(q: jax.Array, v: jax.Array, precision: Any, with_lengths: bool) -> Residuals:
+    lengths = _zeros(Lengths, Lengths.shapes(q)) if with_lengths else None
+    return _zeros(Residuals, Residuals.shapes(v, precision))._replace(lengths=lengths)
 
 
 def _zeros(kind: Callable[..., _Tree], shapes: Mapping[str, jax.ShapeDtypeStruct]) -> _Tree:
     return kind(**{name: jnp.zeros(x.shape, x.dtype) for name, x in shapes.items()})
 
 
-def _summary_of_nothing(*operands: Any, cut: policy.Cut, with_residuals: bool, precision: Any) -> Any:
+def _summary_of_nothing(
+    *operands: Any, cut: policy.Cut, with_residuals: bool, with_lengths: bool, precision: Any
+) -> Any:
     q, _, v, _, _, initial_state, segments, _ = operands
     response = _zero_states(q, v, segments) if initial_state is None else initial_state
     identity = jnp.broadcast_to(jnp.eye(q.shape[3], dtype=jnp.float32), (*response.shape[:3], q.shape[3]))
@@ -541,7 +552,7 @@ def _summary_of_nothing(*operands: Any, cut: policy.Cut, with_residuals: bool, p
     if with_residuals and segments is None:
         shapes = Pieces.shapes(v.shape[0], cut.pieces, v.shape[2], q.shape[3], v.shape[3])
         kept = (
-            _empty_residuals(v, precision),
+            _empty_residuals(q, v, precision, with_lengths),
             _zeros(Pieces, shapes),
         )
     return match_varying((identity, response, *kept), operands)

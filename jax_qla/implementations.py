@@ -79,6 +79,20 @@ class ChunkStates(NamedTuple):
         }
 
 
+class Lengths(NamedTuple):
+    """What "cuda" multiplies by where it normalises q and k, [B, T, Hk] float32; of rows of no sequence anything."""
+
+    of_keys: jax.Array
+    """1 / |k|."""
+    of_queries: jax.Array
+    """1 / |q|."""
+
+    @staticmethod
+    def shapes(q: Any) -> dict[str, jax.ShapeDtypeStruct]:
+        """By field, of rows q [..., Hk, K]."""
+        return dict.fromkeys(Lengths._fields, jax.ShapeDtypeStruct(q.shape[:-1], jnp.float32))
+
+
 class Residuals(NamedTuple):
     """What forward keeps for backward."""
 
@@ -91,6 +105,8 @@ class Residuals(NamedTuple):
     """Where sequences have been cut into pieces, unless backward is to compute it again."""
     chunk_states: ChunkStates | None = None
     """Where the caller wants them kept, of the same pieces or of whole sequences."""
+    lengths: Lengths | None = None
+    """Where "cuda" normalises q and k (`keeps_lengths`)."""
 
     @staticmethod
     def shapes(v: Any, precision: Any) -> dict[str, jax.ShapeDtypeStruct]:
@@ -100,6 +116,11 @@ class Residuals(NamedTuple):
             "a": jax.ShapeDtypeStruct((*v.shape[:-1], columns), v.dtype),
             "gamma": jax.ShapeDtypeStruct(v.shape[:-1], jnp.float32),
         }
+
+
+def keeps_lengths(choice: Choice, dtype: Any, l2norm: bool) -> bool:
+    """Whether residuals of q and k of this dtype have `Lengths`: where "cuda" may run, and normalises them itself."""
+    return l2norm and choice.on_cuda == "cuda" and jnp.dtype(dtype).name in load("cuda").L2NORM_DTYPES
 
 
 def precision_of_kernels(precision: Any) -> jax.lax.Precision | None:

@@ -34,7 +34,7 @@ from jax.sharding import PartitionSpec as P
 
 from jax_qla import context_parallel, dispatch, policy
 from jax_qla.context_parallel import Axes, Carry
-from jax_qla.implementations import Between, Choice, ChunkStates, Pieces, Residuals
+from jax_qla.implementations import Between, Choice, ChunkStates, Lengths, Pieces, Residuals, keeps_lengths
 from jax_qla.refusal import refuse_sharded_export
 from jax_qla.segments import segments_from_segment_ids
 
@@ -53,9 +53,14 @@ class MeshAxes(NamedTuple):
 OPERANDS = ("bthk", "bthk", "btHv", "btH", "btH")
 """Shapes of q, k, v, g and beta."""
 
-_OF_ROWS, _OF_PIECES, _OF_CHUNKS = ("btHc", "btH"), ("pHkv", "pHckj", "pH"), ("pHxvk", "pHv")
-"""Shapes of what `Residuals` holds, the last two perhaps not (`_residual_dims`): p are all pieces, chunks or rows of a
-device, by batch and sequence."""
+_OF_ROWS, _OF_PIECES, _OF_CHUNKS, _OF_LENGTHS = (
+    ("btHc", "btH"),
+    ("pHkv", "pHckj", "pH"),
+    ("pHxvk", "pHv"),
+    ("bth", "bth"),
+)
+"""Shapes of what `Residuals` holds, all but the first perhaps not (`_residual_dims`): p are all pieces, chunks or rows
+of a device, by batch and sequence."""
 _CARRY = ("sbHkv", "sbHkj", "sbHkv", "sbHckj", "sbH")
 """Shapes of what `Carry` holds, the last three perhaps not. Pieces go with the rows of the batch that they are of."""
 
@@ -519,7 +524,8 @@ def forward(
         sizes, of_part = _part(layout, k, v, segments, choice.piece_rows)
         keep = keep and policy.keeps_states(*sizes, **of_part)
         piece_rows = policy.kept_rows(*sizes, **of_part, with_states=keep)
-    residual_dims = _residual_dims(piece_rows is not None, keep)
+    with_lengths = keeps_lengths(choice, q.dtype, l2norm)
+    residual_dims = _residual_dims(piece_rows is not None, keep, with_lengths)
     carry_dims = _CARRY if with_residuals and segments is None else _CARRY[:2]
     states = _state_dims(segments)
 
@@ -568,13 +574,15 @@ def forward(
         if piece_rows is not None:
             residuals = residuals._replace(between=Between(*(next(found) for _ in _OF_PIECES)))
         if keep:
-            residuals = residuals._replace(chunk_states=ChunkStates(*found))
+            residuals = residuals._replace(chunk_states=ChunkStates(next(found), next(found)))
+        if with_lengths:
+            residuals = residuals._replace(lengths=Lengths(*found))
     return o, final_state, residuals, _carry(results) if with_carry else None
 
 
-def _residual_dims(between: bool, chunk_states: bool) -> tuple[str, ...]:
+def _residual_dims(between: bool, chunk_states: bool, lengths: bool) -> tuple[str, ...]:
     """Shapes of the arrays of `Residuals`, by which of those that may be missing are there."""
-    return _OF_ROWS + _OF_PIECES * between + _OF_CHUNKS * chunk_states
+    return _OF_ROWS + _OF_PIECES * between + _OF_CHUNKS * chunk_states + _OF_LENGTHS * lengths
 
 
 def _part(
@@ -627,7 +635,7 @@ def backward(
         residuals = residuals._replace(between=None, chunk_states=None)
     residual_dims: tuple[str, ...] = ()
     if residuals is not None:
-        residual_dims = _residual_dims(residuals.between is not None, residuals.chunk_states is not None)
+        residual_dims = _residual_dims(*(x is not None for x in residuals[2:]))
 
     def local(axes: Axes, *operands: Any) -> tuple[jax.Array, ...]:
         carry = None if operands[8] is None else _carry([x[0] for x in operands[8]])

@@ -2,13 +2,14 @@
 
 Reverse mode only. Between forward and backward live the operands (q, k, v, g, beta, initial_state, segments: no copies,
 and none normalised) and, where the program may be lowered for the CUDA kernels, the residuals a [B, T, Hv, 64] in v's
-dtype ([B, T, Hv, 128] in bfloat16 with precision="high") and gamma [B, T, Hv] in float32; the chunk states are
-recomputed. Where one card computes long sequences in pieces (policy.py), so do the state before each piece and its
-transition, 4 K (V + K) bytes per piece and value head (128 KiB at K = V = 128: 8 pieces of 32 heads take 32 MiB), so
-that the backward pass need not summarise the pieces again. (The chunk states, 768 bytes per token and value head at
-K = V = 128, if `save_chunk_states` asks for them.) It does where the compiler may spread the call over several
-devices, so that the number of pieces is not known in time: in Auto meshes without names, and without a mesh where JAX
-sees several. "xla" recomputes everything and saves no residuals.
+dtype ([B, T, Hv, 128] in bfloat16 with precision="high") and gamma [B, T, Hv] in float32 and, where these kernels
+normalise q and k, the lengths of both, [B, T, Hk] in float32 each; the chunk states are recomputed. Where one card
+computes long sequences in pieces (policy.py), so do the state before each piece and its transition, 4 K (V + K) bytes
+per piece and value head (128 KiB at K = V = 128: 8 pieces of 32 heads take 32 MiB), so that the backward pass need not
+summarise the pieces again. (The chunk states, 768 bytes per token and value head at K = V = 128, if
+`save_chunk_states` asks for them.) It does where the compiler may spread the call over several devices, so that the
+number of pieces is not known in time: in Auto meshes without names, and without a mesh where JAX sees several. "xla"
+recomputes everything and saves no residuals.
 
 Where the sequence is sharded, a device keeps the state before its tokens and their transition, [K, V + K] in float32
 per value head and row of the batch, so that the backward pass need not repeat the exchange (in Auto meshes it does);
@@ -17,8 +18,8 @@ and for the CUDA kernels as much of every piece of a dense batch.
 Inside `jax.checkpoint` the residuals and the results carry names (`CHECKPOINT_NAMES`), by which a policy such as
 `jax.checkpoint_policies.save_only_these_names(*jax_qla.CHECKPOINT_NAMES)` keeps them and so spares a second forward;
 without such a policy the forward runs again. At K = V = 128 these are, in bytes per token and value head: a 128, gamma
-4, o 256, the chunk states 768. Where a call asks for the last and the policy does not keep them, the forward pass runs
-again and writes them twice, the first time for nobody.
+4, o 256, the chunk states 768; the lengths are 8 per token and key head. Where a call asks for the chunk states and the
+policy does not keep them, the forward pass runs again and writes them twice, the first time for nobody.
 """
 
 from __future__ import annotations
@@ -36,8 +37,8 @@ from jax_qla.context_parallel import Carry
 from jax_qla.implementations import Choice, ChunkStates, Residuals
 from jax_qla.refusal import refuse
 
-RESIDUAL_NAMES = ("gated_delta_rule_a", "gated_delta_rule_gamma")
-"""`checkpoint_name` of the residuals a and gamma."""
+RESIDUAL_NAMES = ("gated_delta_rule_a", "gated_delta_rule_gamma", "gated_delta_rule_lengths")
+"""`checkpoint_name` of the residuals a and gamma and, where the CUDA kernels normalise q and k, of both lengths."""
 
 RESULT_NAMES = ("gated_delta_rule_o", "gated_delta_rule_final_state")
 """`checkpoint_name` of the results o and final_state."""
@@ -127,11 +128,16 @@ def _gated_delta_rule_fwd(options: Options, *primals: Any) -> tuple[Any, Any]:
     operands = custom_vjp_primal_tree_values(primals)
     o, final_state, residuals, carry = _forward(options, operands, with_residuals=True)
     if residuals is not None:
-        named = Residuals(*map(checkpoint_name, residuals[:3], (*RESIDUAL_NAMES, CARRY_NAMES[2])))
-        if residuals.chunk_states is not None:
-            states = ChunkStates(*map(checkpoint_name, residuals.chunk_states, CHUNK_STATE_NAMES))
-            named = named._replace(chunk_states=states)
-        residuals = named
+        a, gamma, between, states, lengths = residuals
+        if states is not None:
+            states = ChunkStates(*map(checkpoint_name, states, CHUNK_STATE_NAMES))
+        residuals = Residuals(
+            checkpoint_name(a, RESIDUAL_NAMES[0]),
+            checkpoint_name(gamma, RESIDUAL_NAMES[1]),
+            checkpoint_name(between, CARRY_NAMES[2]),
+            states,
+            checkpoint_name(lengths, RESIDUAL_NAMES[2]),
+        )
     if carry is not None:
         carry = Carry(*map(checkpoint_name, carry, CARRY_NAMES))
     o = checkpoint_name(o, RESULT_NAMES[0])

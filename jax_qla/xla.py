@@ -30,7 +30,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jax_qla.implementations import Between, ChunkStates, Pieces, Residuals
+from jax_qla.implementations import Between, ChunkStates, Lengths, Pieces, Residuals
 from jax_qla.kernels.common import CHUNK, MIN_LOG_DECAY
 from jax_qla.policy import Cut
 from jax_qla.segments import chunk_table, first_slot, piece_count
@@ -318,6 +318,7 @@ def forward(
     precision: Precision = None,
     asked_rows: int | None = None,
     keep: bool = False,
+    with_lengths: bool = False,
 ) -> tuple[jax.Array, jax.Array | None, Residuals | None]:
     """The chunked forward pass.
 
@@ -333,6 +334,7 @@ def forward(
         precision: of the matrix products; None chooses as the module says.
         asked_rows: not read: nothing is cut.
         keep: whether "cuda" keeps the states before all chunks.
+        with_lengths: whether it keeps lengths of q and k.
 
     Returns:
         o [B, T, Hv, V] in v's dtype, zero outside every segment; final_state [N, Hv, K, V] float32; residuals of the
@@ -347,7 +349,7 @@ def forward(
         parts = piece_count(batch * tokens, sequences, piece_rows, packed=segments is not None)
     elif cut is not None:
         parts = sequences * (cut.pieces + 2)
-    kept = Residuals.shapes(v, precision)
+    kept, of_lengths = Residuals.shapes(v, precision), Lengths.shapes(q) if with_lengths else None
     kept_states = ChunkStates.shapes(parts, v, k_dim, precision) if keep else None
     precision = _precision(precision, v)
     state_shape = (sequences, *heads, k_dim, v_dim)
@@ -390,7 +392,7 @@ def forward(
 
     empty = None
     if with_residuals:
-        empty = _empty_residuals(kept, zero)
+        empty = _empty_residuals(kept, zero, of_lengths)
         if piece_rows is not None:
             of_pieces = _filled(Between.shapes(parts, value_heads, k_dim, v_dim), zero)
             empty = empty._replace(between=Between(**of_pieces))
@@ -405,9 +407,14 @@ def _filled(shapes: Mapping[str, jax.ShapeDtypeStruct], zero: jax.Array) -> dict
     return {name: jnp.broadcast_to(zero.astype(x.dtype), x.shape) for name, x in shapes.items()}
 
 
-def _empty_residuals(shapes: Mapping[str, jax.ShapeDtypeStruct], zero: jax.Array) -> Residuals:
+def _empty_residuals(
+    shapes: Mapping[str, jax.ShapeDtypeStruct],
+    zero: jax.Array,
+    of_lengths: Mapping[str, jax.ShapeDtypeStruct] | None,
+) -> Residuals:
     of_rows = _filled(shapes, zero)
-    return Residuals(of_rows["a"], of_rows["gamma"])
+    lengths = None if of_lengths is None else Lengths(**_filled(of_lengths, zero))
+    return Residuals(of_rows["a"], of_rows["gamma"], lengths=lengths)
 
 
 def _gradients(
@@ -576,6 +583,7 @@ def summary(
     cut: Cut,
     with_residuals: bool,
     precision: Precision = None,
+    with_lengths: bool = False,
 ) -> tuple[jax.Array, jax.Array, Residuals | None, Pieces | None]:
     """What the rows of each sequence do to the state: S -> transition S + response.
 
@@ -585,7 +593,7 @@ def summary(
     Args:
         residuals: not read. cut: how "cuda" cuts the sequences.
         with_residuals: whether to return what "cuda" keeps.
-        All others: as in `forward`; q is not read.
+        All others: as in `forward`; of q the shape alone.
 
     Returns:
         transition [N, Hv, K, K] and response [N, Hv, K, V], float32. The response is the final state that follows from
@@ -593,7 +601,7 @@ def summary(
         residuals and pieces of the structure that all implementations share, filled with zeros.
     """
     del residuals
-    kept = Residuals.shapes(v, precision)
+    kept, of_lengths = Residuals.shapes(v, precision), Lengths.shapes(q) if with_lengths else None
     precision = _precision(precision, v)
     batch, tokens, key_heads, k_dim = k.shape
     value_heads, v_dim = v.shape[2:]
@@ -631,7 +639,7 @@ def summary(
         return transition, of_zero, None, None
     shapes = Pieces.shapes(sequences, cut.pieces, value_heads, k_dim, v_dim)
     pieces = Pieces(**{name: jnp.broadcast_to(zero.astype(x.dtype), x.shape) for name, x in shapes.items()})
-    return transition, of_zero, _empty_residuals(kept, zero), pieces
+    return transition, of_zero, _empty_residuals(kept, zero, of_lengths), pieces
 
 
 def state_gradient(

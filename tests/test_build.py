@@ -21,7 +21,7 @@ import programs
 import pytest
 
 from jax_qla import cuda, launch, policy, store
-from jax_qla.kernels import build, lengths, prepare, toolchain
+from jax_qla.kernels import build, compose, prepare, toolchain
 from jax_qla.kernels.packaged import PACKAGED
 
 LACKING = store.why_not_buildable()
@@ -186,33 +186,33 @@ def test_every_tile_is_swizzled(name: str, split: bool) -> None:
 def test_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One real kernel into a folder, where the store finds it."""
     folder, sources = tmp_path / "cubins", tmp_path / "sources"
-    config = lengths.Config(64)
-    settings = ["--only", "key_dim=64", "--only", "dtype=bfloat16"]
-    done = run_cli("lengths", *settings, "--output", str(folder), "--keep-sources", str(sources))
+    config = compose.Config(64, 64)
+    settings = ["--only", "key_dim=64", "--only", "value_dim=64", "--only", "reverse=False", "--only", "columns=16"]
+    done = run_cli("compose", *settings, "--output", str(folder), "--keep-sources", str(sources))
     assert done.returncode == 0, done.stderr
     (line,) = done.stdout.splitlines()
-    settings_shown = "key_dim=64 dtype=bfloat16"
-    assert re.search(rf"\[  1/1\] lengths +{settings_shown} +\d+ registers +\d+ B spilled .* s$", line)
+    settings_shown = "key_dim=64 value_dim=64 reverse=False columns=16"
+    assert re.search(rf"\[  1/1\] compose +{settings_shown} +\d+ registers +\d+ B spilled .* s$", line)
     manifest, cubin = sorted(folder.iterdir(), key=lambda file: file.suffix, reverse=True)
     assert {stat.S_IMODE(file.stat().st_mode) for file in (manifest, cubin)} == {0o644}
     (entry,) = json.loads(manifest.read_text())["kernels"].values()
     assert cubin.name == f"{entry['sha256']}.cubin"
     assert hashlib.sha256(cubin.read_bytes()).hexdigest() == entry["sha256"]
-    assert (entry["kernel"], entry["config"]) == ("lengths", store.config_fields(config))
+    assert (entry["kernel"], entry["config"]) == ("compose", store.config_fields(config))
     assert entry["versions"] == build.versions()
     assert set(entry["versions"]) == {"tilelang", "cuda", "architecture"}
     assert "__global__" in next(sources.iterdir()).read_text()
 
     monkeypatch.setattr(store, "PACKAGED_DIRECTORY", folder)
     monkeypatch.setattr(store, "_found", {})
-    kernel = store.lookup("lengths", config)
+    kernel = store.lookup("compose", config)
     assert kernel == store.Kernel(entry["sha256"], entry["plan"], "packaged")
 
 
 def test_command_line_refuses_unknown_names(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         build.main(["nothing", "--output", str(tmp_path)])
-    assert "no kernel named nothing; there are layout, lengths, prepare" in capsys.readouterr().err
+    assert "no kernel named nothing; there are layout, prepare" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         build.main(["prepare", "--only", "key_dim=65", "--output", str(tmp_path)])
     assert "no kernel of prepare has key_dim=65" in capsys.readouterr().err

@@ -29,7 +29,6 @@ from jax_qla.launch import Step
 
 RESULTS = {
     "layout": ("segments", "pieces", "spans"),
-    "lengths": ("lengths", "query_lengths"),
     "prepare": ("a", "gamma", "lengths", "query_lengths"),
     "summaries": ("response", "transition", "forgotten"),
     "adjoint_summaries": ("adjoint_response",),
@@ -338,7 +337,9 @@ def test_what_is_kept_is_each_members_own(
     packed: bool, forward: str, backward: str, keep: bool, tokens: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Under `jax.vmap` or not, the residuals of one member are right for another's way of computing gradients. Chunk
-    states of all members lie side by side where their tokens are a multiple of a chunk and no packed batch is cut."""
+    states of all members lie side by side where their tokens are a multiple of a chunk and no packed batch is cut. With
+    these, the kernels normalise q and k, whose lengths are kept too."""
+    monkeypatch.setattr(cuda, "L2NORM_DTYPES", ("float32",))
     operands, segments, cotangents = _batched(packed, MEMBERS, tokens)
     calls = _recorded(monkeypatch)
     ways: Any = {"vmap": lambda f, *x: jax.vmap(f)(*x), "one by one": _one_by_one}
@@ -346,7 +347,7 @@ def test_what_is_kept_is_each_members_own(
     @functools.partial(jax.jit, static_argnums=(0, 1, 2))
     def both(choice: Choice, forward: str, backward: str) -> Any:
         def transpose_of(operands: Any, segments: Any) -> Any:
-            return jax.vjp(lambda *x: _rule(choice, *x, segments, keep=keep), *operands)
+            return jax.vjp(lambda *x: _rule(choice, *x, segments, keep=keep, l2norm=keep), *operands)
 
         results, transpose = ways[forward](transpose_of, operands, segments)
         kept = [x.dtype for x in jax.tree.leaves(transpose) if x.dtype == jnp.bfloat16]
@@ -458,11 +459,7 @@ def test_who_normalises(dtype: str, l2norm: bool, monkeypatch: pytest.MonkeyPatc
     rows: list[tuple[np.ndarray, ...]] = []
 
     def recording(steps: Sequence[Step], inputs: Mapping[str, jax.Array], *others: Any) -> dict[str, jax.Array]:
-        scalars.extend(
-            (step.kernel, step.kernel == "lengths" or step.config.l2norm)
-            for step in steps
-            if step.kernel not in NOT_OF_ROWS
-        )
+        scalars.extend((step.kernel, step.config.l2norm) for step in steps if step.kernel not in NOT_OF_ROWS)
         jax.debug.callback(lambda *x: rows.append(x), inputs["q"], inputs["k"])
         return launch_specifications(steps, inputs, *others)
 
@@ -471,8 +468,7 @@ def test_who_normalises(dtype: str, l2norm: bool, monkeypatch: pytest.MonkeyPatc
     found = _with_l2norm(OF_KERNELS, (q, k, *others), segments, cotangents, l2norm=l2norm)
     jax.effects_barrier()
     in_kernels = l2norm and dtype == "bfloat16"
-    kernels = ["prepare", "summaries", "forward", *(["lengths"] if in_kernels else []), *KEPT_OF_ROWS]
-    assert scalars == [(kernel, in_kernels) for kernel in kernels]
+    assert scalars == [(kernel, in_kernels) for kernel in ("prepare", "summaries", "forward", *KEPT_OF_ROWS)]
     assert len(rows) == 2
     for passed in rows:
         for x, given in zip(passed, (q, k), strict=True):
@@ -895,7 +891,7 @@ def _over_devices(packed: bool, l2norm: bool) -> tuple[Any, ...]:
     [
         (False, "named", False, False),
         *((True, mode, False, False) for mode in ("named", "manual", "auto")),
-        (True, "named", True, False),
+        *((packed, "named", True, False) for packed in (False, True)),
         (True, "named", False, True),
     ],
 )

@@ -24,7 +24,7 @@ from test_cuda import cuda as rule
 
 from jax_qla import cuda, implementations, policy, store
 from jax_qla.implementations import Choice
-from jax_qla.kernels import build, compose, lengths, prepare, states
+from jax_qla.kernels import build, compose, prepare, states
 from jax_qla.launch import Step
 
 LACKING = store.why_not_buildable()
@@ -106,15 +106,16 @@ def test_heads_of_a_block_of_prepare() -> None:
     bounds = np.array([[0, 64], [70, 103]], np.int32)
     rows = np.concatenate([np.arange(start, end) for start, end in bounds])
     tokens = 103
-    kernel = emulator.emulated("prepare", prepare.Config(64, l2norm=True))
-    for key_heads, ratio in ((3, 1), (2, 2), (1, 3), (1, 4), (2, 5)):
+    for key_dim, key_heads, ratio in ((64, 3, 1), (64, 2, 2), (64, 1, 3), (64, 1, 4), (64, 2, 5), (128, 3, 1)):
+        kernel = emulator.emulated("prepare", prepare.Config(key_dim, l2norm=True))
         heads = key_heads * ratio
         given = {
-            **{x: (random.normal(size=(tokens, key_heads, 64)) / 4).astype(jnp.bfloat16) for x in ("q", "k")},
+            **{x: (random.normal(size=(tokens, key_heads, key_dim)) / 4).astype(jnp.bfloat16) for x in ("q", "k")},
             "g": -random.uniform(size=(tokens, heads)).astype(np.float32),
             "beta": random.uniform(size=(tokens, heads)).astype(np.float32),
             "bounds": bounds,
         }
+        given["q"][0, 0] = given["k"][0, 0] = 0
         expected = prepare.specification(*map(jnp.asarray, given.values()), ratio=ratio, l2norm=1)
         for together in (1, 2):
             of_rows = {"lengths": (key_heads,), "query_lengths": (key_heads,)}
@@ -123,23 +124,11 @@ def test_heads_of_a_block_of_prepare() -> None:
             found |= {name: found[name].astype(jnp.bfloat16) for name in ("a", "o")}
             kernel(given | found, {"ratio": ratio, "together": together})
             for name, reference in zip(("a", "gamma", *of_rows), expected, strict=True):
-                ours, right = (np.asarray(x, np.float32)[rows] for x in (found[name], reference))
+                which = slice(None) if name == "query_lengths" else rows
+                ours, right = (np.asarray(x, np.float32)[which] for x in (found[name], reference))
                 what = f"{name} of {key_heads} key heads, {ratio} value heads each, {together} pairs a block"
                 np.testing.assert_allclose(ours, right, rtol=2e-2 if name == "a" else 1e-5, atol=1e-3, err_msg=what)
             np.testing.assert_array_equal(np.asarray(found["o"], np.float32)[64:70], 0)
-
-
-@pytest.mark.parametrize("key_dim", [64, 128])
-def test_lengths(key_dim: int) -> None:
-    random = np.random.default_rng(key_dim)
-    kernel = emulator.emulated("lengths", lengths.Config(key_dim))
-    for tokens, key_heads in ((1, 1), (70, 3), (128, 2)):
-        given = {x: random.normal(size=(tokens, key_heads, key_dim)).astype(jnp.bfloat16) for x in ("q", "k")}
-        given["k"][0, 0] = 0
-        found = {x: np.full((tokens, key_heads), np.nan, np.float32) for x in ("lengths", "query_lengths")}
-        kernel(given | found, {})
-        for ours, right in zip(found.values(), lengths.specification(*map(jnp.asarray, given.values())), strict=True):
-            np.testing.assert_allclose(ours, right, rtol=1e-6)
 
 
 @pytest.mark.parametrize(("columns", "reverse"), [(16, False), (16, True), (64, True)])

@@ -12,10 +12,10 @@ of the rows as they are, and the lengths are those of the gates' vectors beside 
 
 for beta |k|^-2 k k^T = beta k^ k^^T and k (beta |k|^-2) (|k| v) = beta k^ v with k^ = k / |k|. `a` and all states are those of normalised
 keys; Vd and dX between kernels are |k| times less and more. What gradients kernels/gradients.py finds by q and k with the lengths held
-constant become the whole ones by dk - k <k, dk> / |k|^2. All kernels read the lengths with the gates: `prepare` has written them or, in a
-call without it, kernels/lengths.py. (Where kernels measured the rows of their own tiles, both passes took 11 to 18 % longer than without
-`l2norm`: docs/performance.md.) In bfloat16 only: lengths far from 1 would leave float16's range. (By a run-time flag, calls without it took 6 to 15 % longer where
-a block's latency is all that counts.)
+constant become the whole ones by dk - k <k, dk> / |k|^2. `prepare` writes the lengths, which are kept for the backward pass, and all others
+read them with the gates. (Where kernels measured the rows of their own tiles, both passes took 11 to 18 % longer than without
+`l2norm`: docs/performance.md.) In bfloat16 only: lengths far from 1 would leave float16's range. (By a run-time flag, calls without it took
+6 to 15 % longer where a block's latency is all that counts.)
 
 With `split`, what meets the inverse of a chunk enters products as the sum of two bf16 numbers, high and low: `a`, X and Vd, of the
 backward pass dVd and exp(gamma) beta dX. Between kernels `a` and Vd then have twice their columns, the low parts behind the high ones. Of a
@@ -117,63 +117,6 @@ __device__ __forceinline__ void jax_qla_mma(float* c, const unsigned* a, unsigne
   }
 }
 """
-
-
-LENGTHS_PRELUDE = (
-    f"constexpr float kL2NormEpsilon = {L2NORM_EPSILON}f;"
-    r"""
-// sums_0 becomes the sum, over as many lanes side by side as there are sums, of the one of this lane's number among them: of two halves of the
-// sums the lanes of either keep one and give the other.
-template <int half>
-__device__ __forceinline__ void jax_qla_sum_rows(float* sums) {
-  if constexpr (half > 0) {
-    const bool upper = threadIdx.x & half;
-#pragma unroll
-    for (int n = 0; n < half; ++n) {
-      const float kept = upper ? sums[n + half] : sums[n], given = upper ? sums[n] : sums[n + half];
-      sums[n] = kept + __shfl_xor_sync(0xffffffffu, given, half);
-    }
-    jax_qla_sum_rows<half / 2>(sums);
-  }
-}
-// lengths [tokens, heads], 1 / |x| of 16 tokens from `token` on and of heads `head` and `head` + 1, as far as there are such, of x [tokens, heads,
-// columns] of bf16; one warp, whose lanes have 16 bytes of a row each.
-template <int columns, typename T>
-__device__ __forceinline__ void jax_qla_measure(const T* x, float* lengths, int tokens, int heads, int token, int head) {
-  constexpr int kLanes = columns / 8, kRows = 32 / kLanes;  // of a row; rows of a load, of which a warp takes as many as a row has lanes
-  const int lane = threadIdx.x & 31, part = lane % kLanes, within = lane / kLanes;
-  const auto at = [=](int load, bool& there) {  // the row of a load
-    const int row = load * kRows + within, of_token = token + row / 2, of_head = head + row % 2;
-    there = of_token < tokens && of_head < heads;
-    return static_cast<long long>(of_token) * heads + of_head;
-  };
-  uint4 vectors[kLanes];
-#pragma unroll
-  for (int n = 0; n < kLanes; ++n) {
-    bool there;
-    const long long row = at(n, there);
-    vectors[n] = there ? reinterpret_cast<const uint4*>(x + row * columns)[part] : uint4{0, 0, 0, 0};
-  }
-  float sums[kLanes];
-#pragma unroll
-  for (int n = 0; n < kLanes; ++n) {
-    const unsigned pairs[4] = {vectors[n].x, vectors[n].y, vectors[n].z, vectors[n].w};
-    float sum[2] = {};
-#pragma unroll
-    for (int e = 0; e < 4; ++e) {
-      const float low = jax_qla_low_half(pairs[e]), high = jax_qla_high_half(pairs[e]);
-      sum[0] += low * low;
-      sum[1] += high * high;
-    }
-    sums[n] = sum[0] + sum[1];
-  }
-  jax_qla_sum_rows<kLanes / 2>(sums);
-  bool there;
-  const long long row = at(part, there);
-  if (there) lengths[row] = rsqrtf(sums[0] + kL2NormEpsilon);
-}
-"""
-)
 
 
 PRELUDE = (

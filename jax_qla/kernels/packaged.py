@@ -15,7 +15,6 @@ from jax_qla.kernels import (
     forward,
     gradients,
     layout,
-    lengths,
     prepare,
     recurrent,
     state_gradients,
@@ -37,7 +36,6 @@ _STATE_DTYPES = ("float32", "bfloat16")  # for decoding, where the state is what
 
 def _packaged() -> tuple[tuple[str, Any], ...]:
     kernels: list[tuple[str, Any]] = [("layout", layout.Config())]
-    kernels += (("lengths", lengths.Config(key_dim)) for key_dim in _HEAD_DIMS)
     for dtype, l2norm, split in _DTYPES:
         for key_dim in _HEAD_DIMS:
             kernels.append(("prepare", prepare.Config(key_dim, dtype, l2norm, split)))

@@ -45,7 +45,7 @@ import jax.numpy as jnp
 from jax_qla.kernels.common import (
     CHUNK,
     CHUNK_PRELUDE,
-    LENGTHS_PRELUDE,
+    L2NORM_EPSILON,
     LOG2_E,
     MATRIX_PRELUDE,
     MIN_LOG_DECAY,
@@ -72,6 +72,63 @@ UPPER_HALF = 10 * 16 * 16
 """Elements of K K^T that are exchanged."""
 BLOCK_BYTES = 1040
 """From a block on the diagonal to the next in a head's scratch, of which there are four: as many float32 a head."""
+
+LENGTHS_PRELUDE = (
+    f"constexpr float kL2NormEpsilon = {L2NORM_EPSILON}f;"
+    r"""
+// sums_0 becomes the sum, over as many lanes side by side as there are sums, of the one of this lane's number among them: of two halves of the
+// sums the lanes of either keep one and give the other.
+template <int half>
+__device__ __forceinline__ void jax_qla_sum_rows(float* sums) {
+  if constexpr (half > 0) {
+    const bool upper = threadIdx.x & half;
+#pragma unroll
+    for (int n = 0; n < half; ++n) {
+      const float kept = upper ? sums[n + half] : sums[n], given = upper ? sums[n] : sums[n + half];
+      sums[n] = kept + __shfl_xor_sync(0xffffffffu, given, half);
+    }
+    jax_qla_sum_rows<half / 2>(sums);
+  }
+}
+// lengths [tokens, heads], 1 / |x| of 16 tokens from `token` on and of heads `head` and `head` + 1, as far as there are such, of x [tokens, heads,
+// columns] of bf16; one warp, whose lanes have 16 bytes of a row each.
+template <int columns, typename T>
+__device__ __forceinline__ void jax_qla_measure(const T* x, float* lengths, int tokens, int heads, int token, int head) {
+  constexpr int kLanes = columns / 8, kRows = 32 / kLanes;  // of a row; rows of a load, of which a warp takes as many as a row has lanes
+  const int lane = threadIdx.x & 31, part = lane % kLanes, within = lane / kLanes;
+  const auto at = [=](int load, bool& there) {  // the row of a load
+    const int row = load * kRows + within, of_token = token + row / 2, of_head = head + row % 2;
+    there = of_token < tokens && of_head < heads;
+    return static_cast<long long>(of_token) * heads + of_head;
+  };
+  uint4 vectors[kLanes];
+#pragma unroll
+  for (int n = 0; n < kLanes; ++n) {
+    bool there;
+    const long long row = at(n, there);
+    vectors[n] = there ? reinterpret_cast<const uint4*>(x + row * columns)[part] : uint4{0, 0, 0, 0};
+  }
+  float sums[kLanes];
+#pragma unroll
+  for (int n = 0; n < kLanes; ++n) {
+    const unsigned pairs[4] = {vectors[n].x, vectors[n].y, vectors[n].z, vectors[n].w};
+    float sum[2] = {};
+#pragma unroll
+    for (int e = 0; e < 4; ++e) {
+      const float low = jax_qla_low_half(pairs[e]), high = jax_qla_high_half(pairs[e]);
+      sum[0] += low * low;
+      sum[1] += high * high;
+    }
+    sums[n] = sum[0] + sum[1];
+  }
+  jax_qla_sum_rows<kLanes / 2>(sums);
+  bool there;
+  const long long row = at(part, there);
+  if (there) lengths[row] = rsqrtf(sums[0] + kL2NormEpsilon);
+}
+"""
+)
+
 
 PRELUDE = (
     MATRIX_PRELUDE

@@ -42,7 +42,7 @@ def inverse_length(x: jax.Array, l2norm: int) -> jax.Array:
 
 
 def gather_lengths(lengths: jax.Array, chunks: jax.Array, ratio: int) -> jax.Array:
-    """1 / |k| or 1 / |q| [slots, 64, Hk ratio], from what `prepare` or `lengths` has written, [tokens, Hk]; 1 where there is no row."""
+    """1 / |k| or 1 / |q| [slots, 64, Hk ratio], from what `prepare` has written, [tokens, Hk]; 1 where there is no row."""
     found = jnp.repeat(gather_chunks(lengths, chunks), ratio, axis=2)
     return jnp.where(found > 0, found, 1)
 
