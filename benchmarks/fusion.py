@@ -2,6 +2,7 @@
 
     python benchmarks/fusion.py                                  # on a Hopper GPU
     python benchmarks/fusion.py --rows 'forward/16,32/*'    # some forward rows; both passes are timed
+    python benchmarks/fusion.py --ways kernels              # some ways, and plain
 
 Of each row, milliseconds on the device of the forward pass alone and of both passes:
 
@@ -22,7 +23,7 @@ import argparse
 import json
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -106,18 +107,18 @@ def operands(row: Row) -> dict[str, jax.Array]:
     return x | {"a": a, "b": b, "A_log": A_log, "dt_bias": jnp.zeros(row.value_heads)}
 
 
-def measure(row: Row) -> dict[str, dict[str, dict[str, float]]]:
+def measure(row: Row, ways: Sequence[str]) -> dict[str, dict[str, dict[str, float]]]:
     """By pass and way, milliseconds and the time over that of `plain`."""
     x = operands(row)
     short = x | {"q": normalize(x["q"]), "k": normalize(x["k"])}  # `plain` diverges with keys as long as those
     found: dict[str, dict[str, dict[str, float]]] = {}
     for direction, run in (("forward", forward), ("both", both)):
         runs = []
-        for way in WAYS:
+        for way in ways:
             function, given = jax.jit(partial(chain, partial(run, way))), short if way == "plain" else x
             jax.block_until_ready(function(given))
             runs.append(partial(seconds, function, given))
-        times = dict(zip(WAYS, in_turn(runs, CALLS), strict=True))
+        times = dict(zip(ways, in_turn(runs, CALLS), strict=True))
         found[direction] = {
             way: {
                 "ms": statistics.median(ms),
@@ -131,13 +132,14 @@ def measure(row: Row) -> dict[str, dict[str, dict[str, float]]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", nargs="+", default=list(ROWS), metavar="PATTERN")
+    parser.add_argument("--ways", nargs="+", default=list(WAYS), choices=WAYS)
     parser.add_argument("--output", type=Path, default=Path("runs/fusion"), metavar="DIR")
     arguments = parser.parse_args()
     found = {}
     for row in select(arguments.rows):
         if row.direction != "forward":
             continue
-        found[row.name] = measure(row)
+        found[row.name] = measure(row, [way for way in WAYS if way == "plain" or way in arguments.ways])
         for direction, times in found[row.name].items():
             cells = "  ".join(f"{way} {x['ms']:.4f} ({x['of_plain']:.3f})" for way, x in times.items())
             print(f"{row.name:24} {direction:8} {cells}", flush=True)

@@ -189,7 +189,7 @@ def summary(
     Args:
         segments: as in `forward`, but the n-th of N lies in the n-th of N equal parts of the rows.
         residuals: from an earlier call for the same rows, or None.
-        All others: as in `forward`; q only says its shape.
+        All others: as in `forward`; of q the shape alone counts, and its lengths where "cuda" keeps them.
 
     Returns:
         transition [N, Hv, K, K] and response [N, Hv, K, V], float32. The response is the final state that follows from
