@@ -141,7 +141,7 @@ def forward(
 
     Without residuals, the final state takes the memory of the initial one, but on a shard.
     """
-    assert with_lengths == (l2norm and with_residuals)
+    del with_lengths  # residuals have them wherever `l2norm` is asked for
     shard = None if pieces is None else cut
     options: dict[str, Any] = {"shard": shard, "rows": piece_rows, "asked_rows": asked_rows}
     # The backward pass cannot tell what pieces kept states are of, unless it has more of these.
@@ -340,7 +340,7 @@ def summary(
     N by `compose` from the initial state. M by the reversed one from the identity, as the product of the transposes,
     with nothing added between: so the two run side by side.
     """
-    assert with_lengths == l2norm
+    del with_lengths  # as in `forward`
     call = _Call(q, k, v, segments, l2norm=l2norm, precision=precision, whole=True)
     shapes = Pieces.shapes(call.sequences, cut.pieces, call.value_heads, call.key_dim, call.value_dim)
     products = jax.ShapeDtypeStruct((*shapes["transition"].shape[:2], call.key_dim, call.key_dim), jnp.float32)

@@ -99,6 +99,8 @@ class Block:
         self.loads: list[Barrier] = []
         self.shared: list[Value] = []
         self.warps: list[Warp] = []
+        self.error: BaseException | None = None
+        self._over = threading.Event()
         self.waited: set[int] = set()
         """Warps that have waited for the kernel before this one."""
         self.early: set[str] = set()
@@ -109,45 +111,63 @@ class Block:
     def run(self, body: Callable[[], None], threads: int) -> None:
         """Raises Stuck with what everybody waits for."""
         self.warps = [Warp(self, number, body) for number in range(threads // WARP)]
-        try:
-            while alive := [warp for warp in self.warps if not warp.done]:
-                able: list[Any] = [warp for warp in alive if warp.able()]
-                # Of a late warp the schedule thinks when nobody else can go on.
-                first = [warp for warp in able if warp.number != self.late]
-                choices = (first or able) + (["load"] if self.loads and (self.late is None or not first) else [])
-                if not choices:
-                    raise Stuck("; ".join(f"warp {warp.number} waits for {warp.waits_for}" for warp in alive))
-                choice = self.random.choice(choices) if self.late is None else choices[-1 if "load" in choices else 0]
-                if choice == "load":
-                    barrier = self.loads.pop(self.random.randrange(len(self.loads)))
-                    barrier.loads -= 1
-                    barrier.complete()
-                else:
-                    choice.go_on()
-        finally:
-            for warp in self.warps:
-                warp.end()
+        self.go_on(None)
+        self._over.wait()
         for warp in self.warps:
-            if warp.error is not None:
-                raise warp.error
+            warp.end()
+        if self.error is not None:
+            raise self.error
+
+    def go_on(self, here: Warp | None) -> bool:
+        """Called by who has had its turn: lets the warp go on that the schedule chooses; whether that is the same."""
+        chosen = None
+        try:
+            chosen = self._choose()
+        except BaseException as error:
+            self.error = error
+        if chosen is None:
+            self._over.set()
+        elif chosen is not here:
+            chosen.turn.release()
+        return chosen is not None and chosen is here
+
+    def _choose(self) -> Warp | None:
+        """A warp, once the loads have arrived that do so before it goes on; None when all is over."""
+        while self.error is None and (alive := [warp for warp in self.warps if not warp.done]):
+            # Of a late warp the schedule thinks when nobody else can go on, and of loads when no warp can.
+            if self.late is not None:
+                for warp in alive:
+                    if warp.number != self.late and warp.able():
+                        return warp
+            choices: list[Any] = [warp for warp in alive if warp.able()]
+            if self.loads:
+                choices.append("load")
+            if not choices:
+                raise Stuck("; ".join(f"warp {warp.number} waits for {warp.waits_for()}" for warp in alive))
+            choice = self.random.choice(choices) if self.late is None else choices[-1]
+            if choice != "load":
+                return choice
+            barrier = self.loads.pop(self.random.randrange(len(self.loads)))
+            barrier.loads -= 1
+            barrier.complete()
+        return None
 
 
 class Warp:
-    """A warp's thread, which runs only while the schedule waits for it."""
+    """A warp's thread. One at a time runs, and chooses the next."""
 
     def __init__(self, block: Block, number: int, body: Callable[[], None]) -> None:
         self.block, self.number, self.done = block, number, False
-        self.error: BaseException | None = None
         self.allocated = self.allocated_shared = 0
-        self.able: Callable[[], bool] = lambda: True
-        self.waits_for = "its turn"
+        self.able, self.waits_for = _ITS_TURN
         self._ended = False
-        self._mine, self._theirs = threading.Semaphore(0), threading.Semaphore(0)
+        self.turn = threading.Lock()  # released by another thread
+        self.turn.acquire()
         self._thread = threading.Thread(target=self._run, args=(body,), daemon=True)
         self._thread.start()
 
     def _run(self, body: Callable[[], None]) -> None:
-        self._mine.acquire()
+        self.turn.acquire()
         _here.warp = self
         try:
             if not self._ended:
@@ -155,30 +175,27 @@ class Warp:
         except _Ended:
             pass
         except BaseException as error:
-            self.error = error
+            self.block.error = self.block.error or error
         self.done = True
-        self._theirs.release()
+        if not self._ended:
+            self.block.go_on(self)
 
-    def go_on(self) -> None:
-        self._mine.release()
-        self._theirs.acquire()
-        if self.error is not None:
-            raise self.error
-
-    def wait(self, able: Callable[[], bool], what: str) -> None:
+    def wait(self, able: Callable[[], bool], what: Callable[[], str]) -> None:
         """Called by the warp: until the schedule chooses it while it is able to go on."""
         self.able, self.waits_for = able, what
-        self._theirs.release()
-        self._mine.acquire()
+        if not self.block.go_on(self):
+            self.turn.acquire()
         if self._ended:
             raise _Ended
-        self.able, self.waits_for = lambda: True, "its turn"
+        self.able, self.waits_for = _ITS_TURN
 
     def end(self) -> None:
-        if not self.done:
-            self._ended = True
-            self._mine.release()
+        self._ended = True
+        self.turn.release()
         self._thread.join()
+
+
+_ITS_TURN: tuple[Callable[[], bool], Callable[[], str]] = (lambda: True, lambda: "its turn")
 
 
 class _Here(threading.local):
@@ -275,15 +292,19 @@ class Language(types.ModuleType):
 
     def barrier_wait(self, barrier: Any, parity: int) -> None:
         found, warp = _one(barrier), _here.warp
-        which = next((i, x.index(found)) for i, x in enumerate(warp.block.barriers) if found in x)
-        warp.wait(lambda: found.passed(parity), f"phase {parity} of barrier {which}, which is in phase {found.phase}")
+
+        def what() -> str:
+            which = next((i, x.index(found)) for i, x in enumerate(warp.block.barriers) if found in x)
+            return f"phase {parity} of barrier {which}, which is in phase {found.phase}"
+
+        warp.wait(lambda: found.passed(parity), what)
 
     def sync_threads(self, number: int = 0, threads: int | None = None) -> None:
         block = _here.warp.block
         barrier = block.named.setdefault(number, Barrier(threads or len(block.warps) * WARP))
         phase = barrier.phase
         barrier.arrive(WARP)
-        _here.warp.wait(lambda: barrier.phase > phase, f"named barrier {number}")
+        _here.warp.wait(lambda: barrier.phase > phase, lambda: f"named barrier {number}")
 
     def tma_copy(self, source: Any, target: Any, barrier: Any = None, **_: Any) -> None:
         if barrier is not None:
@@ -300,7 +321,7 @@ class Language(types.ModuleType):
             _here.warp.block.hasty.add(_here.warp.number)
 
     def _turn(self) -> None:
-        _here.warp.wait(lambda: True, "its turn")
+        _here.warp.wait(*_ITS_TURN)
 
 
 def _one(barrier: Any) -> Barrier:

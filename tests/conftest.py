@@ -3,7 +3,19 @@ elsewhere."""
 
 from __future__ import annotations
 
+import atexit
+import gc
 import os
+import shutil
+import sys
+import tempfile
+
+# Where Python may not write bytecode beside its sources, each program that tests start would compile those of JAX anew.
+if sys.dont_write_bytecode and "PYTHONPYCACHEPREFIX" not in os.environ:
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+    sys.dont_write_bytecode = False
+    sys.pycache_prefix = os.environ["PYTHONPYCACHEPREFIX"] = tempfile.mkdtemp(prefix="jax_qla_bytecode")
+    atexit.register(shutil.rmtree, sys.pycache_prefix, ignore_errors=True)
 
 import jax
 import pytest
@@ -22,6 +34,14 @@ def pytest_configure() -> None:
     if jax.default_backend() == "cpu":
         jax.config.update("jax_disable_most_optimizations", True)
         os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"  # for the programs that tests start
+
+
+def pytest_collection_finish() -> None:
+    """Tracing makes much garbage beside what stays: to look through all of it as often as usual takes a twelfth of the
+    time."""
+    if jax.default_backend() == "cpu":
+        gc.freeze()
+        gc.set_threshold(100_000, 20)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

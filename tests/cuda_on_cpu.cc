@@ -5,9 +5,11 @@
 // time after it was asked for, until when its tile is not a number; the products of wgmma, and what a store reads, when somebody waits for them.
 // And whatever the order was, accesses to shared memory that nothing orders, or that lack a proxy fence, end it (tests/happens_before.h).
 // What is not: global memory among blocks and kernels, wgmma.fence, time.
+#undef _FORTIFY_SOURCE  // whose longjmp takes another stack for an error
 #include "cuda_on_cpu.h"
 #include "happens_before.h"
 
+#include <csetjmp>
 #include <deque>
 #include <functional>
 #include <random>
@@ -26,15 +28,25 @@ static std::mt19937 random_;
 static int late;  // turns of the scheduler that a load takes at most
 
 struct Fiber {
-  ucontext_t context;
+  ucontext_t context;  // with which it begins; after that a jump will do, which spares two calls of the system
+  jmp_buf here;
   std::vector<char> stack;
-  bool done;
+  bool begun, done;
 };
 static std::vector<Fiber> fibers;
 static ucontext_t scheduler;
+static jmp_buf scheduler_here;
 static int alive;
 static long long progress;
-static void yield() { swapcontext(&fibers[static_cast<size_t>(current)].context, &scheduler); }
+static void yield() {
+  if (_setjmp(fibers[static_cast<size_t>(current)].here) == 0) _longjmp(scheduler_here, 1);
+}
+static void go_on(Fiber& fiber) {
+  if (_setjmp(scheduler_here) != 0) return;
+  if (fiber.begun) _longjmp(fiber.here, 1);
+  fiber.begun = true;
+  swapcontext(&scheduler, &fiber.context);
+}
 static const char* failure;
 static bool scheduling;
 void fail(const char* what) {
@@ -457,15 +469,16 @@ static void run_block(int count, void (*kernel)(const void*), const void* contex
   alive = count;
   for (auto& fiber : fibers) {
     fiber.stack.resize(48 << 10);
-    fiber.done = false;
+    fiber.begun = fiber.done = false;
     getcontext(&fiber.context);
     fiber.context.uc_stack.ss_sp = fiber.stack.data();
     fiber.context.uc_stack.ss_size = fiber.stack.size();
-    fiber.context.uc_link = &scheduler;
+    fiber.context.uc_link = nullptr;
     makecontext(&fiber.context, +[] {
       body(with);
       fibers[static_cast<size_t>(current)].done = true;
       --alive, ++progress;
+      yield();
     }, 0);
   }
   for (int idle = 0; alive > 0;) {
@@ -478,7 +491,7 @@ static void run_block(int count, void (*kernel)(const void*), const void* contex
         Fiber& fiber = fibers[static_cast<size_t>(current)];
         if (fiber.done) continue;
         scheduling = false;
-        swapcontext(&scheduler, &fiber.context);
+        go_on(fiber);
         scheduling = true;
         if (failure != nullptr) return;
       }

@@ -132,10 +132,16 @@ class Emulated:
 
 
 @functools.cache
+def lowered(name: str, config: Any) -> tuple[str, dict[str, Any]]:
+    """CUDA source and launch plan of a kernel of jax_qla.kernels."""
+    module = importlib.import_module(f"jax_qla.kernels.{name}")
+    return build.lower_program(lambda: module.program(config), module.PASS_CONFIGS)
+
+
+@functools.cache
 def emulated(name: str, config: Any) -> Emulated:
     """A kernel of jax_qla.kernels."""
-    module = importlib.import_module(f"jax_qla.kernels.{name}")
-    return Emulated(*build.lower_program(lambda: module.program(config), module.PASS_CONFIGS))
+    return Emulated(*lowered(name, config))
 
 
 def _translate(source: str, plan: Mapping[str, Any]) -> str:

@@ -6,7 +6,6 @@ import dataclasses
 import functools
 import importlib
 import inspect
-import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -82,7 +81,7 @@ def launch_specifications(
             if name in ("initial_state", "d_final_state") and x.shape[0] == 0 and step.kernel in ALWAYS_A_STATE:
                 x = jnp.zeros((have["segments"].shape[0], *x.shape[1:]), x.dtype)
             operands.append(x)
-        found = specification(*operands, **options)
+        found = _compiled(specification, tuple(options.items()), jax.lax.scan)(*operands)
         found = found if isinstance(found, tuple) else (found,)
         for name, x in zip(RESULTS[step.kernel][: len(found)], found, strict=True):
             target = step.rename.get(name, name)
@@ -93,6 +92,13 @@ def launch_specifications(
                 have[target] = x.astype(outputs[target].dtype)
     assert inputs.keys() & {"lengths", "query_lengths"} <= lengths, "computed for nobody"
     return {name: have[name] for name in outputs}
+
+
+@functools.cache
+def _compiled(specification: Any, options: tuple[tuple[str, Any], ...], scan: Any) -> Any:
+    """Traced once for all calls of the same shapes, of those that find the same `jax.lax.scan` (`_launch_nothing`)."""
+    del scan
+    return jax.jit(functools.partial(specification, **dict(options)))
 
 
 OF_SOME_HEADS = {"states": "h", "state_gradients": "dh"}
@@ -125,18 +131,21 @@ def _in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def _launch_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cuda, "launch", launch_specifications)
-    scan = jax.lax.scan
+    monkeypatch.setattr(jax.lax, "scan", _varying_scan)
+    monkeypatch.setattr(jax.lax.linalg, "triangular_solve", _inverse)
 
-    def varying_scan(body: Any, init: Any, xs: Any, **options: Any) -> Any:
-        # Specifications know of no mesh: inside jax.shard_map what a scan carries must vary like what it reads.
-        return scan(body, dispatch.match_varying(init, (init, xs)), xs, **options)
 
-    def inverse(matrix: jax.Array, identity: jax.Array, **_: Any) -> jax.Array:
-        # Not by LAPACK, on which two devices of one process may wait for ever (xla.py).
-        return xla._unit_lower_inverse(matrix - identity)
+_SCAN = jax.lax.scan
 
-    monkeypatch.setattr(jax.lax, "scan", varying_scan)
-    monkeypatch.setattr(jax.lax.linalg, "triangular_solve", inverse)
+
+def _varying_scan(body: Any, init: Any, xs: Any, **options: Any) -> Any:
+    """Specifications know of no mesh: inside jax.shard_map what a scan carries must vary like what it reads."""
+    return _SCAN(body, dispatch.match_varying(init, (init, xs)), xs, **options)
+
+
+def _inverse(matrix: jax.Array, identity: jax.Array, **_: Any) -> jax.Array:
+    """Not by LAPACK, on which two devices of one process may wait for ever (xla.py)."""
+    return xla._unit_lower_inverse(matrix - identity)
 
 
 def _operands(batch: int, tokens: int, sequences: int) -> dict[str, jax.Array]:
@@ -176,45 +185,76 @@ def _case(packed: bool) -> tuple[dict[str, jax.Array], jax.Array | None]:
     return _operands(2, 200, 2), None
 
 
-@pytest.mark.usefixtures("_chain")
+@functools.cache
+def _of_xla(packed: bool, states: bool) -> tuple[Any, ...]:
+    """Results and gradients of `_case`, whose residuals "xla" does not read: the same whatever is kept."""
+    x, segments = _case(packed)
+    plain: Any = xla
+    rows: Any = [x[name] for name in ("q", "k", "v", "g", "beta")]
+    state, d_final = (x["initial_state"], x["d_final_state"]) if states else (None, None)
+
+    @jax.jit
+    def both(segments: Any) -> Any:
+        o, final, _ = plain.forward(*rows, state, segments, scale=0.25, output_final_state=states, with_residuals=False)
+        return o, final, *plain.backward(*rows, state, segments, None, x["do"], d_final, scale=0.25)
+
+    results: tuple[Any, ...] = both(segments)
+    return results
+
+
 @pytest.mark.parametrize(
-    ("kept", "states"),
-    [("nothing", True), ("pieces", True), ("chunk states", True), ("both", True), ("nothing", False), ("both", False)],
+    ("rows", "kept", "states"),
+    [
+        *(("0", kept, True) for kept in ("nothing", "chunk states")),
+        *(("64", kept, True) for kept in ("nothing", "pieces", "chunk states", "both")),
+        *((rows, kept, False) for rows in ("0", "64") for kept in ("nothing", "both")),
+    ],
 )
 @pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
-def test_forward_and_backward(packed: bool, states: bool, kept: str) -> None:
+def test_forward_and_backward(
+    packed: bool, states: bool, kept: str, rows: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _launch_nothing(monkeypatch)
+    monkeypatch.setenv(policy.OVERRIDE, rows)
     x, segments = _case(packed)
     tokens = TOKENS  # of both cases
     sizes = (tokens, len(PACKED) if packed else 2, 4, 16, 8)
     keep, pieces = kept in ("chunk states", "both"), kept in ("pieces", "both")
     assert policy.keeps_states(*sizes, packed=packed)
     piece_rows = policy.kept_rows(*sizes, packed=packed, with_states=keep) if pieces else None
-    assert piece_rows == (int(os.environ[policy.OVERRIDE]) or None if pieces else None)
-    rows: Any = [x[name] for name in ("q", "k", "v", "g", "beta")]
+    assert piece_rows == (int(rows) or None if pieces else None)
+    operands: Any = [x[name] for name in ("q", "k", "v", "g", "beta")]
     state, d_final = (x["initial_state"], x["d_final_state"]) if states else (None, None)
 
     @functools.partial(jax.jit, static_argnums=0)
     def both(of_kernels: bool, segments: Any) -> Any:
         module: Any = cuda if of_kernels else xla
         options = {"output_final_state": states, "with_residuals": True, "piece_rows": piece_rows, "scale": 0.25}
-        o, final, residuals = module.forward(*rows, state, segments, **options, keep=keep)
+        o, final, residuals = module.forward(*operands, state, segments, **options, keep=keep)
         assert (residuals.between is None) == (piece_rows is None)
         assert (residuals.chunk_states is None) != keep
         gradients = module.backward(
-            *rows, state, segments, residuals, x["do"], d_final, piece_rows=piece_rows, scale=0.25
+            *operands, state, segments, residuals, x["do"], d_final, piece_rows=piece_rows, scale=0.25
         )
         return o, final, *gradients
 
+    results = both(True, segments)
+    assert jax.tree.map(jnp.shape, jax.eval_shape(functools.partial(both, False), segments)) == jax.tree.map(
+        jnp.shape, results
+    )
     names = ("o", "final_state", "dq", "dk", "dv", "dg", "dbeta", "d_initial_state")
-    for name, found, right in zip(names, both(True, segments), both(False, segments), strict=True):
+    for name, found, right in zip(names, results, _of_xla(packed, states), strict=True):
         _close(found, right, name)
 
 
-@pytest.mark.usefixtures("_chain")
-@pytest.mark.parametrize("keep", [False, True], ids=["anew", "kept"])
-@pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
-def test_groups_of_heads(packed: bool, keep: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("rows", "packed", "keep"),
+    [("0", False, False), ("0", True, True), ("64", False, True), ("64", True, False), ("64", True, True)],
+)
+def test_groups_of_heads(rows: str, packed: bool, keep: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """One after the other they give what all give together, in less memory."""
+    _launch_nothing(monkeypatch)
+    monkeypatch.setenv(policy.OVERRIDE, rows)
     x, segments = _case(packed)
     operands: Any = [x[name] for name in ("q", "k", "v", "g", "beta", "initial_state")]
     module: Any = cuda
@@ -255,10 +295,11 @@ def test_groups_of_heads(packed: bool, keep: bool, monkeypatch: pytest.MonkeyPat
         _close(a, b, name)
 
 
-@pytest.mark.usefixtures("_chain")
-@pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
-def test_high_precision(packed: bool) -> None:
+@pytest.mark.parametrize(("rows", "packed"), [("0", False), ("64", False), ("64", True)])
+def test_high_precision(rows: str, packed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """In bf16 with beta near 2: states and their gradients, all of whose error comes of the rounding of `a` here."""
+    _launch_nothing(monkeypatch)
+    monkeypatch.setenv(policy.OVERRIDE, rows)
     x, segments = _case(packed)
     x["beta"] = jnp.full_like(x["beta"], 1.9)
     low: Any = {name: x[name].astype(jnp.bfloat16) for name in ("q", "k", "v", "do")}
@@ -321,6 +362,19 @@ def _one_by_one(function: Any, *operands: Any) -> Any:
 MEMBERS = 3
 
 
+@functools.cache
+def _of_members(packed: bool, tokens: int, l2norm: bool) -> tuple[Any, ...]:
+    """Results and gradients by "xla", one by one."""
+    operands, segments, cotangents = _batched(packed, MEMBERS, tokens)
+
+    def both(operands: Any, segments: Any, cotangents: Any) -> Any:
+        results, transpose = jax.vjp(lambda *x: _rule(OF_XLA, *x, segments, l2norm=l2norm), *operands)
+        return *results, *transpose(cotangents)
+
+    results: tuple[Any, ...] = jax.jit(functools.partial(_one_by_one, both))(operands, segments, cotangents)
+    return results
+
+
 @pytest.mark.usefixtures("_in_pieces")
 @pytest.mark.parametrize(
     ("packed", "forward", "backward", "keep", "tokens"),
@@ -344,8 +398,8 @@ def test_what_is_kept_is_each_members_own(
     calls = _recorded(monkeypatch)
     ways: Any = {"vmap": lambda f, *x: jax.vmap(f)(*x), "one by one": _one_by_one}
 
-    @functools.partial(jax.jit, static_argnums=(0, 1, 2))
-    def both(choice: Choice, forward: str, backward: str) -> Any:
+    @functools.partial(jax.jit, static_argnums=0)
+    def both(choice: Choice) -> Any:
         def transpose_of(operands: Any, segments: Any) -> Any:
             return jax.vjp(lambda *x: _rule(choice, *x, segments, keep=keep, l2norm=keep), *operands)
 
@@ -355,13 +409,14 @@ def test_what_is_kept_is_each_members_own(
         return *results, *ways[backward](lambda transpose, x: transpose(x), transpose, cotangents)
 
     stand_in.forget_traces()
-    found = both(OF_KERNELS, forward, backward)
+    found = both(OF_KERNELS)
     stand_in.forget_traces()
     assert {call[-1] for call in calls} == {"forward", "gradients"}  # each traced more than once
     assert any("states" in call for call in calls) != keep
-    expected = both(Choice("xla", "xla", "", ""), "one by one", "one by one")
+    described = jax.eval_shape(functools.partial(both, OF_XLA))  # which keeps no transitions
+    assert jax.tree.map(jnp.shape, described) == jax.tree.map(jnp.shape, found)
     names = ("o", "final_state", "dq", "dk", "dv", "dg", "dbeta", "d_initial_state")
-    for name, a, b in zip(names, found, expected, strict=True):
+    for name, a, b in zip(names, found, _of_members(packed, tokens, l2norm=keep), strict=True):
         _close(a, b, name)
 
 
@@ -438,16 +493,19 @@ def _with_l2norm(
     return results
 
 
+@functools.cache
+def _normalised_by_xla(packed: bool, dtype: str, precision: str | None = None) -> tuple[Any, ...]:
+    return _with_l2norm(OF_XLA, *_to_be_normalised(packed, dtype), precision=precision)
+
+
 @pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
 @pytest.mark.usefixtures("_chain")
 def test_kernels_that_normalise(packed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Their specifications in float32, of q and k as given, against q and k normalised before and gradients after."""
-    given = _to_be_normalised(packed, "float32")
-    expected = _with_l2norm(OF_XLA, *given)
     monkeypatch.setattr(cuda, "L2NORM_DTYPES", ("float32",))
-    found = _with_l2norm(OF_KERNELS, *given)
+    found = _with_l2norm(OF_KERNELS, *_to_be_normalised(packed, "float32"))
     names = ("o", "final_state", "dq", "dk", "dv", "dg", "dbeta", "d_initial_state")
-    for name, a, b in zip(names, found, expected, strict=True):
+    for name, a, b in zip(names, found, _normalised_by_xla(packed, "float32"), strict=True):
         _close(a, b, name)
 
 
@@ -482,9 +540,7 @@ def test_who_normalises(dtype: str, l2norm: bool, monkeypatch: pytest.MonkeyPatc
             else:
                 np.testing.assert_array_equal(x, given.reshape(x.shape))
     if l2norm:
-        for i, (a, b) in enumerate(
-            zip(found, _with_l2norm(OF_XLA, (q, k, *others), segments, cotangents), strict=True)
-        ):
+        for i, (a, b) in enumerate(zip(found, _normalised_by_xla(True, dtype), strict=True)):
             assert a.dtype == b.dtype
             a, b = a.astype(jnp.float32), b.astype(jnp.float32)
             assert float(jnp.linalg.norm(a - b)) <= 3e-2 * float(jnp.linalg.norm(b)), f"result {i}"
@@ -494,14 +550,15 @@ NOT_OF_ROWS = ("layout", "compose")
 """Kernels that read no keys."""
 
 
-@pytest.mark.parametrize("precision", [None, "default", "high"])
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize(
+    ("dtype", "precision"), [("bfloat16", None), ("bfloat16", "high"), ("float16", None), ("float16", "default")]
+)
 @pytest.mark.usefixtures("_in_pieces")
 def test_either_platform_normalises(dtype: str, precision: str | None) -> None:
     """The choice between them is left to the platform: both are traced, and agree in types; here it is "xla"."""
     given = _to_be_normalised(True, dtype)
     found = _with_l2norm(Choice("cuda", "xla", "", ""), *given, precision=precision)
-    for a, b in zip(found, _with_l2norm(OF_XLA, *given, precision=precision), strict=True):
+    for a, b in zip(found, _normalised_by_xla(True, dtype, precision), strict=True):
         np.testing.assert_array_equal(a, b)
 
 
@@ -653,11 +710,14 @@ def test_final_state_takes_the_memory_of_the_initial_one(
     if packed:
         operands, segments = (*operands[:-1], operands[-1][0]), segments[0]
     kernels: Any = cuda
-    forward = functools.partial(kernels.forward, scale=0.25)
-    forward(*operands, segments, output_final_state=True, with_residuals=False)
+
+    def forward(*operands: Any, **options: Any) -> None:
+        jax.eval_shape(lambda *x: kernels.forward(*x, segments, scale=0.25, **options), *operands)
+
+    forward(*operands, output_final_state=True, with_residuals=False)
     assert found.pop() == {"initial_state": "final_state"}
     for wanted, kept, *states in ((True, True, operands[-1]), (False, False, operands[-1]), (True, False, None)):
-        forward(*operands[:-1], *states, segments, output_final_state=wanted, with_residuals=kept)
+        forward(*operands[:-1], *states, output_final_state=wanted, with_residuals=kept)
         assert found.pop() == {}
 
 
@@ -715,14 +775,16 @@ def test_pieces_that_a_call_asks_for(packed: bool, monkeypatch: pytest.MonkeyPat
             continue
         counts.clear()
         batched = [jnp.stack([a] * MEMBERS) for a in rows]
-        o = jax.jit(jax.vmap(functools.partial(rule, piece_rows=piece_rows)))(*batched)
+        of_batch = jax.jit(jax.vmap(functools.partial(rule, piece_rows=piece_rows)))
+        o = of_batch(*batched) if piece_rows else jax.eval_shape(of_batch, *batched)
         # Packed members become one longer row, which has no room to spare for each of them.
         room = MEMBERS * parts if not packed else MEMBERS * TOKENS // piece_rows + MEMBERS * 5 if parts else 0
         assert counts[-1] == room  # after the trace of one member
-        _close(o[1], right[0], f"o of a member with {piece_rows} rows")
+        if piece_rows:
+            _close(o[1], right[0], f"o of a member with {piece_rows} rows")
     counts.clear()
     assert jax_qla.which_pieces(*rows, **where) == jax_qla.which_pieces(*rows, **where, piece_rows=192)
-    both(*rows)  # as the environment says
+    jax.eval_shape(both, *rows)  # as the environment says
     assert counts == [jax_qla.which_pieces(*rows, **where).pieces] * 2
     stand_in.forget_traces()
 
@@ -751,29 +813,46 @@ def test_pieces_of_a_shard_that_a_call_asks_for(monkeypatch: pytest.MonkeyPatch)
     stand_in.forget_traces()
 
 
+def _two(packed: bool) -> Any:
+    """Operands, segments and cotangents of a batch of two rows, or four dense ones."""
+    operands, segments, cotangents = _batched(packed, 2)
+    if packed:
+        return jax.tree.map(lambda x: x[:, 0], (operands, segments, cotangents))
+    operands, cotangents = jax.tree.map(lambda x: x.reshape(4, *x.shape[2:]), (operands, cotangents))
+    return operands, None, cotangents
+
+
+@functools.cache
+def _of_two(packed: bool, l2norm: bool) -> tuple[Any, ...]:
+    """Results and gradients by "xla"."""
+    operands, segments, cotangents = _two(packed)
+    apply = _results_and_gradients(lambda segments, *x: _rule(OF_XLA, *x, segments, l2norm=l2norm))
+    results: tuple[Any, ...] = apply(segments, cotangents, *operands)
+    return results
+
+
 @pytest.mark.parametrize("keep", [False, True], ids=["anew", "chunk states"])
 @pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
 @pytest.mark.usefixtures("_in_pieces")
 def test_devices_keep_their_own_pieces(packed: bool, keep: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Batch and heads over a mesh with named axes: cut as each device's part is, and summarised once."""
+    """Batch and heads over a mesh with named axes: cut as each device's part is, and summarised once. With chunk states
+    the kernels normalise q and k, whose lengths are kept too."""
+    monkeypatch.setattr(cuda, "L2NORM_DTYPES", ("float32",))
+    options: dict[str, Any] = {"keep": keep, "l2norm": keep}
     calls = _recorded(monkeypatch)
-    operands, segments, cotangents = _batched(packed, 2)
-    if not packed:
-        operands, cotangents = jax.tree.map(lambda x: x.reshape(4, *x.shape[2:]), (operands, cotangents))
-    else:
-        operands, segments, cotangents = jax.tree.map(lambda x: x[:, 0], (operands, segments, cotangents))
+    operands, segments, cotangents = _two(packed)
     mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
 
-    @functools.partial(jax.jit, static_argnums=(0, 1))
-    def both(choice: Choice, layout: sharding.Layout, *operands: Any) -> Any:
-        results, transpose = jax.vjp(lambda *x: _rule(choice, *x, segments, layout=layout, keep=keep), *operands)
+    @functools.partial(jax.jit, static_argnums=0)
+    def both(layout: sharding.Layout, *operands: Any) -> Any:
+        results, transpose = jax.vjp(lambda *x: _rule(OF_KERNELS, *x, segments, layout=layout, **options), *operands)
         return *results, *transpose(cotangents)
 
     stand_in.forget_traces()
-    expected = both(Choice("xla", "xla", "", ""), sharding.LOCAL, *operands)
+    expected = _of_two(packed, l2norm=keep)
     with jax.set_mesh(mesh):
         layout = sharding.resolve(MeshAxes(batch="data", heads="model"), operands[:5], sharding.OPERANDS)
-        found = both(OF_KERNELS, layout, *operands)
+        found = both(layout, *operands)
     stand_in.forget_traces()
     before = ["layout"] if packed else []
     backward = [kernel for kernel in KEPT if not (keep and kernel == "states")]
@@ -786,11 +865,17 @@ PARTS = ((60, 200), (200, 200), (450, 600))
 """One in each third of the rows, perhaps empty."""
 
 
-@pytest.mark.usefixtures("_chain")
-@pytest.mark.parametrize("states", [True, False], ids=["states", "no states"])
-@pytest.mark.parametrize(("packed", "keep"), [(False, False), (False, True), (True, False)])
-def test_of_a_shard(packed: bool, keep: bool, states: bool) -> None:
+@pytest.mark.parametrize(
+    ("cut_rows", "packed", "keep", "states"),
+    [
+        *(("0", *case) for case in ((False, False, True), (False, True, False), (True, False, True))),
+        *(("64", *case) for case in ((False, False, False), (False, True, True), (True, False, False))),
+    ],
+)
+def test_of_a_shard(cut_rows: str, packed: bool, keep: bool, states: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is computed of a shard before its first state is known; and of a dense one the rest, given what it found."""
+    _launch_nothing(monkeypatch)
+    monkeypatch.setenv(policy.OVERRIDE, cut_rows)
     kernels: Any = cuda
     plain: Any = xla
     batch, tokens = (1, 600) if packed else (3, 200)
@@ -885,24 +970,26 @@ def _over_devices(packed: bool, l2norm: bool) -> tuple[Any, ...]:
     return rows, state, segments, cotangents, jax.device_get(expected)
 
 
-@pytest.mark.usefixtures("_chain")
 @pytest.mark.parametrize(
-    ("packed", "mode", "l2norm", "keep"),
+    ("cut_rows", "packed", "mode", "l2norm", "keep"),
     [
-        (False, "named", False, False),
-        *((True, mode, False, False) for mode in ("named", "manual", "auto")),
-        *((packed, "named", True, False) for packed in (False, True)),
-        (True, "named", False, True),
+        *(("0", False, "named", True, False), ("64", False, "named", False, False)),
+        *(("64", False, "named", True, False), ("64", True, "named", False, False)),
+        *(("0", True, "manual", False, False), ("0", True, "named", True, False)),
+        *((cut_rows, True, "auto", False, False) for cut_rows in ("0", "64")),
+        ("64", True, "named", False, True),
     ],
 )
 def test_sequence_over_devices(
-    packed: bool, mode: str, l2norm: bool, keep: bool, monkeypatch: pytest.MonkeyPatch
+    cut_rows: str, packed: bool, mode: str, l2norm: bool, keep: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Sequences over 8 devices, 70 tokens on each, against one device by another implementation.
 
     Named axes let the backward pass go on from what the forward pass found; in an Auto mesh it begins anew. What the
     devices exchange is the same where the kernels normalise q and k.
     """
+    _launch_nothing(monkeypatch)
+    monkeypatch.setenv(policy.OVERRIDE, cut_rows)
     monkeypatch.setattr(cuda, "L2NORM_DTYPES", ("float32",))
     rows, state, segments, cotangents, expected = _over_devices(packed, l2norm)
 

@@ -116,7 +116,7 @@ def test_heads_of_a_block_of_prepare() -> None:
             "bounds": bounds,
         }
         given["q"][0, 0] = given["k"][0, 0] = 0
-        expected = prepare.specification(*map(jnp.asarray, given.values()), ratio=ratio, l2norm=1)
+        expected = jax.jit(functools.partial(prepare.specification, ratio=ratio, l2norm=1))(*given.values())
         for together in (1, 2):
             of_rows = {"lengths": (key_heads,), "query_lengths": (key_heads,)}
             shapes = {"a": (heads, 64), "gamma": (heads,), **of_rows, "o": (heads, 64)}
@@ -176,6 +176,11 @@ def test_battery(case: battery.Case, rows: str, precision: str | None, monkeypat
     battery.check(case, function, IDENTICAL if case.keys.startswith("identical") else LIMITS)
 
 
+@functools.cache
+def _order() -> emulator.Emulated:
+    return emulator.Emulated(*build.lower_program(programs.order, {}))
+
+
 @pytest.mark.parametrize("count", [1, 2, 31, 70, 300])
 @pytest.mark.parametrize("longest", [0, 64, 700])
 def test_blocks_of_long_sequences_come_first(count: int, longest: int) -> None:
@@ -184,9 +189,7 @@ def test_blocks_of_long_sequences_come_first(count: int, longest: int) -> None:
     lengths = rng.integers(0, longest + 1, count) * rng.integers(0, 2, count)
     segments = np.stack([np.cumsum(lengths) - lengths, np.cumsum(lengths)], axis=1).astype(np.int32)
     found, tokens = np.full(count, -1, np.int32), int(lengths.sum())
-    emulator.Emulated(*build.lower_program(programs.order, {}))(
-        {"segments": segments, "found": found}, {"tokens": tokens}
-    )
+    _order()({"segments": segments, "found": found}, {"tokens": tokens})
     kind = np.sum([lengths * count <= tokens * factor for factor in (2, 1, 0.5)], axis=0)
     in_order = np.lexsort((np.arange(count), kind, np.arange(count) // 256))
     np.testing.assert_array_equal(found, in_order if tokens // 64 >= count else np.arange(count))
@@ -226,8 +229,7 @@ def test_decoding(case: decoding.Case) -> None:
 @functools.cache
 def _states() -> tuple[emulator.Emulated, list[str]]:
     """`states` with a variable `removed`, the number of a statement to leave out, and what these are."""
-    config = states.Config(key_dim=64, value_dim=64, value_tile=64)
-    source, plan = build.lower_program(lambda: states.program(config), states.PASS_CONFIGS)
+    source, plan = emulator.lowered("states", states.Config(key_dim=64, value_dim=64, value_tile=64))
     ordering: list[str] = []
 
     def numbered(found: re.Match[str]) -> str:

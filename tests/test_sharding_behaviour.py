@@ -32,6 +32,7 @@ from test_sharding import (
     assert_close,
     assert_nothing_gathered,
     collectives,
+    expected,
     mesh_of,
     packed,
     put,
@@ -151,22 +152,22 @@ def test_an_axis_of_one_device_cuts_nothing(mode: str) -> None:
     assert not [c for c in collectives(compiled.as_text()) if c[0] != "all-reduce"]
 
 
-@pytest.mark.parametrize("name", ["layers", "packed layers"])
-@pytest.mark.parametrize("mode", ["auto", "named", "manual"])
+@pytest.mark.parametrize(
+    ("mode", "name"),
+    [("auto", "layers"), ("auto", "packed layers"), ("named", "layers"), ("manual", "packed layers")],
+)
 def test_with_what_the_kernels_keep(mode: str, name: str) -> None:
     """Where a program may be lowered for the kernels too, their pieces go from pass to pass, through vmap and scan."""
     program, cut = PROGRAMS[name], CUTS["dp x cp"]
-    arrays = [*program.arrays, *weights(program)]
+    arrays = [*program.arrays, *weights(name)]
 
-    def results(function: Any, arrays: Any) -> Any:
-        return jax.jit(value_and_grad(program, function), compiler_options=FAST)(*arrays)
-
-    wanted = results(lambda *x: program.function(None, *x), arrays)
     mesh = mesh_of(mode)
     with stand_in.kernels(), jax.set_mesh(mesh):
         stand_in.forget_traces()
         x = put(mesh, cut, arrays, (*program.dims, *program.out_dims))
-        assert_close(results(spread(mode, cut, program.function, program.dims, program.out_dims), x), wanted)
+        function = value_and_grad(program, spread(mode, cut, program.function, program.dims, program.out_dims))
+        found = jax.jit(function, compiler_options=FAST)(*x)
+    assert_close(found, expected(name))
 
 
 def test_checkpoint_policy_repeats_neither_forward_nor_exchange() -> None:

@@ -97,7 +97,6 @@ def test_where_jax_promotes_nothing(dtype: str, strictness: str) -> None:
     strict: Any = jax.numpy_dtype_promotion("strict")
     if strictness == "promotion of ranks":
         strict = jax.numpy_rank_promotion("raise")
-    jax.clear_caches()
     with strict:
         for call, given in calls:
             jax.eval_shape(

@@ -143,12 +143,16 @@ def test_returns_what_was_asked_for(case: battery.Case) -> None:
     assert final_state is None
     assert residuals is None
     _, final_state, residuals = jax.eval_shape(lambda: run(output_final_state=True, with_residuals=True))
-    a, gamma, between, chunk_states = residuals
+    a, gamma, between, chunk_states, lengths = residuals
     assert final_state.shape == operands[5].shape
     assert (a.shape, a.dtype) == ((*x.v.shape[:3], 64), o.dtype)
     assert (gamma.shape, gamma.dtype) == (x.g.shape, jnp.float32)
     assert between is None
     assert chunk_states is None
+    assert lengths is None
+    of_rows = {"output_final_state": False, "with_residuals": True, "with_lengths": True}
+    _, _, residuals = jax.eval_shape(lambda: run(**of_rows))
+    assert [(x.shape, x.dtype) for x in residuals.lengths] == [(x.q.shape[:3], jnp.float32)] * 2
     cotangents = (jnp.asarray(x.do), jnp.asarray(x.d_final_state))
     gradients = jax.eval_shape(lambda: backward(*operands[:5], None, operands[6], None, *cotangents, scale=1.0))
     assert gradients[5] is None
