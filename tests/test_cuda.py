@@ -15,6 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import stand_in
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import jax_qla
 from jax_qla import implementations, policy, vjp
@@ -297,3 +299,39 @@ def test_default_is_cuda_and_vmap_and_remat_agree() -> None:
     for a, b, c in zip(plain, again, mapped, strict=True):
         assert np.array_equal(a, b)
         assert np.array_equal(a, c[:, 0])
+
+
+@pytest.mark.skipif(len(jax.devices()) < 2, reason="needs several devices")
+@pytest.mark.parametrize("keep", [False, True], ids=["anew", "kept"])
+@pytest.mark.parametrize("l2norm", [False, True], ids=["as given", "normalised"])
+def test_a_sequence_over_cards(l2norm: bool, keep: bool) -> None:
+    """A dense one, cut over all of them, against one; what they exchange is rounded elsewhere."""
+    cards = jax.devices()
+    x = battery.inputs(battery.Case("over cards", dtype="bfloat16", tokens=320 * len(cards), l2norm=l2norm))
+    operands = [jnp.asarray(y) for y in (*x[:5], x.initial_state)]
+    cotangents = jnp.asarray(x.do), jnp.asarray(x.d_final_state)
+    mesh = jax.make_mesh((len(cards),), ("seq",), axis_types=(AxisType.Auto,))
+
+    def results(axes: jax_qla.MeshAxes | None, *operands: jax.Array) -> tuple[jax.Array, ...]:
+        def rule(*x: jax.Array) -> Any:
+            return jax_qla.chunk_gated_delta_rule(
+                *x[:5],
+                initial_state=x[5],
+                output_final_state=True,
+                use_qk_l2norm_in_kernel=l2norm,
+                save_chunk_states=keep,
+                implementation="cuda",
+                mesh_axes=axes,
+            )
+
+        found, transpose = jax.vjp(rule, *operands)
+        return *found, *transpose(cotangents)
+
+    expected = jax.device_get(jax.jit(functools.partial(results, None))(*operands))
+    with jax.set_mesh(mesh):
+        by_token, whole = NamedSharding(mesh, P(None, "seq")), NamedSharding(mesh, P())
+        cut = [jax.device_put(y, by_token) for y in operands[:5]] + [jax.device_put(operands[5], whole)]
+        found = jax.device_get(jax.jit(functools.partial(results, jax_qla.MeshAxes(sequence="seq")))(*cut))
+    for name, a, b in zip(battery.RESULTS, found, expected, strict=True):
+        a, b = np.asarray(a, np.float32), np.asarray(b, np.float32)
+        assert np.linalg.norm(a - b) <= 1e-2 * np.linalg.norm(b), name
