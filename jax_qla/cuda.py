@@ -182,13 +182,16 @@ def forward(
     final_state = None
     if output_final_state:
         final_state = results["final_state"] if pieces is None else call.of_last_pieces(results["final_state"])
+    o = call.unflat(results["o"])
+    if not with_residuals:
+        return o, final_state, None
     if residuals is None:
         residuals = call.residuals(results)
         if piece_rows is not None:
             residuals = residuals._replace(between=Between(*(results[name] for name in Between._fields)))
     if keep:
         residuals = residuals._replace(chunk_states=ChunkStates(*(results[name] for name in ChunkStates._fields)))
-    return call.unflat(results["o"]), final_state, residuals if with_residuals else None
+    return o, final_state, residuals
 
 
 def backward(

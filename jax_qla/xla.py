@@ -349,7 +349,7 @@ def forward(
         parts = piece_count(batch * tokens, sequences, piece_rows, packed=segments is not None)
     elif cut is not None:
         parts = sequences * (cut.pieces + 2)
-    kept, of_lengths = Residuals.shapes(v, precision), Lengths.shapes(q) if with_lengths else None
+    kept = Residuals.shapes(v, precision)
     kept_states = ChunkStates.shapes(parts, v, k_dim, precision) if keep else None
     precision = _precision(precision, v)
     state_shape = (sequences, *heads, k_dim, v_dim)
@@ -392,7 +392,7 @@ def forward(
 
     empty = None
     if with_residuals:
-        empty = _empty_residuals(kept, zero, of_lengths)
+        empty = _empty_residuals(kept, zero, q if with_lengths else None)
         if piece_rows is not None:
             of_pieces = _filled(Between.shapes(parts, value_heads, k_dim, v_dim), zero)
             empty = empty._replace(between=Between(**of_pieces))
@@ -408,12 +408,11 @@ def _filled(shapes: Mapping[str, jax.ShapeDtypeStruct], zero: jax.Array) -> dict
 
 
 def _empty_residuals(
-    shapes: Mapping[str, jax.ShapeDtypeStruct],
-    zero: jax.Array,
-    of_lengths: Mapping[str, jax.ShapeDtypeStruct] | None,
+    shapes: Mapping[str, jax.ShapeDtypeStruct], zero: jax.Array, measured: jax.Array | None
 ) -> Residuals:
+    """With lengths if those of the rows `measured` would be kept."""
     of_rows = _filled(shapes, zero)
-    lengths = None if of_lengths is None else Lengths(**_filled(of_lengths, zero))
+    lengths = None if measured is None else Lengths(**_filled(Lengths.shapes(measured), zero))
     return Residuals(of_rows["a"], of_rows["gamma"], lengths=lengths)
 
 
@@ -601,7 +600,7 @@ def summary(
         residuals and pieces of the structure that all implementations share, filled with zeros.
     """
     del residuals
-    kept, of_lengths = Residuals.shapes(v, precision), Lengths.shapes(q) if with_lengths else None
+    kept = Residuals.shapes(v, precision)
     precision = _precision(precision, v)
     batch, tokens, key_heads, k_dim = k.shape
     value_heads, v_dim = v.shape[2:]
@@ -639,7 +638,7 @@ def summary(
         return transition, of_zero, None, None
     shapes = Pieces.shapes(sequences, cut.pieces, value_heads, k_dim, v_dim)
     pieces = Pieces(**{name: jnp.broadcast_to(zero.astype(x.dtype), x.shape) for name, x in shapes.items()})
-    return transition, of_zero, _empty_residuals(kept, zero, of_lengths), pieces
+    return transition, of_zero, _empty_residuals(kept, zero, q if with_lengths else None), pieces
 
 
 def state_gradient(
