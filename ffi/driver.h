@@ -31,7 +31,11 @@ inline constexpr int kDeviceComputeCapabilityMinor = 76;
 
 // CUfunction_attribute
 inline constexpr int kFunctionMaxDynamicSharedBytes = 8;
+inline constexpr int kFunctionPreferredSharedCarveout = 9;
 inline constexpr int kFunctionNonPortableClusterSizeAllowed = 14;
+
+// CUshared_carveout
+inline constexpr int kMostShared = 100;
 
 // CUlaunchAttributeID
 inline constexpr int kLaunchClusterDimension = 4;

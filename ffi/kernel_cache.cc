@@ -9,6 +9,9 @@ namespace {
 // The largest cluster that every device of an architecture can run; above it a kernel must opt in.
 constexpr uint64_t kPortableClusterBlocks = 8;
 
+// Dynamic shared memory that a kernel has without asking.
+constexpr uint32_t kUnaskedSharedBytes = 48 * 1024;
+
 size_t ParameterBytes(const Argument& argument) {
   if (const auto* scalar = std::get_if<ScalarArgument>(&argument)) {
     return scalar->bytes;
@@ -127,6 +130,16 @@ void KernelCache::Allow(Function& function, const KernelLaunch& kernel) const {
                                          " bytes of dynamic shared memory"));
     }
     function.shared_bytes = kernel.shared_bytes;
+  }
+  // How a multiprocessor's memory is divided between shared memory and first-level cache changes only where nothing runs:
+  // were it divided differently for two kernels that need much, the second could not begin beside the end of the first.
+  if (kernel.shared_bytes > kUnaskedSharedBytes && !function.most_shared) {
+    if (CUresult error = driver_.FuncSetAttribute(function.handle, kFunctionPreferredSharedCarveout, kMostShared);
+        error != kCudaSuccess) {
+      throw driver_.Failed(error,
+                           Concat("Kernel ", kernel.function, " cannot have its multiprocessors' memory as shared memory"));
+    }
+    function.most_shared = true;
   }
   if (kernel.cluster.volume() > kPortableClusterBlocks && !function.non_portable_cluster) {
     if (CUresult error = driver_.FuncSetAttribute(function.handle, kFunctionNonPortableClusterSizeAllowed, 1);
