@@ -2,12 +2,13 @@
 
 Forward is two kernels in one FFI call (prepare, forward), backward three (states, state_gradients, gradients), decoding
 one (recurrent, on a dense batch as it is). The others work on flat token arrays, dense batches included: a dense batch
-is a packed one whose tables are constants. Where sequences are cut into pieces (policy.py), layout stands before all of
-them in a packed batch, and the states that enter these come first: summaries and compose, for the backward pass also
-adjoint_summaries and compose in reverse; what follows takes pieces for sequences. A forward pass that keeps what
-it finds of the pieces (`implementations.Between`) spares the backward one summaries and the first compose; `states`
-then goes ahead of the other, unless the card has room for it beside `state_gradients`. With `keep`, `forward` writes
-what `states` would (`ChunkStates`), of whole sequences or of these pieces, and the backward pass is without that.
+is a packed one whose tables are constants. Where sequences are cut into pieces (policy.py), layout finds these in a
+packed batch, beside prepare, which does not go by them, and the states that enter them come next: summaries and
+compose, for the backward pass also adjoint_summaries and compose in reverse; what follows takes pieces for sequences.
+A forward pass that keeps what it finds of the pieces (`implementations.Between`) spares the backward one summaries and
+the first compose; `states` then goes ahead of the other, unless the card has room for it beside `state_gradients`.
+With `keep`, `forward` writes what `states` would (`ChunkStates`), of whole sequences or of these pieces, and the
+backward pass is without that.
 Where a sequence goes on beyond a device, this falls into two calls: `summary` (prepare, summaries, and compose for N
 and for M) begins, and `forward`, given what it found, goes on (compose, forward) when the state before is known. So do
 `state_gradient` (adjoint_summaries, compose in reverse) and `backward`; meanwhile `chunk_states` (compose, states)
@@ -170,8 +171,8 @@ def forward(
     in_place = output_final_state and initial_state is not None and pieces is None and not with_residuals
     results = launch(
         [
-            *call.table_steps,
             *steps,
+            *call.table_steps,
             *more_steps,
             *call.forward_steps(scale, keep=keep),
         ],

@@ -98,6 +98,7 @@ def test_no_order_of_events_stops_a_kernel(
 
 
 WAITING = [
+    ("layout", {}, {}),
     ("prepare", {}, {"together": 2}),
     ("forward", {}, {"awaits": forward.STATE}),
     ("forward", {}, {"awaits": forward.PREPARED}),
@@ -145,7 +146,7 @@ def test_who_has_waited_when_the_next_kernel_may_begin(
     barrier_model.replace_tilelang(monkeypatch, sizes)
     operands = operands_of(2, CHUNK, 1)
     config = module.Config(**options)
-    ran = barrier_model.run(module.program(config), KERNELS[kernel], operands | scalars)
+    ran = barrier_model.run(module.program(config), KERNELS.get(kernel, 128), operands | scalars)
     everybody = set(range(len(ran.warps)))
     assert ran.waited == everybody
     step = Step(kernel, config, scalars)

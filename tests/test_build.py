@@ -280,7 +280,7 @@ def test_kernels_fit_the_calls_of_the_implementation(
     anew = ["summaries", "adjoint_summaries", "compose", "compose"] if pieces else []
     tables = ["layout"] if packed and pieces else []
     assert [re.sub("_kernel", "", call).split(",") for call in calls] == [
-        [*tables, "prepare", *of_states, "forward"],
+        ["prepare", *tables, *of_states, "forward"],
         *[[*tables, *first, "states", "state_gradients", "gradients"] for first in (of_gradients, anew)],
     ]
 

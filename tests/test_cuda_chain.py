@@ -610,7 +610,7 @@ def test_pieces_are_summarised_once(packed: bool, room: bool, monkeypatch: pytes
     stand_in.forget_traces()
     _, _, residuals, _ = sharding.forward(*operands, segments, **options, output_final_state=False, with_residuals=True)
     before = ["layout"] if packed else []
-    assert calls == [[*before, "prepare", "summaries", "compose", "forward"]]
+    assert calls == [["prepare", *before, "summaries", "compose", "forward"]]
     assert residuals is not None
     parts = {name: x.shape[0] for name, x in residuals.between._asdict().items()}
     assert set(parts.values()) == {tables.piece_count(TOKENS, 5, 64) if packed else 2 * 4}
@@ -856,7 +856,7 @@ def test_devices_keep_their_own_pieces(packed: bool, keep: bool, monkeypatch: py
     stand_in.forget_traces()
     before = ["layout"] if packed else []
     backward = [kernel for kernel in KEPT if not (keep and kernel == "states")]
-    assert calls == [[*before, "prepare", "summaries", "compose", "forward"], [*before, *backward]]
+    assert calls == [["prepare", *before, "summaries", "compose", "forward"], [*before, *backward]]
     for i, (a, b) in enumerate(zip(found, expected, strict=True)):
         _close(jax.device_get(a), b, f"result {i}")
 

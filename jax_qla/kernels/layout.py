@@ -111,6 +111,7 @@ def program(config: Config):
                 cut_beyond,
                 block * _THREADS + T.get_thread_binding(),
             )
+            T.pdl_sync()  # ends after what came before, for what follows waits for this kernel alone
 
     return layout
 

@@ -652,7 +652,7 @@ def program(config: Config):
                                 rows,
                             )
                     T.tma_store_wait(0)
-            T.pdl_sync()  # So what follows, which waits for this kernel alone, has waited for `layout` too. Nothing here has.
+            T.pdl_sync()  # ends after what came before, for what follows waits for this kernel alone
 
     return prepare
 
