@@ -41,6 +41,9 @@ KERNELS = {
 }
 """Kernels with barriers, and threads of a block with two warpgroups of state where a kernel has as many."""
 
+THREADS = {**KERNELS, "layout": 128}
+"""Of a block of these, and of the one that has no barriers."""
+
 SEQUENCES = ((0, 0, 1, 1), (1, 48, 2, 1), (2, 64, 1, 3), (4, 1, 4, 2), (9, 64, 3, 1))
 """Chunks, rows of the last one, value heads of a key head, key heads."""
 
@@ -146,7 +149,7 @@ def test_who_has_waited_when_the_next_kernel_may_begin(
     barrier_model.replace_tilelang(monkeypatch, sizes)
     operands = operands_of(2, CHUNK, 1)
     config = module.Config(**options)
-    ran = barrier_model.run(module.program(config), KERNELS.get(kernel, 128), operands | scalars)
+    ran = barrier_model.run(module.program(config), THREADS[kernel], operands | scalars)
     everybody = set(range(len(ran.warps)))
     assert ran.waited == everybody
     step = Step(kernel, config, scalars)
