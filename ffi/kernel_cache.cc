@@ -121,32 +121,25 @@ KernelCache::Function& KernelCache::LoadFunction(Module& module, const KernelLau
 }
 
 void KernelCache::Allow(Function& function, const KernelLaunch& kernel) const {
+  const auto set = [&](int attribute, int value, const auto&... what) {
+    if (CUresult error = driver_.FuncSetAttribute(function.handle, attribute, value); error != kCudaSuccess) {
+      throw driver_.Failed(error, Concat("Kernel ", kernel.function, " cannot have ", what...));
+    }
+  };
   // Only ever raised: another call of the same kernel may have asked for more.
   if (kernel.shared_bytes > function.shared_bytes) {
-    if (CUresult error = driver_.FuncSetAttribute(function.handle, kFunctionMaxDynamicSharedBytes,
-                                                  static_cast<int>(kernel.shared_bytes));
-        error != kCudaSuccess) {
-      throw driver_.Failed(error, Concat("Kernel ", kernel.function, " cannot have ", kernel.shared_bytes,
-                                         " bytes of dynamic shared memory"));
+    set(kFunctionMaxDynamicSharedBytes, static_cast<int>(kernel.shared_bytes), kernel.shared_bytes,
+        " bytes of dynamic shared memory");
+    // How a multiprocessor's memory is divided between shared memory and first-level cache changes only where nothing
+    // runs: were it divided differently for two kernels that need much, the second could not begin beside the end of
+    // the first.
+    if (kernel.shared_bytes > kUnaskedSharedBytes && function.shared_bytes <= kUnaskedSharedBytes) {
+      set(kFunctionPreferredSharedCarveout, kMostShared, "its multiprocessors' memory as shared memory");
     }
     function.shared_bytes = kernel.shared_bytes;
   }
-  // How a multiprocessor's memory is divided between shared memory and first-level cache changes only where nothing runs:
-  // were it divided differently for two kernels that need much, the second could not begin beside the end of the first.
-  if (kernel.shared_bytes > kUnaskedSharedBytes && !function.most_shared) {
-    if (CUresult error = driver_.FuncSetAttribute(function.handle, kFunctionPreferredSharedCarveout, kMostShared);
-        error != kCudaSuccess) {
-      throw driver_.Failed(error,
-                           Concat("Kernel ", kernel.function, " cannot have its multiprocessors' memory as shared memory"));
-    }
-    function.most_shared = true;
-  }
   if (kernel.cluster.volume() > kPortableClusterBlocks && !function.non_portable_cluster) {
-    if (CUresult error = driver_.FuncSetAttribute(function.handle, kFunctionNonPortableClusterSizeAllowed, 1);
-        error != kCudaSuccess) {
-      throw driver_.Failed(
-          error, Concat("Kernel ", kernel.function, " cannot have clusters of ", kernel.cluster.volume(), " blocks"));
-    }
+    set(kFunctionNonPortableClusterSizeAllowed, 1, "clusters of ", kernel.cluster.volume(), " blocks");
     function.non_portable_cluster = true;
   }
 }

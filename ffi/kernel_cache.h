@@ -28,7 +28,6 @@ class KernelCache {
   struct Function {
     CUfunction handle = nullptr;
     uint32_t shared_bytes = 0;
-    bool most_shared = false;
     bool non_portable_cluster = false;
   };
   struct Module {

@@ -395,14 +395,16 @@ def test_buffers_that_the_call_lacks(driver: StubDriver, cubins: Path) -> None:
     ("function", "message"),
     [
         ("cuModuleLoadData", "cannot load [0-9a-f]{64}.cubin"),
-        ("cuFuncSetAttribute", "Kernel main cannot have 1000 bytes of dynamic shared memory"),
+        (f"cuFuncSetAttribute {MAX_DYNAMIC_SHARED_BYTES}", "cannot have 60000 bytes of dynamic shared memory"),
+        (f"cuFuncSetAttribute {PREFERRED_SHARED_CARVEOUT}", "cannot have its multiprocessors' memory as shared memory"),
+        (f"cuFuncSetAttribute {NON_PORTABLE_CLUSTER_SIZE_ALLOWED}", "cannot have clusters of 16 blocks"),
         ("cuTensorMapEncodeTiled", r"over buffer 0, data type 7, dimensions \(16, 8\), strides \(64\), box \(16, 4\)"),
-        ("cuLaunchKernelEx", r"refused to launch kernel main with grid \(1, 1, 1\), block \(128, 1, 1\)"),
+        ("cuLaunchKernelEx", r"refused to launch kernel main with grid \(16, 1, 1\), block \(128, 1, 1\)"),
     ],
 )
 def test_what_the_driver_refuses(driver: StubDriver, cubins: Path, function: str, message: str) -> None:
     digest = write_cubin(cubins, {"main": [TENSOR_MAP]})
-    numbers = plan(kernel(tensor_map(0), shared=1000))
+    numbers = plan(kernel(tensor_map(0), shared=60_000, grid=(16, 1, 1), cluster=(16, 1, 1)))
     driver.fail(function)
     text = refusal(numbers, digest, "main", zeros(8, 16))
     assert re.search(message, text)
@@ -410,6 +412,9 @@ def test_what_the_driver_refuses(driver: StubDriver, cubins: Path, function: str
     driver.reset()
     call(numbers, digest, "main", zeros(8, 16))
     assert len(driver.launches()) == 1
+    _, _, attribute = function.partition(" ")
+    asked = [str(c["attribute"]) for c in driver.calls("cuFuncSetAttribute")]
+    assert attribute == "" or attribute in asked  # what was refused is asked for again
 
 
 SHA = "0" * 64

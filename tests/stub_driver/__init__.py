@@ -42,7 +42,8 @@ class StubDriver:
         self._stub.stub_set_launch_milliseconds(milliseconds)
 
     def fail(self, function: str, error: int = 1) -> None:
-        """Makes a driver function return `error` from now on."""
+        """Makes a driver function return `error` from now on; cuFuncSetAttribute for one attribute, whose number
+        follows its name."""
         self._stub.stub_fail(function.encode(), error)
 
     def calls(self, name: str) -> list[dict[str, Any]]:

@@ -62,8 +62,8 @@ struct Stub {
     }
   }
 
-  // What the test wants this function to return; called with the mutex held.
-  CUresult Result(const char* function) {
+  // What the test wants this function (and attribute) to return; called with the mutex held.
+  CUresult Result(const std::string& function) {
     const auto found = failures.find(function);
     return found == failures.end() ? kCudaSuccess : found->second;
   }
@@ -240,7 +240,7 @@ STUB_EXPORT CUresult cuFuncSetAttribute(CUfunction function, int attribute, int 
   stub.log.push_back(Concat("{\"call\": \"cuFuncSetAttribute\", \"device\": ", function->context->device,
                             ", \"kernel\": \"", function->name, "\", \"attribute\": ", attribute,
                             ", \"value\": ", value, "}"));
-  return stub.Result("cuFuncSetAttribute");
+  return stub.Result(Concat("cuFuncSetAttribute ", attribute));
 }
 
 STUB_EXPORT CUresult cuTensorMapEncodeTiled(CUtensorMap* map, int data_type, uint32_t rank, void* address,
