@@ -65,6 +65,7 @@ from jax_qla.kernels.common import (
     LONG,
     P_PRELUDE,
     PASS_CONFIGS,
+    SHORT,
     accumulator_layout,
     macros,
 )
@@ -159,7 +160,8 @@ def program(config: Config):
     stages = 3
     l2norm, split, keep = config.l2norm, config.split, config.keep
     p_stages = 2 if keep and parts > 1 else stages
-    kept = LONG if keep else None
+    # How long the second-level cache is to keep what other blocks or kernels read too, and what nobody does soon.
+    kept, passed = (LONG, LONG) if keep else (None, SHORT)
     S = 128 * parts  # threads that hold the state
     m = macros()
     tokens, key_heads, value_heads, sequences = T.dynamic("tokens, key_heads, value_heads, sequences")
@@ -271,14 +273,14 @@ def program(config: Config):
                                 v_s[at * parts + part, :, :],
                                 barrier=loaded[at],
                                 leader_scope_threads=32,
-                                eviction_policy=kept,
+                                eviction_policy=passed,
                             )
                         if c == 0:
                             if awaits == PREPARED:
                                 T.pdl_sync()
-                        m.load_rows(a, start + c * C, head, 0, C, a_s, at, loaded, kept)
+                        m.load_rows(a, start + c * C, head, 0, C, a_s, at, loaded, passed)
                         if split:
-                            m.load_rows(a, start + c * C, head, C, C, low_s, at, loaded, kept)
+                            m.load_rows(a, start + c * C, head, C, C, low_s, at, loaded, passed)
                         T.barrier_arrive(loaded[at])
                 elif tx < S + 224:
                     row = tx - (S + 160)
@@ -512,7 +514,9 @@ def program(config: Config):
                             if keep:
                                 if c + 1 < count:
                                     m.send_state(h_s, wg, 0, h, start // C + n + c + 1, head, 0, first + part)
-                            m.send_rows(o_s, wg, 0, o, line, lines, head, first + part, tx - wg * 128)
+                            m.send_rows(
+                                o_s, wg, 0, o, line, lines, head, first + part, tx - wg * 128, None if keep else SHORT
+                            )
                             T.call_extern(
                                 "handle",
                                 "jax_qla_load_transposed",

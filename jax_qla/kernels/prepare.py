@@ -47,6 +47,7 @@ from jax_qla.kernels.common import (
     CHUNK_PRELUDE,
     L2NORM_EPSILON,
     LOG2_E,
+    LONG,
     MATRIX_PRELUDE,
     MIN_LOG_DECAY,
     PASS_CONFIGS,
@@ -487,7 +488,8 @@ def program(config: Config):
             prelude=PRELUDE,
         ) as block:
             T.annotate_min_blocks_per_sm(4)
-            # Neighbours work on the same rows: what they read and write together is contiguous.
+            # Neighbours work on the same rows: what they read and write together is contiguous. The first rows come last, for
+            # `forward` begins with them, and finds in the second-level cache what has been read and written of late.
             slot = T.alloc_var("int32")
             index = T.alloc_var("int32")
             key_head = T.alloc_var("int32")
@@ -503,6 +505,7 @@ def program(config: Config):
             lane = tx % 32
             slot = T.truncdiv(block, blocks + measuring)
             number = block - slot * (blocks + measuring)
+            slot = slots - 1 - slot
             index = number * together + unit
             key_head = T.truncdiv(index, pairs)
             pair = T.truncmod(index, pairs)
@@ -641,6 +644,7 @@ def program(config: Config):
                                 part_s[warp, :, :],
                                 a[row : row + C, head, first_column : first_column + C],
                                 leader_scope_threads=32,
+                                eviction_policy=LONG,
                             )
                         else:
                             T.call_extern(
