@@ -395,9 +395,15 @@ def test_buffers_that_the_call_lacks(driver: StubDriver, cubins: Path) -> None:
     ("function", "message"),
     [
         ("cuModuleLoadData", "cannot load [0-9a-f]{64}.cubin"),
-        (f"cuFuncSetAttribute {MAX_DYNAMIC_SHARED_BYTES}", "cannot have 60000 bytes of dynamic shared memory"),
-        (f"cuFuncSetAttribute {PREFERRED_SHARED_CARVEOUT}", "cannot have its multiprocessors' memory as shared memory"),
-        (f"cuFuncSetAttribute {NON_PORTABLE_CLUSTER_SIZE_ALLOWED}", "cannot have clusters of 16 blocks"),
+        (
+            f"cuFuncSetAttribute {MAX_DYNAMIC_SHARED_BYTES}",
+            "Kernel main cannot have 60000 bytes of dynamic shared memory",
+        ),
+        (
+            f"cuFuncSetAttribute {PREFERRED_SHARED_CARVEOUT}",
+            "Kernel main cannot have its multiprocessors' memory as shared memory",
+        ),
+        (f"cuFuncSetAttribute {NON_PORTABLE_CLUSTER_SIZE_ALLOWED}", "Kernel main cannot have clusters of 16 blocks"),
         ("cuTensorMapEncodeTiled", r"over buffer 0, data type 7, dimensions \(16, 8\), strides \(64\), box \(16, 4\)"),
         ("cuLaunchKernelEx", r"refused to launch kernel main with grid \(16, 1, 1\), block \(128, 1, 1\)"),
     ],
