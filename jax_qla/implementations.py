@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_qla import driver, store
-from jax_qla.kernels.common import CHUNK, state_tile_rows
+from jax_qla.kernels.common import CHUNK, map_blocks_shape, state_tile_rows
 from jax_qla.segments import state_count
 
 NAMES = ("cuda", "xla", "reference")
@@ -47,7 +47,7 @@ class Between(NamedTuple):
         """By field, of P = `parts` pieces."""
         return {
             "entering": jax.ShapeDtypeStruct((parts, heads, key_dim, value_dim), jnp.float32),
-            "transition": jax.ShapeDtypeStruct((parts, heads, 2, key_dim, key_dim), jnp.bfloat16),
+            "transition": jax.ShapeDtypeStruct((parts, heads, *map_blocks_shape(key_dim)), jnp.bfloat16),
             "forgotten": jax.ShapeDtypeStruct((parts, heads), jnp.int32),
         }
 
@@ -146,7 +146,7 @@ class Pieces(NamedTuple):
     response: jax.Array
     """N [P, Hv, K, V] float32."""
     transition: jax.Array
-    """M, transposed, as the sum of two bfloat16 numbers, [P, Hv, 2, K, K]."""
+    """M as the sum of two bfloat16 numbers, by blocks (kernels/specification.py), [P, Hv, K K / 128, 256]."""
     forgotten: jax.Array
     """int32 [P, Hv], 1 where M counts as zero and is not there."""
 

@@ -59,6 +59,8 @@ def uses_early(step: Step, operand: str) -> bool:
         return step.scalars["awaits"] == state_gradients.NOTHING or operand not in _OF_STATE
     if step.kernel == "gradients":
         return operand == "segments"  # where it looks its chunk up
+    if step.kernel == "compose" and not step.config.reverse:
+        return operand in ("spans", "initial_state")
     return not patient(step)
 
 

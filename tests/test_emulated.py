@@ -24,7 +24,7 @@ from test_cuda import cuda as rule
 
 from jax_qla import cuda, implementations, policy, store
 from jax_qla.implementations import Choice
-from jax_qla.kernels import build, compose, prepare, states
+from jax_qla.kernels import build, compose, prepare, specification, states
 from jax_qla.launch import Step
 
 LACKING = store.why_not_buildable()
@@ -145,10 +145,8 @@ def test_pieces_with_and_without_products(columns: int, reverse: bool) -> None:
     def normal(*shape: int) -> np.ndarray:
         return random.normal(size=shape).astype(np.float32)
 
-    maps = normal(parts, heads, 64, 64) / 16
-    high = maps.astype(jnp.bfloat16)
     arrays = {
-        "transition": np.stack([high, (maps - high.astype(np.float32)).astype(jnp.bfloat16)], axis=2),
+        "transition": np.asarray(specification.map_blocks(jnp.asarray(normal(parts, heads, 64, 64) / 16))),
         "response": normal(parts, heads, 64, 64),
         "forgotten": forgotten,
         "initial_state": normal(len(counts), heads, 64, 64),

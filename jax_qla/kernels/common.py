@@ -37,6 +37,11 @@ def state_tile_rows(key_dim: int) -> int:
     return 64 if key_dim % 64 == 0 else key_dim
 
 
+def map_blocks_shape(key_dim: int) -> tuple[int, int]:
+    """Of a map [K, K] as kernels/compose.py takes it (kernels/specification.py: map_blocks)."""
+    return key_dim * key_dim // 128, 256
+
+
 MIN_LOG_DECAY = -110.0  # exp of it is 0 in float32; clamping keeps the cumulative sums of gates exact
 # A kernel of three warpgroups is launched with 168 registers a thread, so what `set_max_nreg` gives its warpgroups may add up
 # to 504: an increase beyond that waits forever.

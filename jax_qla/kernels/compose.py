@@ -15,23 +15,21 @@ Plan, one block per (sequence, value head, tile of `columns` value columns), K /
 
     last warp      loads M, in two bf16 parts, with TMA
     other warps    16 rows each of the state [K, columns], in float32, in accumulators of mma.sync. A product with M is three of bf16
-                   parts (high low, high high, low high: 16 bits of mantissa). M is the left operand: a warp reads its own rows, once. The
-                   state is the right one: every warp needs all of it, so it goes through a tile in shared memory, high and low. Responses
-                   and states come from and go to global memory in registers
+                   parts (high low, high high, low high: 16 bits of mantissa). M is the left operand: a warp reads its own rows, once, in blocks that
+                   lie as ldmatrix takes them (kernels/specification.py: map_blocks). The state is the right one: every warp needs all of it, so it
+                   goes through a tile in shared memory, high and low. Responses and states come from and go to global memory in registers
 
     barrier         arrives  waits   says
-    loaded[stage]   TMA      others  M of a piece is there
-    free[stage]     others   last    the stage may be overwritten: it is in registers
+    loaded[stage]   last     others  M of a piece is there, and whether it takes a product
+    free[stage]     others   last    the stage may be overwritten
     1               others   others  the state is in its tile. There are two tiles in turn: one barrier a step is enough
 
 The chain of pieces is serial, and most calls have few heads times sequences: so few columns a block (policy.composed_columns), which
-fill more of the card and shorten the step. A step splits the state, stores it, meets, then computes products, and meanwhile everything
-else: the state before leaves, the second half of this M and the first half of the next one become registers. So a step begins with
-operands that are there, and an M that comes late is waited for after a quarter of the products, not before.
+fill more of the card and shorten the step: it splits the state, stores it, meets, then computes products, and meanwhile everything else.
 
-Cycles of a step at K = 128, by count. M, 64 KiB: 1000 from the second-level cache at 64 bytes a cycle, 512 to be read from shared memory.
-The state's tile, read by every warp: 512, 1024 and 2048 for 16, 32 and 64 columns. Products: 96, 192 and 384 mma.sync a scheduler, 670,
-1340 and 2690. To split, store and meet: 150. Measured: 1.2 us a piece with 16 columns, 1.8 with 32, 2.6 with 64 (docs/performance.md).
+Cycles of a step at K = 128, by count. M, 64 KiB: 690 to 880 from the second-level cache by one copy (measured), 512 of shared memory to be written there, 512
+to be read. The state's tile, read by every warp: 512, 1024 and 2048 for 16, 32 and 64 columns. Products: 96, 192 and 384 mma.sync a
+scheduler, 670, 1340 and 2690. To split, store and meet: 150.
 """
 
 from dataclasses import dataclass
@@ -39,7 +37,8 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 
-from jax_qla.kernels.common import MATRIX_PRELUDE, NTH_PRELUDE, PASS_CONFIGS
+from jax_qla.kernels.common import MATRIX_PRELUDE, NTH_PRELUDE, PASS_CONFIGS, map_blocks_shape
+from jax_qla.kernels.specification import of_map_blocks
 
 __all__ = ["COLUMNS", "PASS_CONFIGS", "Config", "program", "specification"]
 
@@ -121,89 +120,70 @@ __device__ __forceinline__ void jax_qla_load_shared(unsigned* r, unsigned from, 
   }
 }
 
-// A warp's rows of a map as left operands: of columns 16 k to 16 k + 15 the high parts, then the low ones, from m[8 k] on.
-// `map`: the transposed map's parts in shared memory, [2][key_dim / 64][key_dim][64], 128-byte swizzled. `reverse` takes it as it lies there.
+// A warp's rows of a map, or with `reverse` of the transposed map, as left operands. `map`: the transposed map's blocks in shared memory,
+// [key_dim / 16][key_dim / 16][high, low] of 512 bytes. Where this lane's 16 bytes of the first block lie: the block's four matrices [8, 8] are a left
+// operand as they lie there, and once the two off the diagonal have changed places, transposed.
 template <int key_dim, bool reverse>
-__device__ __forceinline__ unsigned jax_qla_map_row(const void* map) {
-  const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, near = lane >> 3 & 1, far = lane >> 4;
-  int row = (warp * 16 + (lane & 15)) * 128 + ((far ^ (lane & 7)) << 4);
-  if constexpr (!reverse) {
-    row = (warp >> 2) * key_dim * 128 + (far * 8 + (lane & 7)) * 128 + ((((warp & 3) * 2 + near) ^ (lane & 7)) << 4);
-  }
-  return jax_qla_keep(jax_qla_address(map) + row);
+__device__ __forceinline__ unsigned jax_qla_map_corner(const void* map) {
+  const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, matrix = lane >> 3;
+  const int place = !reverse && (matrix == 1 || matrix == 2) ? lane ^ 24 : lane;
+  return jax_qla_keep(jax_qla_address(map) + (reverse ? warp * (key_dim / 16) : warp) * 1024 + place * 16);
 }
+// Of columns 16 k to 16 k + 15 the high parts, then the low ones.
 template <int key_dim, bool reverse>
-__device__ __forceinline__ void jax_qla_load_columns(unsigned* m, unsigned from, int k) {
-  const unsigned at = reverse ? (from ^ (k % 4 << 5)) + k / 4 * key_dim * 128 : from + k * 2048;
-  jax_qla_load_matrices<!reverse>(m + k * 8, at);
-  jax_qla_load_matrices<!reverse>(m + k * 8 + 4, at + key_dim * key_dim * 2);
-}
-template <int key_dim, bool reverse>
-__device__ __forceinline__ void jax_qla_load_map(unsigned* m, unsigned from) {  // its first half
-#pragma unroll
-  for (int k = 0; k < key_dim / 32; ++k) jax_qla_load_columns<key_dim, reverse>(m, from, k);
+__device__ __forceinline__ void jax_qla_load_left(unsigned* left, unsigned from, int k) {
+  const unsigned at = from + k * (reverse ? 1 : key_dim / 16) * 1024;
+  jax_qla_load_matrices<!reverse>(left, at);
+  jax_qla_load_matrices<!reverse>(left + 4, at + 512);
 }
 
-// A state's product with a map, in two parts. An mma waits for the one before it in the same sum: with few columns the products have
-// sums of their own. Right operands come in groups of columns, those of 16 rows, and are loaded some groups ahead.
-template <int columns>
-struct Product {
-  static constexpr int kSize = columns / 2;  // elements of a lane
-  static constexpr int kSums = columns == 16 ? 3 : columns == 32 ? 2 : 1;
-  static constexpr int kWidth = columns == 32 ? 32 : 16, kGroups = columns / kWidth;
-  static constexpr int kAhead = columns == 16 ? 2 : 1, kRing = kAhead + 1;
-};
-// The first part, a quarter, meanwhile loads the second half of m. The second part replaces the first half by that of the map after this, each
-// column when its last product is behind it, and none at the end: there the state is awaited. `row`: of the map to load from. `r` holds right
-// operands between the parts.
-template <int key_dim, int columns, bool reverse, bool second>
-__device__ __forceinline__ void jax_qla_multiply(float* sums, unsigned* m, unsigned* r, unsigned state, unsigned row) {
-  using P = Product<columns>;
-  constexpr int steps = key_dim / 16, quarter = steps / 4, first = second ? quarter : 0, last = second ? steps : quarter, size = P::kWidth / 2;
+// state = response + map state. Meanwhile response becomes that of the next piece. An mma waits for the one before it in the same sum: with few
+// columns the products have sums of their own. Operands are loaded some products ahead, left ones from `map`, right ones, in groups of columns, those of 16
+// rows, from `shared`.
+template <int key_dim, int columns, int pitch, bool reverse>
+__device__ __forceinline__ void jax_qla_multiply(float* state, float* response, unsigned map, unsigned shared, const float* responses, long long next) {
+  constexpr int kSize = columns / 2;  // elements of a lane
+  constexpr int kSums = columns == 16 ? 3 : columns == 32 ? 2 : 1;
+  constexpr int kWidth = columns == 32 ? 32 : 16, kGroups = columns / kWidth, kRights = kWidth / 2;
+  constexpr int kAhead = columns == 16 ? 2 : 1, kRing = kAhead + 1, kSteps = key_dim / 16;
+  float sums[kSums * kSize];
+  unsigned left[kRing * 8], right[kRing * kRights];
   const auto load = [&](int group) {
-    if (group < steps * P::kGroups) {
-      jax_qla_load_shared<key_dim, columns, P::kWidth>(r + group % P::kRing * size, state, group / P::kGroups,
-                                                       group % P::kGroups * (P::kWidth / 16));
+    if (group < kSteps * kGroups) {
+      jax_qla_load_shared<key_dim, columns, kWidth>(right + group % kRing * kRights, shared, group / kGroups, group % kGroups * (kWidth / 16));
     }
   };
-  if constexpr (!second) {
+  const auto load_left = [&](int k) {
+    if (k < kSteps) jax_qla_load_left<key_dim, reverse>(left + k % kRing * 8, map, k);
+  };
 #pragma unroll
-    for (int i = 0; i < P::kSize * P::kSums; ++i) sums[i] = 0.f;
+  for (int i = 0; i < kSums * kSize; ++i) sums[i] = i < kSize ? response[i] : 0.f;
 #pragma unroll
-    for (int i = 0; i < P::kAhead; ++i) load(i);
+  for (int i = 0; i < kAhead; ++i) {
+    load_left(i);
+    load(i);
   }
 #pragma unroll
-  for (int k = first; k < last; ++k) {
+  for (int k = 0; k < kSteps; ++k) {
+    load_left(k + kAhead);
 #pragma unroll
-    for (int group = k * P::kGroups; group < (k + 1) * P::kGroups; ++group) {
-      load(group + P::kAhead);
+    for (int group = k * kGroups; group < (k + 1) * kGroups; ++group) {
+      load(group + kAhead);
 #pragma unroll
       for (int product = 0; product < 3; ++product) {  // high low, high high, low high: the first and the last share a sum
-        float* c = sums + (P::kSums == 3 ? product : P::kSums == 2 ? product % 2 : 0) * P::kSize + group % P::kGroups * size;
-        const unsigned* right = r + group % P::kRing * size + (product == 0 ? size / 2 : 0);
+        float* c = sums + (kSums == 3 ? product : kSums == 2 ? product % 2 : 0) * kSize + group % kGroups * kRights;
+        const unsigned* a = left + k % kRing * 8 + (product == 2 ? 4 : 0);
+        const unsigned* b = right + group % kRing * kRights + (product == 0 ? kRights / 2 : 0);
 #pragma unroll
-        for (int n = 0; n < P::kWidth / 8; ++n) {
-          jax_qla_mma<true>(c + n * 4, m + k * 8 + (product == 2 ? 4 : 0), right[n * 2], right[n * 2 + 1]);
-        }
+        for (int n = 0; n < kWidth / 8; ++n) jax_qla_mma<true>(c + n * 4, a, b[n * 2], b[n * 2 + 1]);
       }
     }
-    if constexpr (second) {
-      if (k - first < steps / 2) jax_qla_load_columns<key_dim, reverse>(m, row, k - first);
-      __syncwarp();  // or ptxas would load all of it at the end
-    } else {
-      jax_qla_load_columns<key_dim, reverse>(m, row, steps / 2 + k * 2);
-      jax_qla_load_columns<key_dim, reverse>(m, row, steps / 2 + k * 2 + 1);
-    }
+    if (k == 0) jax_qla_fetch<columns, pitch>(response, responses, next);
   }
-}
-template <int columns>
-__device__ __forceinline__ void jax_qla_end(float* state, const float* sums, const float* response) {
-  using P = Product<columns>;
 #pragma unroll
-  for (int i = 0; i < P::kSize; ++i) {
-    float sum = sums[i] + response[i];
-    if constexpr (P::kSums > 1) sum += P::kSums == 3 ? sums[P::kSize + i] + sums[2 * P::kSize + i] : sums[P::kSize + i];
-    state[i] = sum;
+  for (int i = 0; i < kSize; ++i) {
+    state[i] = sums[i];
+    if constexpr (kSums > 1) state[i] += kSums == 3 ? sums[kSize + i] + sums[2 * kSize + i] : sums[kSize + i];
   }
 }
 // entering of the pieces behind the first becomes the response of the piece before, of all `count` but the last; pieces are `pace` elements apart.
@@ -233,7 +213,6 @@ __device__ __forceinline__ int jax_qla_none_is_zero(const int* flags, int pitch,
   for (int i = threadIdx.x & 31; i < count; i += 32) zero |= flags[static_cast<long long>(i) * pitch] == 0;
   return !__any_sync(0xffffffffu, zero);
 }
-__device__ __forceinline__ int jax_qla_flag(const int* x, int at) { return x[at]; }
 __device__ __forceinline__ int jax_qla_any(int x) { return __any_sync(0xffffffffu, x); }
 """
 )
@@ -242,16 +221,12 @@ __device__ __forceinline__ int jax_qla_any(int x) { return __any_sync(0xffffffff
 def program(config: Config):
     """The TileLang program. Numbers of heads, pieces and sequences are run-time values."""
     import tilelang.language as T
-    from tilelang.layout import make_full_bank_swizzled_layout
 
     K, V, tile, reverse = config.key_dim, config.value_dim, config.columns, config.reverse
     tiles = V // tile
     warps = K // 16
     stages = 3 if tile < 64 or K == 64 else 2  # 64 KiB each where K = 128
     size = tile // 2  # elements of a lane
-    # PRELUDE: Product
-    sums_size = size * {16: 3, 32: 2, 64: 1}[tile]
-    rights = {16: 24, 32: 32, 64: 16}[tile]
     truth = "true" if reverse else "false"
     value_heads, parts, sequences = T.dynamic("value_heads, parts, sequences")
     initial_states = T.dynamic("initial_states")  # sequences, or 0: not given
@@ -265,26 +240,13 @@ def program(config: Config):
         T.call_extern("handle", f"jax_qla_leave<{tile}, {V}>", T.address_of(target[0, 0, 0, 0]), source.data, at)
 
     @T.macro
-    def load_map(m, row, stage):
-        T.call_extern(
-            "handle", f"jax_qla_load_map<{K}, {truth}>", m.data, row + T.cast(stage, "uint32") * T.uint32(4 * K * K)
-        )
-
-    @T.macro
-    def multiply(second, sums, m, right, unit, row, stage):
-        T.call_extern(
-            "handle",
-            f"jax_qla_multiply<{K}, {tile}, {truth}, {second}>",
-            sums.data,
-            m.data,
-            right.data,
-            unit,
-            row + T.cast(stage, "uint32") * T.uint32(4 * K * K),
-        )
+    def wait():
+        T.pdl_sync()  # `summaries` has ended, before which the tables and initial states were there
+        T.pdl_trigger()  # only now: what follows begins with what the kernels before this one wrote (kernels/forward.py: STATE)
 
     @T.prim_func
     def compose(
-        transition: T.Tensor((parts, value_heads, 2, K, K), "bfloat16"),
+        transition: T.Tensor((parts, value_heads, *map_blocks_shape(K)), "bfloat16"),
         response: T.Tensor((parts, value_heads, K, V), "float32"),
         forgotten: T.Tensor((parts, value_heads), "int32"),
         initial_state: T.Tensor((initial_states, value_heads, K, V), "float32"),
@@ -293,10 +255,8 @@ def program(config: Config):
     ):
         with T.Kernel(sequences * tiles, value_heads, threads=warps * 32 + 32, prelude=PRELUDE) as (block, number):
             T.annotate_min_blocks_per_sm(1)
-            if not reverse:
-                T.pdl_sync()
-            # After the wait: what follows begins with what the kernels before this one wrote (kernels/forward.py: STATE).
-            T.pdl_trigger()
+            if reverse:
+                T.pdl_trigger()  # what follows waits by itself
             n = T.alloc_var("int32")
             first = T.alloc_var("int32")  # piece that is entered first
             count = T.alloc_var("int32")
@@ -306,6 +266,7 @@ def program(config: Config):
             part = (block % tiles) * tile
             tx = T.get_thread_binding()
             head = T.alloc_var("int32")
+            flag = T.alloc_var("int32")
             none = T.alloc_var("int32")  # 1 if no piece takes a product
             head = number
             none = 0
@@ -322,68 +283,60 @@ def program(config: Config):
                     "int32", "jax_qla_none_is_zero", T.address_of(forgotten[first, head]), value_heads, count
                 )
 
-            m_s = T.alloc_shared((stages, 2, K // 64, K, 64), "bfloat16")  # M transposed, high and low
+            m_s = T.alloc_shared((stages, *map_blocks_shape(K)), "bfloat16")
             s_s = T.alloc_shared((2, 2, K, tile), "bfloat16")  # the state, high and low, of a step and of the one after
-            T.annotate_layout({m_s: make_full_bank_swizzled_layout(m_s)})
+            flag_s = T.alloc_shared((stages,), "int32")  # `forgotten` of a step's piece
             loaded = T.alloc_barrier([32] * stages)
             free = T.alloc_barrier([warps * 32] * stages)
 
             if tx >= warps * 32:
+                if not reverse:
+                    wait()
                 if none == 0:
                     for step in T.serial(count - 1):
                         if step >= stages:
                             T.barrier_wait(free[step % stages], (step // stages + 1) % 2)
-                        if forgotten[first + (count - 1 - step if reverse else step), head] == 0:
-                            for half in T.unroll(2):
-                                for x in T.unroll(K // 64):
-                                    T.tma_copy(
-                                        transition[
-                                            first + (count - 1 - step if reverse else step),
-                                            head,
-                                            half,
-                                            0:K,
-                                            x * 64 : x * 64 + 64,
-                                        ],
-                                        m_s[step % stages, half, x, :, :],
-                                        barrier=loaded[step % stages],
-                                        leader_scope_threads=32,
-                                    )
+                        flag = forgotten[first + (count - 1 - step if reverse else step), head]
+                        if flag == 0:
+                            T.tma_copy(
+                                transition[first + (count - 1 - step if reverse else step), head, :, :],
+                                m_s[step % stages, :, :],
+                                barrier=loaded[step % stages],
+                                leader_scope_threads=32,
+                            )
+                        if tx % 32 == 0:
+                            flag_s[step % stages] = flag
                         T.barrier_arrive(loaded[step % stages])
             else:
                 state = T.alloc_local((size,), "float32")
                 answer = T.alloc_local((size,), "float32")
-                sums = T.alloc_local((sums_size,), "float32")
-                m = T.alloc_local((K // 2,), "uint32")
-                right = T.alloc_local((rights,), "uint32")
                 corner = T.alloc_var("int32")
+                map_corner = T.alloc_var("uint32")
                 piece = T.alloc_var("int64")  # of this lane's elements
                 pace = T.alloc_var("int64")
-                flag = T.alloc_var("int32")  # number of the piece's `forgotten`
-                alone = T.alloc_var("int32")
-                product = T.alloc_var("int32")
-                row = T.alloc_var("uint32")  # of the first stage's M
                 written = T.alloc_var("uint32")  # where this warp puts its part of the state
                 unit = T.alloc_var("uint32")  # and where it begins to read
                 at = T.alloc_var("uint32")  # of the two places for a state
                 stage = T.alloc_var("int32")
                 phase = T.alloc_var("int32")
                 corner = T.call_extern("int32", "jax_qla_corner", V) + part
-                row = T.call_extern("uint32", f"jax_qla_map_row<{K}, {truth}>", T.access_ptr(m_s[0, 0, 0, 0, 0], "r"))
+                map_corner = T.call_extern(
+                    "uint32", f"jax_qla_map_corner<{K}, {truth}>", T.access_ptr(m_s[0, 0, 0], "r")
+                )
                 unit = T.call_extern("uint32", f"jax_qla_unit<{tile}>", T.access_ptr(s_s[0, 0, 0, 0], "r"))
                 written = T.call_extern("uint32", "jax_qla_keep", unit + T.cast(tx // 32 * (tile * 32), "uint32"))
-                flag = (first + (count - 1 if reverse else 0)) * value_heads + head
-                piece = T.cast(flag, "int64") * (K * V) + corner
+                piece = T.cast((first + (count - 1 if reverse else 0)) * value_heads + head, "int64") * (K * V) + corner
                 pace = T.cast(value_heads, "int64") * (-K * V if reverse else K * V)
                 at = T.uint32(0)
                 stage = 0
                 phase = 0
-                if count > 1:
-                    alone = T.call_extern("int32", "jax_qla_flag", T.address_of(forgotten[0, 0]), flag)
                 if initial_states > 0:
                     fetch(state, initial_state, T.cast(n * value_heads + head, "int64") * (K * V) + corner)
                 else:
                     for i in T.unroll(size):
                         state[i] = 0
+                if not reverse:
+                    wait()
                 if none != 0:
                     if count > 0:
                         T.call_extern(
@@ -398,39 +351,33 @@ def program(config: Config):
                         leave(entering, state, piece)
                 else:
                     if count > 1:
-                        T.barrier_wait(loaded[0], 0)
-                        load_map(m, row, 0)
-                    for step in T.serial(count - 1):
-                        product = T.call_extern("int32", "jax_qla_any", alone == 0)
-                        if product != 0:
-                            T.call_extern("handle", f"jax_qla_share<{K}, {tile}>", written + at, state.data)
-                            if tile < 64:
-                                fetch(answer, response, piece)
-                            T.sync_threads(1, warps * 32)
-                            multiply("false", sums, m, right, unit + at, row, stage)
+                        fetch(answer, response, piece)
+                    T.call_extern("handle", f"jax_qla_share<{K}, {tile}>", written, state.data)
+                    for _ in T.serial(count - 1):
+                        T.sync_threads(1, warps * 32)
                         leave(entering, state, piece)
-                        if tile == 64:  # where the state was, for want of registers
-                            fetch(answer, response, piece)
-                        else:
-                            if product == 0:
-                                fetch(answer, response, piece)
                         piece += pace
-                        T.barrier_arrive(free[stage])
-                        if step < count - 2:
-                            stage = T.if_then_else(stage == stages - 1, 0, stage + 1)
-                            phase = T.if_then_else(stage == 0, 1 - phase, phase)
-                            flag += -value_heads if reverse else value_heads
-                            alone = T.call_extern("int32", "jax_qla_flag", T.address_of(forgotten[0, 0]), flag)
-                            T.barrier_wait(loaded[stage], phase)
-                        if product != 0:
-                            # After the last piece M is an earlier one, which nothing uses.
-                            multiply("true", sums, m, right, unit + at, row, stage)
-                            T.call_extern("handle", f"jax_qla_end<{tile}>", state.data, sums.data, answer.data)
-                            at = T.uint32(4 * K * tile) - at
+                        T.barrier_wait(loaded[stage], phase)
+                        if T.call_extern("int32", "jax_qla_any", flag_s[stage] == 0) != 0:
+                            T.call_extern(
+                                "handle",
+                                f"jax_qla_multiply<{K}, {tile}, {V}, {truth}>",
+                                state.data,
+                                answer.data,
+                                map_corner + T.cast(stage, "uint32") * T.uint32(4 * K * K),
+                                unit + at,
+                                T.address_of(response[0, 0, 0, 0]),
+                                piece,
+                            )
                         else:
                             for i in T.unroll(size):
                                 state[i] = answer[i]
-                            load_map(m, row, stage)
+                            fetch(answer, response, piece)
+                        T.barrier_arrive(free[stage])
+                        at = T.uint32(4 * K * tile) - at
+                        T.call_extern("handle", f"jax_qla_share<{K}, {tile}>", written + at, state.data)
+                        stage = T.if_then_else(stage == stages - 1, 0, stage + 1)
+                        phase = T.if_then_else(stage == 0, 1 - phase, phase)
                     leave(entering, state, piece)
             if reverse:
                 T.pdl_sync()  # ends after the forward one, for what follows waits for this kernel alone
@@ -450,7 +397,7 @@ def specification(
     """entering [P, Hv, K, V]; that of a piece which no sequence has is not a number here."""
     parts = response.shape[0]
     first, counts = spans[:, 0], spans[:, 1]
-    maps = jnp.swapaxes(jnp.sum(transition.astype(response.dtype), axis=2), -1, -2)
+    maps = of_map_blocks(transition, response.dtype)
     if reverse:
         maps = jnp.swapaxes(maps, -1, -2)
     begin = jnp.zeros((spans.shape[0], *response.shape[1:]), response.dtype)

@@ -161,7 +161,7 @@ def program(config: Config):
     l2norm, split, keep = config.l2norm, config.split, config.keep
     p_stages = 2 if keep and parts > 1 else stages
     # How long the second-level cache is to keep what other blocks or kernels read too, and what nobody does soon.
-    kept, passed = (LONG, LONG) if keep else (None, SHORT)
+    kept, passed, written = (LONG, LONG, None) if keep else (None, SHORT, SHORT)
     S = 128 * parts  # threads that hold the state
     m = macros()
     tokens, key_heads, value_heads, sequences = T.dynamic("tokens, key_heads, value_heads, sequences")
@@ -514,9 +514,7 @@ def program(config: Config):
                             if keep:
                                 if c + 1 < count:
                                     m.send_state(h_s, wg, 0, h, start // C + n + c + 1, head, 0, first + part)
-                            m.send_rows(
-                                o_s, wg, 0, o, line, lines, head, first + part, tx - wg * 128, None if keep else SHORT
-                            )
+                            m.send_rows(o_s, wg, 0, o, line, lines, head, first + part, tx - wg * 128, written)
                             T.call_extern(
                                 "handle",
                                 "jax_qla_load_transposed",

@@ -25,8 +25,7 @@ The blocks of heads that seem to forget slowly begin first (kernels/common.py: S
 them if others, of which there are more than fit at once, came before. The loads have a warp to themselves: when the gates' warpgroup
 issued them, each chunk's gates waited for the next chunk's loads.
 
-M leaves transposed (its rows are the state's rows before the piece) as the sum of two bf16 numbers, 16 bits of mantissa, which is what
-kernels/compose.py multiplies by.
+M leaves as the sum of two bf16 numbers, 16 bits of mantissa, in the order in which kernels/compose.py reads it (kernels/specification.py: map_blocks).
 """
 
 from dataclasses import dataclass
@@ -44,18 +43,38 @@ from jax_qla.kernels.common import (
     REACH_PRELUDE,
     accumulator_layout,
     macros,
+    map_blocks_shape,
 )
 from jax_qla.kernels.specification import (
     gather_chunks,
     gather_lengths,
     gather_parts,
     last_row,
+    map_blocks,
     reach,
     scan_slots,
-    stack_parts,
 )
 
 __all__ = ["PASS_CONFIGS", "Config", "program", "specification"]
+
+
+MAP_PRELUDE = r"""
+// Rows 64 `part` to 64 `part` + 63 of a transposed map, in a warpgroup's wgmma accumulator [64, key_dim], to the map's blocks (kernels/specification.py:
+// map_blocks) at maps + `at`.
+template <int key_dim, typename T>
+__device__ __forceinline__ void jax_qla_store_map(T* maps, long long at, const void* accumulator, int part) {
+  const float* x = static_cast<const float*>(accumulator);
+  const int lane = threadIdx.x & 31, row = part * 4 + (threadIdx.x >> 5 & 3);  // of blocks
+  unsigned* to = reinterpret_cast<unsigned*>(maps + at) + row * (key_dim / 16) * 256 + lane;
+#pragma unroll
+  for (int i = 0; i < key_dim / 4; ++i) {  // matrices [8, 8]: i / 4 of blocks, i / 2 % 2 of columns, i % 2 of rows
+    unsigned high, low;
+    jax_qla_split(high, low, x[i / 2 * 4 + i % 2 * 2], x[i / 2 * 4 + i % 2 * 2 + 1]);
+    to[i / 4 * 256 + i % 4 * 32] = high;
+    to[i / 4 * 256 + 128 + i % 4 * 32] = low;
+  }
+}
+"""
 
 
 @dataclass(frozen=True)
@@ -95,18 +114,18 @@ def program(config: Config):
         initial_state: T.Tensor((initial_states, value_heads, K, V), "float32"),
         pieces: T.Tensor((parts, 4), "int32"),
         response: T.Tensor((parts, value_heads, K, V), "float32"),
-        transition: T.Tensor((parts, value_heads, 2, K, K), "bfloat16"),
+        transition: T.Tensor((parts, value_heads, *map_blocks_shape(K)), "bfloat16"),
         forgotten: T.Tensor((parts, value_heads), "int32"),
         ratio: T.int32,
     ):
-        with T.Kernel(parts * tiles, value_heads, threads=256, prelude=PRELUDE + REACH_PRELUDE) as (block, number):
+        with T.Kernel(parts * tiles, value_heads, threads=256, prelude=PRELUDE + REACH_PRELUDE + MAP_PRELUDE) as (
+            block,
+            number,
+        ):
             T.annotate_min_blocks_per_sm(2)
             T.pdl_sync()  # `prepare` has ended
             T.pdl_trigger()  # what follows waits by itself
             head = T.alloc_var("int32")
-            head = T.call_extern(
-                "int32", "jax_qla_slow_first", T.address_of(gamma[T.min(tokens, C) - 1, 0]), value_heads, number
-            )
             piece = T.alloc_var("int32")
             start = T.alloc_var("int32")
             end = T.alloc_var("int32")
@@ -119,6 +138,9 @@ def program(config: Config):
             start = pieces[piece, 0]
             end = pieces[piece, 1]
             position = pieces[piece, 3]
+            head = T.call_extern(
+                "int32", "jax_qla_slow_first", T.address_of(gamma[T.min(tokens, C) - 1, 0]), value_heads, number
+            )
             key_head = T.truncdiv(head, ratio)
             tx = T.get_thread_binding()
             chunks = (end - start + C - 1) // C
@@ -269,14 +291,14 @@ def program(config: Config):
                             response[piece, head, j, tile * 64 + i] = state[i, j]
                 else:
                     if count > 0:
-                        for i, j in T.Parallel(64, K):
-                            transition[piece, head, 0, (tile - value_tiles) * 64 + i, j] = T.cast(
-                                state[i, j], "bfloat16"
-                            )
-                        for i, j in T.Parallel(64, K):
-                            transition[piece, head, 1, (tile - value_tiles) * 64 + i, j] = T.cast(
-                                state[i, j] - T.cast(T.cast(state[i, j], "bfloat16"), "float32"), "bfloat16"
-                            )
+                        T.call_extern(
+                            "handle",
+                            f"jax_qla_store_map<{K}>",
+                            T.address_of(transition[0, 0, 0, 0]),
+                            T.cast(piece * value_heads + head, "int64") * (2 * K * K),
+                            state.data,
+                            tile - value_tiles,
+                        )
 
     return summaries
 
@@ -295,7 +317,7 @@ def specification(
     ratio: int,
     l2norm: int = 0,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """(response [P, Hv, K, V], transition [P, Hv, 2, K, K] bf16, forgotten int32 [P, Hv]) of P pieces.
+    """(response [P, Hv, K, V], transition [P, Hv, K K / 128, 256] bf16, forgotten int32 [P, Hv]) of P pieces.
 
     `chunks` is the chunk table of the pieces. What the kernel does not write is not a number here.
     """
@@ -328,4 +350,4 @@ def specification(
     forgotten = jnp.maximum(forgotten, (first | last)[:, None].astype(jnp.int32))
     transition = jnp.where(forgotten[..., None, None] != 0, jnp.nan, transition)
     response = jnp.where(last[:, None, None, None], jnp.nan, response)
-    return response, stack_parts(jnp.swapaxes(transition, -1, -2)), forgotten
+    return response, map_blocks(transition), forgotten
