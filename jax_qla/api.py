@@ -351,8 +351,8 @@ def chunk_gated_delta_rule_fwd(
             and low parts), and gamma [B, T, Hv] float32 the sums of g within each chunk;
             or None where only "xla" can be chosen, which recomputes them. To be handed on as they are. Where one card
             computes the sequences in P pieces there is a third, which may be left out and is then computed again:
-            (entering, transition, forgotten), the state before each piece [P, Hv, K, V] float32, the transpose of what
-            multiplies it as the sum of two parts [P, Hv, 2, K, K] bfloat16, and whether that is zero [P, Hv] int32.
+            (entering, transition, forgotten), the state before each piece [P, Hv, K, V] float32, what multiplies it
+            [P, Hv, K K / 128, 256] bfloat16, in the kernels' own order, and whether that is zero [P, Hv] int32.
             With save_chunk_states, where it has an effect, there is a fourth, and the third is None where sequences
             are whole: (h, vd), the state before each chunk in tiles [C, Hv, ceil(K / 64), V, min(K, 64)] in v's
             dtype, C places for the chunks of all pieces, and what each token writes to the state,

@@ -55,13 +55,13 @@ OPERANDS = ("bthk", "bthk", "btHv", "btH", "btH")
 
 _OF_ROWS, _OF_PIECES, _OF_CHUNKS, _OF_LENGTHS = (
     ("btHc", "btH"),
-    ("pHkv", "pHckj", "pH"),
+    ("pHkv", "pHyz", "pH"),
     ("pHxvk", "pHv"),
     ("bth", "bth"),
 )
 """Shapes of what `Residuals` holds, all but the first perhaps not (`_residual_dims`): p are all pieces, chunks or rows
 of a device, by batch and sequence."""
-_CARRY = ("sbHkv", "sbHkj", "sbHkv", "sbHckj", "sbH")
+_CARRY = ("sbHkv", "sbHkj", "sbHkv", "sbHyz", "sbH")
 """Shapes of what `Carry` holds, the last three perhaps not. Pieces go with the rows of the batch that they are of."""
 
 

@@ -37,9 +37,15 @@ def state_tile_rows(key_dim: int) -> int:
     return 64 if key_dim % 64 == 0 else key_dim
 
 
+def map_block(key_dim: int) -> int:
+    """Rows and columns of a block of a map [K, K] as kernels/compose.py takes it."""
+    return 16 if key_dim % 16 == 0 else key_dim
+
+
 def map_blocks_shape(key_dim: int) -> tuple[int, int]:
-    """Of a map [K, K] as kernels/compose.py takes it (kernels/specification.py: map_blocks)."""
-    return key_dim * key_dim // 128, 256
+    """Of such a map (kernels/specification.py: map_blocks)."""
+    block = map_block(key_dim)
+    return 2 * (key_dim // block) ** 2, block**2
 
 
 MIN_LOG_DECAY = -110.0  # exp of it is 0 in float32; clamping keeps the cumulative sums of gates exact

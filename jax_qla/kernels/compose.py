@@ -398,7 +398,7 @@ def specification(
     """entering [P, Hv, K, V]; that of a piece which no sequence has is not a number here."""
     parts = response.shape[0]
     first, counts = spans[:, 0], spans[:, 1]
-    maps = of_map_blocks(transition, response.dtype)
+    maps = of_map_blocks(transition, response.shape[2], response.dtype)
     if reverse:
         maps = jnp.swapaxes(maps, -1, -2)
     begin = jnp.zeros((spans.shape[0], *response.shape[1:]), response.dtype)

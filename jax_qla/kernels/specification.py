@@ -4,7 +4,6 @@ A specification has its kernel's inputs and outputs and its formulas, and none o
 dtype of its inputs and float32, so that a test may run it in float64.
 """
 
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -12,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_qla import l2norm as l2norm_module
-from jax_qla.kernels.common import CHUNK, FORGOTTEN, STRETCHES, map_blocks_shape, state_tile_rows
+from jax_qla.kernels.common import CHUNK, FORGOTTEN, STRETCHES, map_block, map_blocks_shape, state_tile_rows
 
 
 def gather_chunks(x: jax.Array, chunks: jax.Array) -> jax.Array:
@@ -187,21 +186,21 @@ def reach(
 
 
 def map_blocks(maps: jax.Array) -> jax.Array:
-    """Maps [..., K, K] as kernels/summaries.py writes them: the transposed map in blocks [16, 16], each the sum of two bf16 numbers, high and low,
-    and these in matrices [8, 8] as ldmatrix takes them, the upper and the lower left one and then the right ones: [..., K K / 128, 256]."""
+    """Maps [..., K, K] as kernels/summaries.py writes them: the transposed map in blocks [16, 16] (or one, where K is no multiple of that), each the
+    sum of two bf16 numbers, high and low, and these in quarters as ldmatrix takes them, the left ones and then the right ones: [..., K K / 128, 256]."""
     *axes, size, _ = maps.shape
+    block = map_block(size)
     parts = jnp.stack(_parts(jnp.swapaxes(maps, -1, -2)), axis=-3)
-    parts = parts.reshape(*axes, 2, size // 16, 2, 8, size // 16, 2, 8)
+    parts = parts.reshape(*axes, 2, size // block, 2, block // 2, size // block, 2, block // 2)
     n = len(axes)
     order = (*range(n), *(n + i for i in (1, 4, 0, 5, 2, 3, 6)))
     return parts.transpose(order).reshape(*axes, *map_blocks_shape(size)).astype(jnp.bfloat16)
 
 
-def of_map_blocks(blocks: jax.Array, dtype: Any) -> jax.Array:
-    """`map_blocks` undone."""
-    *axes, rows, _ = blocks.shape
-    size = math.isqrt(rows * 128)
-    parts = blocks.astype(dtype).reshape(*axes, size // 16, size // 16, 2, 2, 2, 8, 8)
+def of_map_blocks(blocks: jax.Array, size: int, dtype: Any) -> jax.Array:
+    """`map_blocks` of maps [..., size, size] undone."""
+    axes, block = blocks.shape[:-2], map_block(size)
+    parts = blocks.astype(dtype).reshape(*axes, size // block, size // block, 2, 2, 2, block // 2, block // 2)
     n = len(axes)
     order = (*range(n), *(n + i for i in (0, 3, 4, 1, 2, 5)))
     maps = jnp.sum(parts, axis=n + 2).transpose(order).reshape(*axes, size, size)
