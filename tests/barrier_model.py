@@ -287,7 +287,7 @@ class Language(types.ModuleType):
         return warp.block.barriers[warp.allocated - 1]
 
     def barrier_arrive(self, barrier: Any) -> None:
-        _one(barrier).arrive(1)  # one lane of the warp, which is what a kernel runs as here
+        _one(barrier).arrive(WARP)
         self._turn()
 
     def barrier_wait(self, barrier: Any, parity: int) -> None:

@@ -163,7 +163,7 @@ def test_a_warp_that_is_late_by_two_phases_is_found(monkeypatch: pytest.MonkeyPa
     import tilelang.language as T
 
     def program() -> None:
-        barrier = T.alloc_barrier([2])
+        barrier = T.alloc_barrier([64])
         T.sync_threads(1, 96)
         if T.get_thread_binding() < 64:
             for _ in T.serial(2):

@@ -139,11 +139,11 @@ def program(config: Config):
             drop_s = T.alloc_shared((stages, C), "float32")  # -exp(gamma) beta, over |k|^2 if keys are normalised
             lift_s = T.alloc_shared((stages, C), "float32")  # scale exp(gamma), over |q| if queries are normalised
             query_s = T.alloc_shared((stages, C), "float32") if l2norm else gamma_s  # 1 / |q|, else not needed
-            loaded = T.alloc_barrier([1] * stages)
-            gated = T.alloc_barrier([2] * stages)
-            ready = T.alloc_barrier([4] * stages)
-            free = T.alloc_barrier([4] * stages)
-            taken = T.alloc_barrier([4] * 2)
+            loaded = T.alloc_barrier([32] * stages)
+            gated = T.alloc_barrier([64] * stages)
+            ready = T.alloc_barrier([128] * stages)
+            free = T.alloc_barrier([128] * stages)
+            taken = T.alloc_barrier([128] * 2)
             shared = SimpleNamespace(
                 q_s=q_s,
                 k_s=k_s,
@@ -221,7 +221,7 @@ def program(config: Config):
                     for i, j in T.Parallel(64, C):
                         do_b[i, j] = T.cast(do_t[i, j], "float32") * lift_s[at, j]
                     T.wait_wgmma(0)
-                    m.arrive(taken, c % 2)
+                    T.barrier_arrive(taken[c % 2])
                     for i, j in T.Parallel(64, C):
                         u[i, j] = u[i, j] * fall_s[at, j] + from_output[i, j]
                     T.copy(u, dvd_b)
@@ -246,7 +246,7 @@ def program(config: Config):
                             low[i, j] = T.cast(u[i, j] * drop_s[at, j] - T.cast(dw_b[i, j], "float32"), dtype)
                         T.wgmma_gemm(low, k_s[at, :, :], d)
                     T.wait_wgmma(0)
-                    m.arrive(free, at)
+                    T.barrier_arrive(free[at])
                 if position % LAST != FIRST:
                     for i, j in T.Parallel(64, K):
                         adjoint_response[piece, head, j, tile * 64 + i] = d[i, j]

@@ -415,13 +415,6 @@ def macros():
     C = CHUNK
 
     @T.macro
-    def arrive(barriers, at):
-        """A warp arrives at barriers[at], which counts warps: by one lane, for what all have done."""
-        T.sync_warp()
-        if T.get_thread_binding() % 32 == 0:
-            T.barrier_arrive(barriers[at])
-
-    @T.macro
     def fetch_gates(gamma, beta, row, rows, head, thread, fetched):
         """Threads 0..63 read gamma of their row and of the last, and beta, into `fetched` [3] (registers): nothing here waits for them."""
         if thread < rows:
@@ -571,7 +564,7 @@ def macros():
                 shared.loaded,
                 LONG,
             )
-            arrive(shared.loaded, c % stages)
+            T.barrier_arrive(shared.loaded[c % stages])
 
     @T.macro
     def fetch_lengths(lengths, query_lengths, row, rows, key_head, thread, of_rows):
@@ -628,7 +621,7 @@ def macros():
                     shared.query_s[at, thread] = of_rows[1]
                 else:
                     shared.query_s[at, thread] = 0.0
-            arrive(shared.gated, at)
+            T.barrier_arrive(shared.gated[at])
             if c + 1 < count:  # those are whole
                 fetch_gates(gamma, beta, start + (count - 2 - c) * C, C, head, thread, fetched)
                 if normed:
@@ -669,10 +662,9 @@ def macros():
                 T.address_of(shared.p_s[c % 2, 0, 0]),
             )
             T.fence_proxy_async()
-            arrive(shared.ready, at)
+            T.barrier_arrive(shared.ready[at])
 
     return SimpleNamespace(
-        arrive=arrive,
         fetch_gates=fetch_gates,
         fetch_lengths=fetch_lengths,
         store_gates=store_gates,

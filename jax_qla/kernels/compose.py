@@ -37,7 +37,7 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 
-from jax_qla.kernels.common import MATRIX_PRELUDE, NTH_PRELUDE, PASS_CONFIGS, macros, map_blocks_shape
+from jax_qla.kernels.common import MATRIX_PRELUDE, NTH_PRELUDE, PASS_CONFIGS, map_blocks_shape
 from jax_qla.kernels.specification import of_map_blocks
 
 __all__ = ["COLUMNS", "PASS_CONFIGS", "Config", "program", "specification"]
@@ -228,7 +228,6 @@ def program(config: Config):
     stages = 3 if tile < 64 or K == 64 else 2  # 64 KiB each where K = 128
     size = tile // 2  # elements of a lane
     truth = "true" if reverse else "false"
-    m = macros()
     value_heads, parts, sequences = T.dynamic("value_heads, parts, sequences")
     initial_states = T.dynamic("initial_states")  # sequences, or 0: not given
 
@@ -287,8 +286,8 @@ def program(config: Config):
             m_s = T.alloc_shared((stages, *map_blocks_shape(K)), "bfloat16")
             s_s = T.alloc_shared((2, 2, K, tile), "bfloat16")  # the state, high and low, of a step and of the one after
             flag_s = T.alloc_shared((stages,), "int32")  # `forgotten` of a step's piece
-            loaded = T.alloc_barrier([1] * stages)
-            free = T.alloc_barrier([warps] * stages)
+            loaded = T.alloc_barrier([32] * stages)
+            free = T.alloc_barrier([warps * 32] * stages)
 
             if tx >= warps * 32:
                 if not reverse:
@@ -307,7 +306,7 @@ def program(config: Config):
                             )
                         if tx % 32 == 0:
                             flag_s[step % stages] = flag
-                        m.arrive(loaded, step % stages)
+                        T.barrier_arrive(loaded[step % stages])
             else:
                 state = T.alloc_local((size,), "float32")
                 answer = T.alloc_local((size,), "float32")
@@ -374,7 +373,7 @@ def program(config: Config):
                             for i in T.unroll(size):
                                 state[i] = answer[i]
                             fetch(answer, response, piece)
-                        m.arrive(free, stage)
+                        T.barrier_arrive(free[stage])
                         at = T.uint32(4 * K * tile) - at
                         T.call_extern("handle", f"jax_qla_share<{K}, {tile}>", written + at, state.data)
                         stage = T.if_then_else(stage == stages - 1, 0, stage + 1)

@@ -248,11 +248,11 @@ def program(config: Config):
             query_s = T.alloc_shared((stages, C), "float32") if l2norm else gamma_s  # 1 / |q|, else not needed
             scaled_s = T.alloc_shared((stages, C), "float32")  # scale exp(gamma), over |q| if queries are normalised
             whole_s = T.alloc_shared((stages,), "float32")  # exp(gamma_C)
-            loaded = T.alloc_barrier([1] * stages)
-            gated = T.alloc_barrier([2 + 4] * stages)
-            ready = T.alloc_barrier([4] * stages)
-            free = T.alloc_barrier([S // 32] * stages)
-            taken = T.alloc_barrier([S // 32])
+            loaded = T.alloc_barrier([32] * stages)
+            gated = T.alloc_barrier([64 + 128] * stages)
+            ready = T.alloc_barrier([128] * stages)
+            free = T.alloc_barrier([S] * stages)
+            taken = T.alloc_barrier([S])
 
             if tx >= S + 128:
                 T.set_max_nreg(24, 0)
@@ -281,7 +281,7 @@ def program(config: Config):
                         m.load_rows(a, start + c * C, head, 0, C, a_s, at, loaded, passed)
                         if split:
                             m.load_rows(a, start + c * C, head, C, C, low_s, at, loaded, passed)
-                        m.arrive(loaded, at)
+                        T.barrier_arrive(loaded[at])
                 elif tx < S + 224:
                     row = tx - (S + 160)
                     fetched = T.alloc_local((3,), "float32")  # gates of the chunk to come
@@ -309,7 +309,7 @@ def program(config: Config):
                                 query_s[at, row] = 0.0
                         if row == 0:
                             whole_s[at] = T.exp2(fetched[1] * T.float32(LOG2_E))
-                        m.arrive(gated, at)
+                        T.barrier_arrive(gated[at])
                         m.fetch_gates(
                             gamma,
                             beta,
@@ -349,7 +349,7 @@ def program(config: Config):
                             m.zero_tail(low_s, at, rows, C, tx - S, 128)
                         T.fence_proxy_async()
                         T.sync_threads(3, 128)
-                    m.arrive(gated, at)
+                    T.barrier_arrive(gated[at])
                     T.barrier_wait(gated[at], (c // stages) % 2)
                     T.wgmma_gemm(q_s[at, :, :], k_s[at, :, :], p, transpose_B=True, clear_accum=True)
                     if p_stages < stages:
@@ -366,7 +366,7 @@ def program(config: Config):
                         T.address_of(p_s[c % p_stages, 0, 0]),
                     )
                     T.fence_proxy_async()
-                    m.arrive(ready, at)
+                    T.barrier_arrive(ready[at])
             else:
                 for wg in tuple(range(parts)):
                     part = wg * 64  # first of this warpgroup's columns
@@ -406,7 +406,7 @@ def program(config: Config):
                                     T.access_ptr(q_s[1, 0, 0], "r"),
                                     part,
                                 )
-                                m.arrive(taken, 0)
+                                T.barrier_arrive(taken[0])
                             else:
                                 for i, j in T.Parallel(64, K):
                                     state[i, j] = initial_state[n, head, j, first + part + i]
@@ -497,7 +497,7 @@ def program(config: Config):
                             T.copy(state, state_b)
                             T.wgmma_gemm(state_b, k_s[after, :, :], u, transpose_B=True, clear_accum=True)
                             T.wait_wgmma(1)
-                            m.arrive(free, at)
+                            T.barrier_arrive(free[at])
                             if keep:
                                 T.tma_store_wait(0)
                                 T.sync_threads(4 + wg, 128)  # by now Vd and the second half of h have

@@ -521,7 +521,7 @@ def program(config: Config):
         vectors.faint_s[stage, i // 32] = T.call_extern(
             "int32", "jax_qla_any", T.cast(i < rows and T.abs(gates[2]) < T.float32(FAINT), "int32")
         )
-        m.arrive(ready, stage)
+        T.barrier_arrive(ready[stage])
 
     @T.macro
     def load_states(states, tile, slot, head, loaded):
@@ -533,7 +533,7 @@ def program(config: Config):
                 leader_scope_threads=32,
                 eviction_policy=SHORT,
             )
-        m.arrive(loaded, 0)
+        T.barrier_arrive(loaded[0])
 
     @T.prim_func
     def gradients(
@@ -642,25 +642,25 @@ def program(config: Config):
             states_dot_s = T.alloc_shared((2, 4), "float32")  # <dh, h> by warp
             dot_s = T.alloc_shared((2, C), "float32")
             dot_v_s = T.alloc_shared((2, C), "float32")
-            k_loaded = T.alloc_barrier([1] * 2)
-            k_ready = T.alloc_barrier([4] * 2)
-            k_free = T.alloc_barrier([8] * 2)
-            q_loaded = T.alloc_barrier([1])
-            q_ready = T.alloc_barrier([4])
-            q_free = T.alloc_barrier([8])
-            do_loaded = T.alloc_barrier([1])
-            do_free = T.alloc_barrier([4])
-            rows_loaded = T.alloc_barrier([1] * row_stages)
-            rows_free = T.alloc_barrier([12] * row_stages)
-            gates_ready = T.alloc_barrier([2] * 2)
-            h_loaded = T.alloc_barrier([1])
-            dh_loaded = T.alloc_barrier([1])
-            h_free = T.alloc_barrier([12])
-            dh_free = T.alloc_barrier([8])
-            e_ready = T.alloc_barrier([4])
-            e_free = T.alloc_barrier([4])
-            parts_ready = T.alloc_barrier([8] * 2)
-            dots_ready = T.alloc_barrier([4] * 2)
+            k_loaded = T.alloc_barrier([32] * 2)
+            k_ready = T.alloc_barrier([128] * 2)
+            k_free = T.alloc_barrier([256] * 2)
+            q_loaded = T.alloc_barrier([32])
+            q_ready = T.alloc_barrier([128])
+            q_free = T.alloc_barrier([256])
+            do_loaded = T.alloc_barrier([32])
+            do_free = T.alloc_barrier([128])
+            rows_loaded = T.alloc_barrier([32] * row_stages)
+            rows_free = T.alloc_barrier([384] * row_stages)
+            gates_ready = T.alloc_barrier([64] * 2)
+            h_loaded = T.alloc_barrier([32])
+            dh_loaded = T.alloc_barrier([32])
+            h_free = T.alloc_barrier([384])
+            dh_free = T.alloc_barrier([256])
+            e_ready = T.alloc_barrier([128])
+            e_free = T.alloc_barrier([128])
+            parts_ready = T.alloc_barrier([256] * 2)
+            dots_ready = T.alloc_barrier([128] * 2)
 
             if tx >= 384:
                 T.set_max_nreg(48, 0)
@@ -750,33 +750,33 @@ def program(config: Config):
                 elif tx < 480:
                     if rows > 0:
                         m.load_rows(k, row, first, 0, K, k_s, 0, k_loaded)
-                        m.arrive(k_loaded, 0)
+                        T.barrier_arrive(k_loaded[0])
                         m.load_rows(vd, row, kept, 0, V, vd_s, 0, rows_loaded)
                         if split:
                             m.load_rows(vd, row, kept, V, V, low_s, 0, rows_loaded)
                         m.load_rows(d, row, first * ratio, 0, V, dv_s, 0, rows_loaded)
-                        m.arrive(rows_loaded, 0)
+                        T.barrier_arrive(rows_loaded[0])
                         m.load_rows(do, row, first * ratio, 0, V, do_s, 0, do_loaded)
-                        m.arrive(do_loaded, 0)
+                        T.barrier_arrive(do_loaded[0])
                         m.load_rows(q, row, first, 0, K, q_s, 0, q_loaded)
-                        m.arrive(q_loaded, 0)
+                        T.barrier_arrive(q_loaded[0])
                         load_states(h, h_s, slot, kept, h_loaded)
                         load_states(dh, dh_s, slot, held, dh_loaded)
                         if not split:
                             if heads > 1:
                                 m.load_rows(vd, row, kept + 1, 0, V, vd_s, 1, rows_loaded)
                                 m.load_rows(d, row, first * ratio + 1, 0, V, dv_s, 1, rows_loaded)
-                                m.arrive(rows_loaded, 1)
+                                T.barrier_arrive(rows_loaded[1])
                         if keys > 1:
                             m.load_rows(k, row, first + 1, 0, K, k_s, 1, k_loaded)
-                            m.arrive(k_loaded, 1)
+                            T.barrier_arrive(k_loaded[1])
                         for key_l in T.serial(keys):
                             for r_l in T.serial(ratio):
                                 n = key_l * ratio + r_l
                                 if n + 1 < heads:
                                     T.barrier_wait(do_free[0], n % 2)
                                     m.load_rows(do, row, first * ratio + n + 1, 0, V, do_s, 0, do_loaded)
-                                    m.arrive(do_loaded, 0)
+                                    T.barrier_arrive(do_loaded[0])
                                     T.barrier_wait(h_free[0], n % 2)
                                     load_states(h, h_s, slot, kept + n + 1, h_loaded)
                                     T.barrier_wait(dh_free[0], n % 2)
@@ -784,7 +784,7 @@ def program(config: Config):
                                 if r_l + 1 == ratio and key_l + 1 < keys:
                                     T.barrier_wait(q_free[0], key_l % 2)
                                     m.load_rows(q, row, first + key_l + 1, 0, K, q_s, 0, q_loaded)
-                                    m.arrive(q_loaded, 0)
+                                    T.barrier_arrive(q_loaded[0])
                                 if n + row_stages < heads:
                                     T.barrier_wait(rows_free[tile_of(n % 2)], turn_of(n))
                                     m.load_rows(vd, row, kept + n + row_stages, 0, V, vd_s, tile_of(n % 2), rows_loaded)
@@ -793,11 +793,11 @@ def program(config: Config):
                                     m.load_rows(
                                         d, row, first * ratio + n + row_stages, 0, V, dv_s, tile_of(n % 2), rows_loaded
                                     )
-                                    m.arrive(rows_loaded, tile_of(n % 2))
+                                    T.barrier_arrive(rows_loaded[tile_of(n % 2)])
                             if key_l + 2 < keys:
                                 T.barrier_wait(k_free[key_l % 2], key_l // 2 % 2)
                                 m.load_rows(k, row, first + key_l + 2, 0, K, k_s, key_l % 2, k_loaded)
-                                m.arrive(k_loaded, key_l % 2)
+                                T.barrier_arrive(k_loaded[key_l % 2])
             elif tx >= 256:
                 T.set_max_nreg(72, 0)
                 i = tx - 256
@@ -811,11 +811,11 @@ def program(config: Config):
                                 T.barrier_wait(k_loaded[key % 2], key // 2 % 2)
                                 m.zero_tail(k_s, key % 2, rows, K, i, 128)
                                 T.fence_proxy_async()
-                                m.arrive(k_ready, key % 2)
+                                T.barrier_arrive(k_ready[key % 2])
                                 T.barrier_wait(q_loaded[0], key % 2)
                                 m.zero_tail(q_s, 0, rows, K, i, 128)
                                 T.fence_proxy_async()
-                                m.arrive(q_ready, 0)
+                                T.barrier_arrive(q_ready[0])
                             T.barrier_wait(h_loaded[0], (key * ratio + r) % 2)
                             T.barrier_wait(dh_loaded[0], (key * ratio + r) % 2)
                             T.call_extern(
@@ -825,8 +825,8 @@ def program(config: Config):
                                 T.address_of(dh_s[0, 0]),
                                 T.address_of(states_dot_s[at, 0]),
                             )
-                            m.arrive(h_free, 0)
-                            m.arrive(dh_free, 0)
+                            T.barrier_arrive(h_free[0])
+                            T.barrier_arrive(dh_free[0])
                             T.barrier_wait(rows_loaded[tile_of(at)], turn_of(key * ratio + r))
                             T.call_extern(
                                 "handle",
@@ -854,8 +854,8 @@ def program(config: Config):
                                     value_heads,
                                     T.address_of(dot_v_s[at, 0]),
                                 )
-                            m.arrive(rows_free, tile_of(at))
-                            m.arrive(dots_ready, at)
+                            T.barrier_arrive(rows_free[tile_of(at)])
+                            T.barrier_arrive(dots_ready[at])
                 for x in T.serial(fill):
                     for key in T.serial(keys):
                         for y in T.serial(K // 32):
@@ -987,8 +987,8 @@ def program(config: Config):
                                     T.wgmma_gemm(vd_s[tile_of(at_k), :, :], dh_s[:, 64:128], y_k, clear_accum=True)
                                     if split:
                                         T.wgmma_gemm(low_s[0, :, :], dh_s[:, 64:128], y_k)
-                            m.arrive(h_free, 0)
-                            m.arrive(dh_free, 0)
+                            T.barrier_arrive(h_free[0])
+                            T.barrier_arrive(dh_free[0])
                             T.call_extern(
                                 "handle",
                                 "jax_qla_write_rows",
@@ -1001,16 +1001,16 @@ def program(config: Config):
                                 T.address_of(dots[2]),
                                 T.access_ptr(y_dots_s[at_k, 0], "r"),
                             )
-                            m.arrive(parts_ready, at_k)
-                            m.arrive(rows_free, tile_of(at_k))  # what follows reads neither rows nor gates
+                            T.barrier_arrive(parts_ready[at_k])
+                            T.barrier_arrive(rows_free[tile_of(at_k)])  # what follows reads neither rows nor gates
                             T.barrier_wait(e_ready[0], at_k)
                             T.wgmma_gemm(f_s, k_s[key_k % 2, :, :], dk_f)
                             if r_k == 0:
                                 T.barrier_wait(q_loaded[0], key_k % 2)
                             T.wgmma_gemm(e_s, q_s[0, :, :], dk_f, transpose_A=True)
                             T.wait_wgmma(0)
-                            m.arrive(e_free, 0)
-                        m.arrive(q_free, 0)
+                            T.barrier_arrive(e_free[0])
+                        T.barrier_arrive(q_free[0])
                         if l2norm:
                             T.call_extern(
                                 "handle",
@@ -1019,7 +1019,7 @@ def program(config: Config):
                                 T.access_ptr(k_s[key_k % 2, 0, 0], "r"),
                                 T.access_ptr(key_s[key_k % 4, 0], "r"),
                             )
-                        m.arrive(k_free, key_k % 2)
+                        T.barrier_arrive(k_free[key_k % 2])
                         T.call_extern(
                             "handle",
                             f"jax_qla_write_tile<{ctype}, {K}>",
@@ -1058,7 +1058,7 @@ def program(config: Config):
                                 T.wgmma_gemm(do_s[0, :, :], low_s[0, :, :], s_q, transpose_B=True)
                             T.wgmma_gemm(q_s[0, :, :], k_s[key_q % 2, :, :], p, transpose_B=True, clear_accum=True)
                             T.wait_wgmma(0)
-                            m.arrive(rows_free, tile_of(at_q))
+                            T.barrier_arrive(rows_free[tile_of(at_q)])
                             # E = scale (dO Vd^T o G)
                             T.call_extern(
                                 "handle",
@@ -1089,7 +1089,7 @@ def program(config: Config):
                                 )
                             T.fence_proxy_async()
                             T.sync_threads(1, 128)
-                            m.arrive(e_ready, 0)
+                            T.barrier_arrive(e_ready[0])
                             T.wgmma_gemm(e_s, k_s[key_q % 2, :, :], dq_f)
                             if split:
                                 T.wgmma_gemm(e_low_s, k_s[key_q % 2, :, :], dq_f)
@@ -1103,8 +1103,8 @@ def program(config: Config):
                             T.barrier_wait(h_loaded[0], at_q)
                             T.wgmma_gemm(do_s[0, :, :], h_s, t_q, clear_accum=True)
                             T.wait_wgmma(0)
-                            m.arrive(do_free, 0)
-                            m.arrive(h_free, 0)
+                            T.barrier_arrive(do_free[0])
+                            T.barrier_arrive(h_free[0])
                             for x in T.unroll(2):
                                 dots_q[x] = 0.0
                             for part_q in tuple(range(K // 64)):
@@ -1131,8 +1131,8 @@ def program(config: Config):
                                 T.address_of(dots_q[0]),
                                 T.access_ptr(q_dots_s[at_q, 0], "r"),
                             )
-                            m.arrive(parts_ready, at_q)
-                        m.arrive(k_free, key_q % 2)
+                            T.barrier_arrive(parts_ready[at_q])
+                        T.barrier_arrive(k_free[key_q % 2])
                         if l2norm:
                             T.call_extern(
                                 "handle",
@@ -1141,7 +1141,7 @@ def program(config: Config):
                                 T.access_ptr(q_s[0, 0, 0], "r"),
                                 T.access_ptr(query_s[key_q % 4, 0], "r"),
                             )
-                        m.arrive(q_free, 0)
+                        T.barrier_arrive(q_free[0])
                         T.call_extern(
                             "handle",
                             f"jax_qla_write_tile<{ctype}, {K}>",

@@ -52,7 +52,6 @@ from jax_qla.kernels.common import (
     MIN_LOG_DECAY,
     PASS_CONFIGS,
     STRETCHES,
-    macros,
 )
 from jax_qla.kernels.specification import decay, gather_chunks, inverse_length, mark, part_columns, scatter_chunks
 
@@ -462,7 +461,6 @@ def program(config: Config):
     C, K, dtype = CHUNK, config.key_dim, config.dtype
     bf16 = "true" if dtype == "bfloat16" else "false"
     l2norm, split = config.l2norm, config.split
-    m = macros()
     tokens, key_heads, value_heads, value_dim, sequences = T.dynamic(
         "tokens, key_heads, value_heads, value_dim, sequences"
     )
@@ -545,7 +543,7 @@ def program(config: Config):
             log2_gamma_s = T.alloc_shared((4, C), "float32")  # gamma in units of log2
             beta_s = T.alloc_shared((4, C), "float32")
             parts = ((0, tiles_s), (C, low_s)) if split else ((0, tiles_s),)  # columns of a, and where they lie
-            loaded = T.alloc_barrier([1] * 2)
+            loaded = T.alloc_barrier([32] * 2)
             T.annotate_layout({x: make_full_bank_swizzled_layout(x) for x in (tiles_s, low_s)})
 
             if half < heads:
@@ -565,7 +563,7 @@ def program(config: Config):
                                 barrier=loaded[unit],
                                 leader_scope_threads=32,
                             )
-                    m.arrive(loaded, unit)
+                    T.barrier_arrive(loaded[unit])
                 T.call_extern(
                     "handle",
                     "jax_qla_fetch",

@@ -163,11 +163,11 @@ def program(config: Config):
             query_s = T.alloc_shared((stages, C), "float32") if l2norm else gamma_s  # 1 / |q|, else not needed
             out_s = T.alloc_shared((stages, C), "float32")  # factor of dX in dv
             lift_s = T.alloc_shared((stages, C), "float32")  # scale exp(gamma), over |q| if queries are normalised
-            loaded = T.alloc_barrier([1] * stages)
-            gated = T.alloc_barrier([2] * stages)
-            ready = T.alloc_barrier([4] * stages)
-            free = T.alloc_barrier([S // 32] * stages)
-            taken = T.alloc_barrier([S // 32] * 2)
+            loaded = T.alloc_barrier([32] * stages)
+            gated = T.alloc_barrier([64] * stages)
+            ready = T.alloc_barrier([128] * stages)
+            free = T.alloc_barrier([S] * stages)
+            taken = T.alloc_barrier([S] * 2)
             shared = SimpleNamespace(
                 q_s=q_s,
                 k_s=k_s,
@@ -271,7 +271,7 @@ def program(config: Config):
                             # by now the previous chunk's dv has left too, and its stage may be overwritten
                             T.tma_store_wait(K // 64)
                             if c > 0:
-                                m.arrive(free, (c - 1) % stages)
+                                T.barrier_arrive(free[(c - 1) % stages])
                             T.call_extern(
                                 "handle",
                                 "jax_qla_load_transposed",
@@ -281,7 +281,7 @@ def program(config: Config):
                             for i, j in T.Parallel(64, C):
                                 do_b[i, j] = T.cast(do_t[i, j], "float32") * lift_s[at, j]
                             T.wait_wgmma(0)
-                            m.arrive(taken, c % 2)
+                            T.barrier_arrive(taken[c % 2])
                             for i, j in T.Parallel(64, C):
                                 u[i, j] = u[i, j] * fall_s[at, j] + from_output[i, j]
                             T.copy(u, dvd_b)

@@ -130,9 +130,9 @@ def program(config: Config):
             fall_s = T.alloc_shared((stages, C), "float32")
             beta_s = T.alloc_shared((stages, C), "float32")
             drop_s = T.alloc_shared((stages, C), "float32")  # -exp(gamma) beta
-            loaded = T.alloc_barrier([1] * stages)
-            ready = T.alloc_barrier([4] * stages)
-            free = T.alloc_barrier([S // 32] * stages)
+            loaded = T.alloc_barrier([32] * stages)
+            ready = T.alloc_barrier([128] * stages)
+            free = T.alloc_barrier([S] * stages)
 
             if tx >= S:
                 T.set_max_nreg(40, 0)
@@ -163,7 +163,7 @@ def program(config: Config):
                             if split:
                                 m.load_rows(a, start + step * C, head, C, C, low_s, step % stages, loaded, LONG)
                             m.load_rows(v, start + step * C, head, first, W, v_s, step % stages, loaded, LONG)
-                            m.arrive(loaded, step % stages)
+                            T.barrier_arrive(loaded[step % stages])
                     if step > 0:
                         # prepare the chunk before, which has arrived
                         stage = (step + stages - 1) % stages
@@ -184,7 +184,7 @@ def program(config: Config):
                             if split:
                                 m.zero_tail(low_s, stage, rows, C, tx - S, 128)
                             T.fence_proxy_async()
-                        m.arrive(ready, stage)
+                        T.barrier_arrive(ready[stage])
                     for x in T.unroll(3):
                         gates[x] = fetched[x]
                     if l2norm:
@@ -242,7 +242,7 @@ def program(config: Config):
                             # by now the previous chunk's Vd has left too, and its stage may be overwritten
                             T.tma_store_wait(K // 64)
                             if c > 0:
-                                m.arrive(free, (c - 1) % stages)
+                                T.barrier_arrive(free[(c - 1) % stages])
                             for i, j in T.Parallel(64, C):
                                 v_beta[i, j] = T.cast(v_t[i, j], "float32") * beta_s[at, j]
                             for j in T.Parallel(C):

@@ -179,9 +179,9 @@ def program(config: Config):
             fall_s = T.alloc_shared((stages, C), "float32")
             beta_s = T.alloc_shared((stages, C), "float32")  # over |k| if keys are normalised
             drop_s = T.alloc_shared((stages, C), "float32")  # -exp(gamma) beta, over |k|^2 if they are
-            loaded = T.alloc_barrier([1] * stages)
-            ready = T.alloc_barrier([2] * stages)
-            free = T.alloc_barrier([4] * stages)
+            loaded = T.alloc_barrier([32] * stages)
+            ready = T.alloc_barrier([64] * stages)
+            free = T.alloc_barrier([128] * stages)
 
             if tx >= 128:
                 T.set_max_nreg(40, 0)
@@ -195,7 +195,7 @@ def program(config: Config):
                             m.load_rows(a, start + c * C, head, C, C, low_s, c % stages, loaded)
                         if tile < value_tiles:
                             m.load_rows(v, start + c * C, head, tile * 64, 64, v_s, c % stages, loaded)
-                        m.arrive(loaded, c % stages)
+                        T.barrier_arrive(loaded[c % stages])
                 elif tx >= 192:
                     i = tx - 192
                     fetched = T.alloc_local((3,), "float32")  # gates of the chunk to come
@@ -228,7 +228,7 @@ def program(config: Config):
                             if split:
                                 m.zero_tail(low_s, at, rows, C, i, 64)
                             T.fence_proxy_async()
-                        m.arrive(ready, at)
+                        T.barrier_arrive(ready[at])
             else:
                 T.set_max_nreg(216, 1)
                 state = T.alloc_fragment((64, K), "float32")
@@ -284,7 +284,7 @@ def program(config: Config):
                     # S = exp(gamma_C) S + (exp(gamma_C - gamma) Vd) K
                     m.begin_update(state, u, of_column, vk_b, k_s, at, low if split else None)
                     T.wait_wgmma(0)
-                    m.arrive(free, at)
+                    T.barrier_arrive(free[at])
                 if tile < value_tiles:
                     if position < LAST:
                         for i, j in T.Parallel(64, K):
