@@ -92,6 +92,9 @@ def program(config: Config):
             T.annotate_min_blocks_per_sm(1)
             T.pdl_trigger()  # what follows waits by itself
             head = T.alloc_var("int32")
+            head = T.call_extern(
+                "int32", "jax_qla_slow_first", T.address_of(gamma[T.min(tokens, C) - 1, 0]), value_heads, number
+            )
             piece = T.alloc_var("int32")
             start = T.alloc_var("int32")
             end = T.alloc_var("int32")
@@ -104,9 +107,6 @@ def program(config: Config):
             start = pieces[piece, 0]
             end = pieces[piece, 1]
             position = pieces[piece, 3]
-            head = T.call_extern(
-                "int32", "jax_qla_slow_first", T.address_of(gamma[T.min(tokens, C) - 1, 0]), value_heads, number
-            )
             key_head = T.truncdiv(head, ratio)
             tx = T.get_thread_binding()
             chunks = (end - start + C - 1) // C

@@ -503,8 +503,9 @@ def program(config: Config):
             unit = warp // 2
             half = warp % 2
             lane = tx % 32
-            slot = slots - 1 - T.truncdiv(block, blocks + measuring)
-            number = T.truncmod(block, blocks + measuring)
+            slot = T.truncdiv(block, blocks + measuring)
+            number = block - slot * (blocks + measuring)
+            slot = slots - 1 - slot
             index = number * together + unit
             key_head = T.truncdiv(index, pairs)
             pair = T.truncmod(index, pairs)
