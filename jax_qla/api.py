@@ -121,10 +121,10 @@ def chunk_gated_delta_rule(
             2 (K V / 64 + V) bytes per token and value head (768 at K = V = 128; with precision "high" in bfloat16
             1024). o and the final state are the same bit for bit, gradients differ by rounding. The backward pass takes
             10 to 31 % less time, the forward pass longer, both together 3 to 19 % less (docs/performance.md). Inside
-            `jax.checkpoint` it is for policies that keep these (`jax_qla.CHECKPOINT_NAMES` has their names): where
-            nothing is kept, the forward pass runs twice, and writes them twice. It has no effect where the compiler
-            cuts the operands (Auto meshes without `mesh_axes`, and several devices without a mesh), and with other
-            implementations.
+            `jax.checkpoint` they take no memory between the passes unless its policy keeps them (they are among
+            `jax_qla.CHECKPOINT_NAMES`): only the forward pass that the backward one runs again computes them. It has no
+            effect where the compiler cuts the operands (Auto meshes without `mesh_axes`, and several devices without a
+            mesh), and with other implementations.
 
     Returns:
         o: [B, T, Hv, V] in v's dtype.

@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_qla import policy
+from jax_qla.if_used import computed_if_used
 from jax_qla.implementations import Between, Choice, ChunkStates, Lengths, Pieces, Residuals, keeps_lengths, load
 from jax_qla.kernels.common import CHUNK
 from jax_qla.l2norm import normalize, normalize_gradient
@@ -87,17 +88,6 @@ def forward(
     # "xla" recomputes: where it is the only implementation, residuals would be memory for nothing.
     with_residuals = with_residuals and choice.on_cuda == "cuda"
 
-    def local(*operands: Any) -> Any:
-        if _nothing_to_do(operands[2], operands[6]):
-            kept = {
-                "with_residuals": with_residuals,
-                "with_lengths": with_lengths,
-                "precision": precision,
-                "keep": keep,
-            }
-            return _forward_of_nothing(*operands, output_final_state=output_final_state, **kept)
-        return _on_platform(choice, "forward", operands, options, l2norm)
-
     if not with_residuals or pieces is not None:
         piece_rows = None
     keep = keep and with_residuals
@@ -105,13 +95,37 @@ def forward(
     options: dict[str, Any] = {"scale": scale, "output_final_state": output_final_state}
     options |= {"with_residuals": with_residuals, "cut": cut, "piece_rows": piece_rows, "precision": precision}
     with_lengths = with_residuals and keeps_lengths(choice, q.dtype, l2norm)
-    options |= {"asked_rows": choice.piece_rows, "keep": keep, "with_lengths": with_lengths}
+    options |= {"asked_rows": choice.piece_rows, "with_lengths": with_lengths}
     kinds = (*(_ROWS,) * 5, _STATES, _SEGMENTS, _KINDS_OF_RESIDUALS, _STATES)
-    one_by_one = (piece_rows is not None and segments is not None) or (keep and _has_a_part_of_a_chunk(v))
-    batchable = _batchable(local, kinds, (_ROWS, _STATES, _KINDS_OF_RESIDUALS), one_by_one=one_by_one)
+
+    def batchable(keep: bool) -> Callable[..., Any]:
+        def local(*operands: Any) -> Any:
+            if _nothing_to_do(operands[2], operands[6]):
+                kept = {
+                    "with_residuals": with_residuals,
+                    "with_lengths": with_lengths,
+                    "precision": precision,
+                    "keep": keep,
+                }
+                return _forward_of_nothing(*operands, output_final_state=output_final_state, **kept)
+            return _on_platform(choice, "forward", operands, {**options, "keep": keep}, l2norm)
+
+        one_by_one = (piece_rows is not None and segments is not None) or (keep and _has_a_part_of_a_chunk(v))
+        return _batchable(local, kinds, (_ROWS, _STATES, _KINDS_OF_RESIDUALS), one_by_one=one_by_one)
+
+    def keeping(*operands: Any) -> tuple[Any, ChunkStates]:
+        o, final_state, residuals = batchable(True)(*operands)
+        return (o, final_state, residuals._replace(chunk_states=None)), residuals.chunk_states
+
     operands = (q, k, v, g, beta, initial_state, segments, residuals, pieces)
-    o, final_state, residuals = batchable(*match_varying(operands, operands))
-    return o, final_state, residuals
+    operands = match_varying(operands, operands)
+    if not keep:
+        o, final_state, residuals = batchable(False)(*operands)
+        return o, final_state, residuals
+    # Inside `jax.checkpoint` the states before all chunks are for nobody at first.
+    function = first_order(lambda *operands: computed_if_used(keeping, batchable(False), operands))
+    (o, final_state, residuals), chunk_states = function(*operands)
+    return o, final_state, residuals._replace(chunk_states=chunk_states)
 
 
 @functools.partial(jax.jit, static_argnames=("choice", "scale", "l2norm", "precision"))

@@ -19,7 +19,7 @@ Inside `jax.checkpoint` the residuals and the results carry names (`CHECKPOINT_N
 `jax.checkpoint_policies.save_only_these_names(*jax_qla.CHECKPOINT_NAMES)` keeps them and so spares a second forward;
 without such a policy the forward runs again. At K = V = 128 these are, in bytes per token and value head: a 128, gamma
 4, o 256, the chunk states 768; the lengths are 8 per token and key head. Where a call asks for the chunk states and the
-policy does not keep them, the forward pass runs again and writes them twice, the first time for nobody.
+policy does not keep them, only the forward pass that runs again writes them (`if_used.py`).
 """
 
 from __future__ import annotations

@@ -141,6 +141,53 @@ def test_chunk_states_are_saved_where_they_are_wanted(rows: str, monkeypatch: py
         assert kept(True) == kept(False)
 
 
+@pytest.mark.parametrize("rows", ["0", "64"], ids=["whole", "in pieces"])
+def test_checkpoint_has_chunk_states_computed_once(rows: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not where the forward pass runs for the first time and nobody keeps them, whichever way it is mapped."""
+    monkeypatch.setenv(policy.OVERRIDE, rows)
+    monkeypatch.setattr(jax, "device_count", lambda: 1)
+
+    def rule(*x: jax.Array) -> jax.Array:
+        return jnp.sum(jnp.tanh(jax_qla.chunk_gated_delta_rule(*x, save_chunk_states=True)[0]))
+
+    def results(function: Callable[..., Any], *x: jax.Array) -> list[int]:
+        """Of each run of the forward pass that is asked for the states."""
+        found: list[int] = []
+
+        def look(jaxpr: Any) -> None:
+            for equation in jaxpr.eqns:
+                if equation.primitive.name == "jax_qla_computed_if_used":
+                    found.append(len(equation.outvars))
+                    continue
+                for inner in jax.tree.leaves(equation.params, is_leaf=lambda x: hasattr(x, "eqns")):
+                    inner = getattr(inner, "jaxpr", inner)
+                    if hasattr(inner, "eqns"):
+                        look(inner)
+
+        look(jax.make_jaxpr(function)(*x).jaxpr)
+        return found
+
+    def remembering(*names: str) -> Callable[..., jax.Array]:
+        stand_in.forget_traces()
+        return jax.checkpoint(lambda *x: rule(*x), policy=checkpoint_policies.save_only_these_names(*names))
+
+    without = 3 if rows == "0" else 6  # o, a, gamma, and what lies between the pieces
+    for length in (128, 130):
+        x = tokens(1, length)
+        members = tuple(jnp.stack([y, y[:, ::-1]]) for y in x)
+        with stand_in.kernels():
+            assert results(jax.grad(rule), *x) == [without + 2]
+            assert results(jax.grad(remembering(*jax_qla.CHECKPOINT_NAMES)), *x) == [without + 2]
+            right = jax.grad(rule, argnums=tuple(range(5)))
+            for gradient, operands, expected in (
+                (jax.grad, x, right(*x)),
+                (lambda f, **options: jax.vmap(jax.grad(f, **options)), members, jax.vmap(right)(*members)),
+            ):
+                assert results(gradient(remembering()), *operands) == [without, without + 2]
+                actual = gradient(remembering(), argnums=tuple(range(5)))(*operands)
+                jax.tree.map(lambda ours, theirs: assert_close(ours, theirs, 1e-6), actual, expected)
+
+
 def test_gradient_is_one_forward_and_one_backward() -> None:
     assert calls(loss, *OPERANDS) == {}  # inside the custom_vjp
     assert calls(jax.grad(loss), *OPERANDS) == {"forward": 1, "backward": 1}

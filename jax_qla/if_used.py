@@ -1,0 +1,74 @@
+"""Results that are computed only where something uses them.
+
+The compiler drops what nobody uses, but of a custom call it drops all or nothing. JAX drops too, where `jax.checkpoint`
+runs a function for the first time, whose residuals nobody keeps: what costs more for what it keeps should be another
+function there. `jax.custom_vjp` offers that (`optimize_remat`), but not with symbolic zeros, and no other public
+transformation does; hence this primitive.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+from jax.extend.core import ClosedJaxpr, JaxprEqn, Primitive, jaxpr_as_fun
+from jax.interpreters import batching, mlir, partial_eval
+
+
+def computed_if_used(
+    function: Callable[..., tuple[Any, Any]], without: Callable[..., Any], operands: tuple[Any, ...]
+) -> tuple[Any, Any]:
+    """function(*operands), which are results and extras; `without`, which returns the results alone, where nothing uses
+    the extras and JAX finds out (`jax.jit` does not look into what it calls, `jax.checkpoint` does).
+
+    Args:
+        function, without: of pytrees of arrays. What they take from elsewhere must not be traced.
+        operands: theirs.
+
+    Returns:
+        What `function` returns, two pytrees.
+    """
+    leaves, tree = jax.tree.flatten(operands)
+    full, shapes = jax.make_jaxpr(lambda *x: function(*jax.tree.unflatten(tree, x)), return_shape=True)(*leaves)
+    lean = jax.make_jaxpr(lambda *x: without(*jax.tree.unflatten(tree, x)))(*leaves)
+    found = _computed_if_used_p.bind(*leaves, full=full, lean=lean)
+    results, extras = jax.tree.unflatten(jax.tree.structure(shapes), found)
+    return results, extras
+
+
+def _run(*leaves: Any, full: ClosedJaxpr, lean: ClosedJaxpr) -> Any:
+    del lean
+    return jaxpr_as_fun(full)(*leaves)
+
+
+def _eliminate(used: Sequence[bool], equation: JaxprEqn) -> tuple[list[bool], JaxprEqn | None]:
+    """The equation that computes what is `used`, and which of its operands that needs."""
+    lean = equation.params["lean"]
+    count = len(lean.out_avals)
+    if not any(used[count:]):
+        if not any(used):
+            return [False] * len(equation.invars), None
+        equation = equation.replace(outvars=equation.outvars[:count], params={"full": lean, "lean": lean})
+    return [True] * len(equation.invars), equation
+
+
+def _batch(operands: Sequence[Any], axes: Sequence[Any], *, full: ClosedJaxpr, lean: ClosedJaxpr) -> Any:
+    mapped = [isinstance(axis, int) for axis in axes]
+    size = next(x.shape[axis] for x, axis, is_mapped in zip(operands, axes, mapped, strict=True) if is_mapped)
+    in_axes = [axis if is_mapped else None for axis, is_mapped in zip(axes, mapped, strict=True)]
+
+    def batched(jaxpr: ClosedJaxpr) -> ClosedJaxpr:
+        return jax.make_jaxpr(jax.vmap(jaxpr_as_fun(jaxpr), in_axes=in_axes, axis_size=size))(*operands)
+
+    results = _computed_if_used_p.bind(*operands, full=batched(full), lean=batched(lean))
+    return results, [0] * len(results)
+
+
+_computed_if_used_p = Primitive("jax_qla_computed_if_used")
+_computed_if_used_p.multiple_results = True
+_computed_if_used_p.def_impl(_run)
+_computed_if_used_p.def_abstract_eval(lambda *_, full, lean: full.out_avals)
+batching.primitive_batchers[_computed_if_used_p] = _batch
+partial_eval.dce_rules[_computed_if_used_p] = _eliminate
+mlir.register_lowering(_computed_if_used_p, mlir.lower_fun(_run, multiple_results=True))
