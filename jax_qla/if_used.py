@@ -42,8 +42,12 @@ def _run(*leaves: Any, full: ClosedJaxpr, lean: ClosedJaxpr) -> Any:
     return jaxpr_as_fun(full)(*leaves)
 
 
-def _eliminate(used: Sequence[bool], equation: JaxprEqn) -> tuple[list[bool], JaxprEqn | None]:
-    """The equation that computes what is `used`, and which of its operands that needs."""
+def _eliminate(used: Sequence[bool], *others: Any) -> tuple[list[bool], JaxprEqn | None]:
+    """The equation, last of the arguments, that computes what is `used`, and which of its operands that needs.
+
+    JAX 0.12 says before it which operands are live.
+    """
+    equation = others[-1]
     lean = equation.params["lean"]
     count = len(lean.out_avals)
     if not any(used[count:]):
@@ -65,8 +69,9 @@ def _batch(operands: Sequence[Any], axes: Sequence[Any], *, full: ClosedJaxpr, l
     return results, [0] * len(results)
 
 
-_computed_if_used_p = Primitive("jax_qla_computed_if_used")
+_computed_if_used_p: Any = Primitive("jax_qla_computed_if_used")
 _computed_if_used_p.multiple_results = True
+_computed_if_used_p.to_lojax = _run  # JAX 0.12 asks for it where the programs have operations that it calls high
 _computed_if_used_p.def_impl(_run)
 _computed_if_used_p.def_abstract_eval(lambda *_, full, lean: full.out_avals)
 batching.primitive_batchers[_computed_if_used_p] = _batch
