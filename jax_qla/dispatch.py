@@ -98,19 +98,19 @@ def forward(
     options |= {"asked_rows": choice.piece_rows, "with_lengths": with_lengths}
     kinds = (*(_ROWS,) * 5, _STATES, _SEGMENTS, _KINDS_OF_RESIDUALS, _STATES)
 
-    def batchable(keep: bool) -> Callable[..., Any]:
+    def batchable(with_states: bool) -> Callable[..., Any]:
         def local(*operands: Any) -> Any:
             if _nothing_to_do(operands[2], operands[6]):
                 kept = {
                     "with_residuals": with_residuals,
                     "with_lengths": with_lengths,
                     "precision": precision,
-                    "keep": keep,
+                    "keep": with_states,
                 }
                 return _forward_of_nothing(*operands, output_final_state=output_final_state, **kept)
-            return _on_platform(choice, "forward", operands, {**options, "keep": keep}, l2norm)
+            return _on_platform(choice, "forward", operands, {**options, "keep": with_states}, l2norm)
 
-        one_by_one = (piece_rows is not None and segments is not None) or (keep and _has_a_part_of_a_chunk(v))
+        one_by_one = (piece_rows is not None and segments is not None) or (with_states and _has_a_part_of_a_chunk(v))
         return _batchable(local, kinds, (_ROWS, _STATES, _KINDS_OF_RESIDUALS), one_by_one=one_by_one)
 
     def keeping(*operands: Any) -> tuple[Any, ChunkStates]:
