@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 from unittest import mock
@@ -37,23 +37,31 @@ def loss(*x: jax.Array, implementation: Any = None) -> jax.Array:
     return jnp.sum(jnp.sin(o)) + jnp.sum(jnp.sin(final_state))
 
 
-def calls(function: Callable[..., Any], *operands: Any) -> Counter[str]:
-    """How often the traced function calls `dispatch.forward` and `dispatch.backward`."""
-    found: Counter[str] = Counter()
+def equations(function: Callable[..., Any], *operands: Any, leaf: Callable[[Any], bool]) -> Iterator[Any]:
+    """Of the traced function and of the programs within, but those of equations that are a `leaf`."""
 
-    def count(jaxpr: Any) -> None:
+    def within(jaxpr: Any) -> Iterator[Any]:
         for equation in jaxpr.eqns:
-            name = equation.params.get("name")
-            if equation.primitive.name in ("jit", "pjit") and name in ("forward", "backward"):
-                found[name] += 1
-            elif not equation.primitive.name.startswith("custom_vjp"):
+            yield equation
+            if not leaf(equation):
                 for inner in jax.tree.leaves(equation.params, is_leaf=lambda x: hasattr(x, "eqns")):
                     inner = getattr(inner, "jaxpr", inner)
                     if hasattr(inner, "eqns"):
-                        count(inner)
+                        yield from within(inner)
 
-    count(jax.make_jaxpr(function)(*operands).jaxpr)
-    return found
+    yield from within(jax.make_jaxpr(function)(*operands).jaxpr)
+
+
+def calls(function: Callable[..., Any], *operands: Any) -> Counter[str]:
+    """How often the traced function calls `dispatch.forward` and `dispatch.backward`."""
+
+    def is_call(equation: Any) -> bool:
+        return equation.primitive.name in ("jit", "pjit") and equation.params.get("name") in ("forward", "backward")
+
+    def leaf(equation: Any) -> bool:
+        return is_call(equation) or equation.primitive.name.startswith("custom_vjp")
+
+    return Counter(x.params["name"] for x in equations(function, *operands, leaf=leaf) if is_call(x))
 
 
 # What is saved
@@ -150,22 +158,12 @@ def test_checkpoint_has_chunk_states_computed_once(rows: str, monkeypatch: pytes
     def rule(*x: jax.Array) -> jax.Array:
         return jnp.sum(jnp.tanh(jax_qla.chunk_gated_delta_rule(*x, save_chunk_states=True)[0]))
 
+    def is_asked(equation: Any) -> bool:
+        return equation.primitive.name == "jax_qla_computed_if_used"
+
     def results(function: Callable[..., Any], *x: jax.Array) -> list[int]:
         """Of each run of the forward pass that is asked for the states."""
-        found: list[int] = []
-
-        def look(jaxpr: Any) -> None:
-            for equation in jaxpr.eqns:
-                if equation.primitive.name == "jax_qla_computed_if_used":
-                    found.append(len(equation.outvars))
-                    continue
-                for inner in jax.tree.leaves(equation.params, is_leaf=lambda x: hasattr(x, "eqns")):
-                    inner = getattr(inner, "jaxpr", inner)
-                    if hasattr(inner, "eqns"):
-                        look(inner)
-
-        look(jax.make_jaxpr(function)(*x).jaxpr)
-        return found
+        return [len(found.outvars) for found in equations(function, *x, leaf=is_asked) if is_asked(found)]
 
     def remembering(*names: str) -> Callable[..., jax.Array]:
         stand_in.forget_traces()
