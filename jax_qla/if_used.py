@@ -19,8 +19,8 @@ from jax.interpreters import batching, mlir, partial_eval
 def computed_if_used(
     function: Callable[..., tuple[Any, Any]], without: Callable[..., Any], operands: tuple[Any, ...]
 ) -> tuple[Any, Any]:
-    """function(*operands), which are results and extras; `without`, which returns the results alone, where nothing uses
-    the extras and JAX finds out (`jax.jit` does not look into what it calls, `jax.checkpoint` does).
+    """function(*operands), which are results and extras; of `without`, which returns the results alone, where nothing
+    uses the extras and JAX finds that out, as it does inside `jax.checkpoint`.
 
     Args:
         function, without: of pytrees of arrays. What they take from elsewhere must not be traced.
@@ -45,7 +45,7 @@ def _run(*leaves: Any, full: ClosedJaxpr, lean: ClosedJaxpr) -> Any:
 def _eliminate(used: Sequence[bool], *others: Any) -> tuple[list[bool], JaxprEqn | None]:
     """The equation, last of the arguments, that computes what is `used`, and which of its operands that needs.
 
-    JAX 0.12 says before it which operands are live.
+    JAX promises no such interface: 0.12 says before the equation which operands are live.
     """
     equation = others[-1]
     lean = equation.params["lean"]
