@@ -160,10 +160,8 @@ def _translate(source: str, plan: Mapping[str, Any]) -> str:
     )
     if left := [line for line in text.splitlines() if "asm" in line and 'asm volatile("" :' not in line]:
         raise NotImplementedError(f"PTX that tests/cuda_on_cpu.h does not know: {left[0]}")
-    text = re.sub(  # a kernel's only tile has it under its own name
-        r"extern __shared__ __align__\(1024\) (\w+) (\w+)\[\];",
-        r"\1* \2 = reinterpret_cast<\1*>(emulator::shared);",
-        text,
+    text = text.replace(
+        "extern __shared__ __align__(1024) uchar buf_dyn_shmem[];", "uchar* buf_dyn_shmem = emulator::shared;"
     )
     signature = re.search(rf"\b{plan['name']}\(([^)]*)\)", text)
     assert signature
