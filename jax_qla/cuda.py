@@ -368,7 +368,7 @@ def summary(
         steps = []
     of_maps = {"response": "nothing", "initial_state": "identity", "spans": "left", "entering": "products"}
     steps += [
-        call.step(summaries_kernel, rename={"pieces": "shard_pieces"}),
+        call.summaries_step((cut.pieces + 2) * call.sequences, rename={"pieces": "shard_pieces"}),
         call.step(compose_kernel, rename={"spans": "entered"}, reverse=False),
         call.step(compose_kernel, rename=of_maps, value_dim=call.key_dim, reverse=True),
     ]
@@ -410,7 +410,7 @@ def state_gradient(
     outputs = {"adjoint_response": shapes["response"], "leaving": shapes["response"]}
     steps = []
     if pieces is None:
-        steps.append(call.step(summaries_kernel, rename={"pieces": "shard_pieces"}))
+        steps.append(call.summaries_step((cut.pieces + 2) * call.sequences, rename={"pieces": "shard_pieces"}))
         outputs |= shapes
     else:
         inputs |= pieces._asdict()
@@ -600,7 +600,7 @@ class _Call:
                 steps.append(self.step(compose_kernel, rename=_OF_GRADIENTS | {"spans": "left"}, reverse=True))
             return steps, {"entering": states} | ({"leaving": states} if adjoint else {})
         outputs = {"response": states, **Between.shapes(self.parts, self.value_heads, self.key_dim, self.value_dim)}
-        steps = [self.step(summaries_kernel), self.step(compose_kernel, reverse=False)]
+        steps = [self.summaries_step(self.recurrences), self.step(compose_kernel, reverse=False)]
         if adjoint:
             outputs |= {"adjoint_response": states, "leaving": states}
             steps.insert(1, self.step(adjoint_summaries_kernel, scale=scale))
@@ -657,6 +657,12 @@ class _Call:
         """`prepare`, of all heads."""
         slots = tables.slot_count(self.tokens, self.sequences)
         return self.step(prepare_kernel, together=policy.pairs_together(slots, self.key_heads, self.value_heads))
+
+    def summaries_step(self, pieces: int, rename: Mapping[str, str] | None = None) -> Step:
+        """`summaries`, of so many pieces, in which sequences begin and end."""
+        alone = policy.summarised_alone(pieces, self.sequences, self.value_heads, self.key_dim, self.value_dim)
+        step = self.step(summaries_kernel, rename=rename)
+        return dataclasses.replace(step, shared_at_least=policy.ALONE) if alone else step
 
     def step(self, kernel: Any, *, rename: Mapping[str, str] | None = None, **options: Any) -> Step:
         """One kernel of the sequence, by its module; options that are not fields of its Config are scalars. Besides

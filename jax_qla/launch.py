@@ -66,6 +66,8 @@ class Step:
     """Values of its scalar parameters."""
     rename: Mapping[str, str] = dataclasses.field(default_factory=dict)
     """Names of its operands in the call, where they differ from the parameters'."""
+    shared_at_least: int = 0
+    """Bytes of dynamic shared memory that a block has at the least, so that no more than fit share a multiprocessor."""
 
 
 def launch(
@@ -224,7 +226,7 @@ def _numbers(
 
     numbers = [*values(plan["grid"]), *values(plan["block"]), *values(plan["cluster"])]
     numbers += [
-        evaluate(plan["shared"], sizes),
+        max(evaluate(plan["shared"], sizes), step.shared_at_least),
         int(plan["pdl"] and early),
         len(plan["arguments"]),
     ]

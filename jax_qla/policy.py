@@ -36,6 +36,8 @@ _COMPOSE_STEP, _COMPOSE_STEP_BACK = {16: 0.9, 32: 1.5, 64: 2.3}, {16: 1.2, 32: 1
 """One piece in kernels/compose.py by value columns of its block, beside other kernels and alone."""
 _PREPARED_ALONE = 2
 """Blocks of kernels/prepare.py of a multiprocessor up to which they take less time with one pair of heads each."""
+_ALONE = 100
+"""Long blocks of kernels/summaries.py up to which each takes less time with a multiprocessor to itself."""
 _BLOCK = 1.0
 """Reading and writing the states of a block."""
 _STATES = 0.15
@@ -68,6 +70,9 @@ OVERRIDE = "JAX_QLA_PIECE_ROWS"
 GROUPS_OVERRIDE = "JAX_QLA_HEAD_GROUPS"
 """Environment variable, read when a backward pass is traced: groups of heads that it computes one after another; if so
 many do not divide its key heads, the next number below that does."""
+
+ALONE = 116 * 1024
+"""Bytes of shared memory of which a multiprocessor has no two."""
 
 _FULL = 0.95
 """Of the multiprocessors in all rounds of blocks, so many are a full card."""
@@ -112,6 +117,22 @@ def whole_heads(sequences: int, heads: int, value_dim: int) -> int:
     full = sequences * heads // MULTIPROCESSORS * MULTIPROCESSORS // sequences
     halves = sequences * (heads - full) * (value_dim // 64)
     return full if full > 0 and halves <= MULTIPROCESSORS else heads
+
+
+def summarised_alone(pieces: int, sequences: int, heads: int, key_dim: int, value_dim: int) -> bool:
+    """Whether each block of kernels/summaries.py is to have a multiprocessor to itself.
+
+    Two that share one take 1.4 times as long as one. Where the long ones, of heads that do not decay, are so few that
+    each can have one for itself, they should: they are what is waited for.
+
+    Args:
+        pieces: of all sequences, taken for as many each.
+        sequences: number of sequences.
+        heads: value heads, of which a quarter is taken not to decay.
+        key_dim, value_dim: K and V.
+    """
+    columns = (pieces - sequences) * value_dim + (pieces - 2 * sequences) * key_dim
+    return heads / 4 * columns / 64 <= _ALONE
 
 
 def composed_columns(recurrences: int, value_dim: int) -> int:

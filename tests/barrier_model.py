@@ -265,6 +265,8 @@ class Language(types.ModuleType):
             operands[0].numbers = self._sizes["chunk"]
         if name in ("jax_qla_slow_first", "jax_qla_long_first", "jax_qla_zero_first"):
             return operands[-1]
+        if name == "jax_qla_item":
+            operands[0].numbers = (0, 0, 0)
         if name == "jax_qla_none_is_zero":  # `compose` has products
             return 0
         return -1 if dtype == "int32" else Value()  # of jax_qla_reach: all chunks matter

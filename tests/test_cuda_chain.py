@@ -640,6 +640,34 @@ def test_pieces_are_summarised_once(packed: bool, room: bool, monkeypatch: pytes
     stand_in.forget_traces()
 
 
+@pytest.mark.parametrize("alone", [False, True], ids=["shared", "alone"])
+@pytest.mark.usefixtures("_in_pieces")
+def test_blocks_that_do_not_share_a_multiprocessor(alone: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of `summaries`, where the policy says so of the pieces there are, ask for more than half of its memory."""
+    asked: list[tuple[int, ...]] = []
+
+    def summarised_alone(*sizes: int) -> bool:
+        asked.append(sizes)
+        return alone
+
+    least: dict[str, int] = {}
+
+    def recording(steps: Sequence[Step], *operands: Any) -> dict[str, jax.Array]:
+        least.update({step.kernel: step.shared_at_least for step in steps})
+        return launch_specifications(steps, *operands)
+
+    monkeypatch.setattr(policy, "summarised_alone", summarised_alone)
+    monkeypatch.setattr(cuda, "launch", recording)
+    operands, *_ = jax.tree.map(lambda x: x[0], _batched(packed=False, members=1))
+    kernels: Any = cuda
+    options: Any = {"scale": 0.25, "output_final_state": False, "with_residuals": False, "piece_rows": 64}
+    jax.eval_shape(lambda *x: kernels.forward(*x, None, **options), *operands)
+    sizes = (operands[2].shape[2], operands[1].shape[3], operands[2].shape[3])
+    assert asked == [(2 * 4, 2, *sizes)]
+    expected = dict.fromkeys(["prepare", "summaries", "compose", "forward"], 0)
+    assert least == expected | ({"summaries": policy.ALONE} if alone else {})
+
+
 @pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
 def test_heads_in_halves(packed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where the policy says so, a second launch of `forward` computes the last heads, and waits for nothing."""

@@ -154,6 +154,13 @@ def test_other_shapes(count: int, heads: int, grid: tuple[int, int], shared: int
     assert numbers[19:21] == [128, 128 * heads]
 
 
+@pytest.mark.usefixtures("one_kernel")
+@pytest.mark.parametrize(("least", "shared"), [(0, 6144), (4096, 6144), (118784, 118784)])
+def test_a_block_may_ask_for_more_shared_memory_than_it_needs(least: int, shared: int) -> None:
+    numbers = call(lambda x: run(x, (step(shared_at_least=least),)), tokens())["plan"].tolist()[2:]
+    assert numbers == [*PLAN_NUMBERS[:9], shared, *PLAN_NUMBERS[10:]]
+
+
 @pytest.mark.parametrize(
     ("dtype", "value", "bits"),
     [("int32", -1, 2**32 - 1), ("int32", 2**31 - 1, 2**31 - 1), ("int64", -1, -1), ("int64", -(2**63), -(2**63))],

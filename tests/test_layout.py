@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from jax_qla import segments as tables
-from jax_qla.kernels import common, layout
+from jax_qla.kernels import common, layout, summaries
 
 # What the device code takes from CUDA, for one thread of a block of one; and for a warp, 32 threads that vote together.
 SHIM = r"""
@@ -65,51 +65,50 @@ extern "C" void layout(const int* bounds, int* segments, int* pieces, int* spans
   for (int index = 0; index < parts; ++index)
     jax_qla_layout(bounds, segments, pieces, spans, count, parts, piece_rows, cut_beyond, index);
 }
-// chunks [slots][3], of every `step`th slot; whether all lanes of the warp found the same.
-extern "C" bool find_chunks(const int* segments, int* chunks, int count, int slots, int tokens, int step) {
+// What `find(index, out)` says of every `step`th of `count` places, `size` numbers each, to `all`; whether all lanes of
+// a warp say the same.
+template <int size, typename F>
+static bool by_a_warp(int* all, int count, int step, const F& find) {
   bool same = true;
   std::vector<std::thread> warp;
   for (int lane = 0; lane < 32; ++lane) {
     warp.emplace_back([=, &same] {
       threadIdx.x = lane;
-      for (int slot = 0; slot < slots; slot += step) {
-        int found[3];
-        jax_qla_find_chunk(found, segments, count, tokens, slot);
-        if (lane == 0) std::copy(found, found + 3, chunks + 3 * slot);
+      for (int index = 0; index < count; index += step) {
+        int found[size];
+        find(index, found);
+        if (lane == 0) std::copy(found, found + size, all + size * index);
         __ballot_sync(0, true);
         const std::lock_guard<std::mutex> lock(mutex);
-        same = same && std::equal(found, found + 3, chunks + 3 * slot);
+        same = same && std::equal(found, found + size, all + size * index);
       }
     });
   }
   for (std::thread& lane : warp) lane.join();
   return same;
 }
-// The head at every place of the order, as the lanes of a warp find it; whether all found the same.
+// chunks [slots][3]
+extern "C" bool find_chunks(const int* segments, int* chunks, int count, int slots, int tokens, int step) {
+  return by_a_warp<3>(chunks, slots, step, [=](int slot, int* found) {
+    jax_qla_find_chunk(found, segments, count, tokens, slot);
+  });
+}
+// The head at every place of the order.
 extern "C" bool slow_first(const float* sums, int* order, int heads) {
-  bool same = true;
-  std::vector<std::thread> warp;
-  for (int lane = 0; lane < 32; ++lane) {
-    warp.emplace_back([=, &same] {
-      threadIdx.x = lane;
-      for (int index = 0; index < heads; ++index) {
-        const int head = jax_qla_slow_first(sums, heads, index);
-        if (lane == 0) order[index] = head;
-        __ballot_sync(0, true);
-        const std::lock_guard<std::mutex> lock(mutex);
-        same = same && order[index] == head;
-      }
-    });
-  }
-  for (std::thread& lane : warp) lane.join();
-  return same;
+  return by_a_warp<1>(order, heads, 1, [=](int index, int* found) { *found = jax_qla_slow_first(sums, heads, index); });
+}
+// Head, piece and tile of every block of `summaries`.
+extern "C" bool items(const float* sums, int* all, int heads, int pieces, int value_tiles, int map_tiles) {
+  return by_a_warp<3>(all, heads * pieces * (value_tiles + map_tiles), 1, [=](int index, int* found) {
+    jax_qla_item(found, sums, heads, pieces, value_tiles, map_tiles, index);
+  });
 }
 """
 
 
 @pytest.fixture(scope="module")
 def tables_code(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
-    source = layout.PRELUDE + common.CHUNK_PRELUDE + common.ORDER_PRELUDE
+    source = layout.PRELUDE + common.CHUNK_PRELUDE + common.ORDER_PRELUDE + summaries.ITEM_PRELUDE
     return device_code.compiled(tmp_path_factory.mktemp("layout"), SHIM + source + ENTRY)
 
 
@@ -165,3 +164,20 @@ def test_blocks_of_heads_that_forget_slowly_begin_first(heads: int, tables_code:
         assert tables_code.slow_first(*device_code.pointers(sums, order), heads)
         expected = np.argsort(~(sums > common.SLOW), kind="stable")
         np.testing.assert_array_equal(order, expected)
+
+
+@pytest.mark.parametrize(("heads", "value_tiles", "map_tiles"), [(1, 2, 2), (8, 1, 2), (33, 2, 1)])
+def test_blocks_that_find_nothing_to_do_begin_last(
+    heads: int, value_tiles: int, map_tiles: int, tables_code: ctypes.CDLL
+) -> None:
+    """Each of `summaries` has a piece, head and tile of its own: all tiles of slow heads, N of the others, their M."""
+    random = np.random.default_rng(heads)
+    pieces, tiles = 5, value_tiles + map_tiles
+    for share in (0.0, 0.3, 1.0):
+        sums = np.where(random.random(heads) < share, 0.9, 1.1).astype(np.float32) * common.SLOW
+        found = np.full((heads * pieces * tiles, 3), -1, np.int32)
+        assert tables_code.items(*device_code.pointers(sums, found), heads, pieces, value_tiles, map_tiles)
+        slow, others = (np.flatnonzero(which).tolist() for which in (sums > common.SLOW, sums <= common.SLOW))
+        groups = ((slow, range(tiles)), (others, range(value_tiles)), (others, range(value_tiles, tiles)))
+        expected = [(h, p, t) for of, which in groups for h in of for p in range(pieces) for t in which]
+        assert [tuple(item) for item in found.tolist()] == expected

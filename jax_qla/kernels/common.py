@@ -296,12 +296,18 @@ __device__ __forceinline__ int jax_qla_nth(int first, int end, int index, const 
   }
   return n;
 }
-// Which of 0 .. count - 1 comes at `index` in an order that has those first for which `is` holds. To be called by whole warps.
+// How many of 0 .. count - 1 `is` holds for. To be called by whole warps.
 template <typename F>
-__device__ __forceinline__ int jax_qla_those_first(int count, int index, const F& is) {
+__device__ __forceinline__ int jax_qla_count(int count, const F& is) {
   const int lane = threadIdx.x & 31;
   int those = 0;
   for (int base = 0; base < count; base += 32) those += __popc(__ballot_sync(0xffffffffu, base + lane < count && is(base + lane)));
+  return those;
+}
+// Which of them comes at `index` in an order that has those first for which `is` holds. To be called by whole warps.
+template <typename F>
+__device__ __forceinline__ int jax_qla_those_first(int count, int index, const F& is) {
+  const int those = jax_qla_count(count, is);
   const bool wanted = index < those;
   return jax_qla_nth(0, count, wanted ? index : index - those, [&](int n) { return is(n) == wanted; });
 }
@@ -311,7 +317,11 @@ __device__ __forceinline__ int jax_qla_those_first(int count, int index, const F
 ORDER_PRELUDE = (
     NTH_PRELUDE + f"constexpr float kSlow = {SLOW}f;"
     r"""
-// Which of `heads` heads comes at `index` in an order that has those first whose element of `sums` exceeds kSlow. To be called by whole warps.
+// How many of `heads` heads have an element of `sums` that exceeds kSlow, and which comes at `index` in an order that has those first. To be
+// called by whole warps.
+__device__ __forceinline__ int jax_qla_slow_heads(const float* sums, int heads) {
+  return jax_qla_count(heads, [&](int head) { return sums[head] > kSlow; });
+}
 __device__ __forceinline__ int jax_qla_slow_first(const float* sums, int heads, int index) {
   return jax_qla_those_first(heads, index, [&](int head) { return sums[head] > kSlow; });
 }

@@ -13,8 +13,8 @@ FORGOTTEN over the whole piece, M counts as zero, and N is computed from as many
 matter. Heads that do not decay take the exact way. `forgotten` is 1 where no product with M is to be taken: there, and at both ends of
 a sequence.
 
-Plan, one block per (piece, value head, tile of 64 columns of [N | M]), two blocks an SM, three stages of chunk tiles; the recurrence
-is that of kernels/states.py, in registers and transposed:
+Plan, one block per (piece, value head, tile of 64 columns of [N | M]), two blocks an SM or, where those of heads that do not decay are few, one
+(policy.summarised_alone), three stages of chunk tiles; the recurrence is that of kernels/states.py, in registers and transposed:
 
     warpgroup  registers  work
     0          216        64 columns: S^T in float32
@@ -22,8 +22,8 @@ is that of kernels/states.py, in registers and transposed:
     (barriers as in kernels/forward.py)
 
 The blocks of heads that seem to forget slowly begin first (kernels/common.py: SLOW): they take longest, and the card would wait for
-them if others, of which there are more than fit at once, came before. The loads have a warp to themselves: when the gates' warpgroup
-issued them, each chunk's gates waited for the next chunk's loads.
+them if others, of which there are more than fit at once, came before. Those that most likely find nothing to do, M of the other heads, come last
+(ITEM_PRELUDE). The loads have a warp to themselves: when the gates' warpgroup issued them, each chunk's gates waited for the next chunk's loads.
 
 M leaves as the sum of two bf16 numbers, 16 bits of mantissa, in the order in which kernels/compose.py reads it (kernels/specification.py: map_blocks).
 """
@@ -57,6 +57,27 @@ from jax_qla.kernels.specification import (
 
 __all__ = ["PASS_CONFIGS", "Config", "program", "specification"]
 
+
+ITEM_PRELUDE = r"""
+// What the block that is launched as the `index`-th computes: head, piece, and tile of 64 columns, of which a piece has `value_tiles` of N and then
+// `map_tiles` of M. First come heads that are slow by `sums` (jax_qla_slow_heads), whose blocks take longest; then N of the others; and last their M,
+// of which nothing is computed as a rule. To be called by whole warps.
+__device__ __forceinline__ void jax_qla_item(int* item, const float* sums, int heads, int pieces, int value_tiles, int map_tiles, int index) {
+  const int slow = jax_qla_slow_heads(sums, heads);
+  const int exact = slow * pieces * (value_tiles + map_tiles), responses = (heads - slow) * pieces * value_tiles;
+  int rank = index, first = 0, tiles = value_tiles + map_tiles, tile = 0;
+  if (rank >= exact) {
+    const bool map = rank >= exact + responses;
+    rank -= map ? exact + responses : exact;
+    first = slow;
+    tiles = map ? map_tiles : value_tiles;
+    tile = map ? value_tiles : 0;
+  }
+  item[0] = jax_qla_slow_first(sums, heads, first + rank / (pieces * tiles));
+  item[1] = rank % (pieces * tiles) / tiles;
+  item[2] = tile + rank % tiles;
+}
+"""
 
 MAP_PRELUDE = r"""
 // Rows 64 `part` to 64 `part` + 63 of a transposed map, in a warpgroup's wgmma accumulator [64, key_dim], to the map's blocks (kernels/specification.py:
@@ -118,29 +139,39 @@ def program(config: Config):
         forgotten: T.Tensor((parts, value_heads), "int32"),
         ratio: T.int32,
     ):
-        with T.Kernel(parts * tiles, value_heads, threads=256, prelude=PRELUDE + REACH_PRELUDE + MAP_PRELUDE) as (
-            block,
-            number,
-        ):
+        with T.Kernel(
+            parts * tiles * value_heads, threads=256, prelude=PRELUDE + REACH_PRELUDE + ITEM_PRELUDE + MAP_PRELUDE
+        ) as block:
             T.annotate_min_blocks_per_sm(2)
             T.pdl_sync()  # `prepare` has ended
             T.pdl_trigger()  # what follows waits by itself
             head = T.alloc_var("int32")
             piece = T.alloc_var("int32")
+            tile = T.alloc_var("int32")
             start = T.alloc_var("int32")
             end = T.alloc_var("int32")
             position = T.alloc_var("int32")
             chunks = T.alloc_var("int32")
             count = T.alloc_var("int32")  # chunks that matter, at the end of the piece; 0: this block has nothing to do
             key_head = T.alloc_var("int32")
-            tile = block % tiles
-            piece = block // tiles
+            item = T.alloc_local((3,), "int32")
+            T.call_extern(
+                "handle",
+                "jax_qla_item",
+                item.data,
+                T.address_of(gamma[T.min(tokens, C) - 1, 0]),
+                value_heads,
+                parts,
+                value_tiles,
+                tiles - value_tiles,
+                block,
+            )
+            head = item[0]
+            piece = item[1]
+            tile = item[2]
             start = pieces[piece, 0]
             end = pieces[piece, 1]
             position = pieces[piece, 3]
-            head = T.call_extern(
-                "int32", "jax_qla_slow_first", T.address_of(gamma[T.min(tokens, C) - 1, 0]), value_heads, number
-            )
             key_head = T.truncdiv(head, ratio)
             tx = T.get_thread_binding()
             chunks = (end - start + C - 1) // C
