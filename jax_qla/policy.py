@@ -54,7 +54,7 @@ _OVERHEAD = 8.0
 """Two more kernels."""
 _EMPTY = 0.013
 """A block of kernels/summaries.py that finds nothing to do."""
-_SHORT = 8
+_SHORT = 6
 """Chunks that are summarised of a head that decays."""
 
 _ROWS_OF_MEMORY = 512

@@ -274,8 +274,8 @@ __device__ __forceinline__ void jax_qla_find_chunk(void* found, const int* segme
 STRETCHES = 1
 """The lowest bit of the gamma of a chunk's last row: some token of the chunk may lengthen a state, beta <k, k> being above 2."""
 
-FORGOTTEN = -24.0
-"""Log of the factor below which what a state contributes to a later one is left out: 4e-11, and float32 rounds by 6e-8."""
+FORGOTTEN = -17.0
+"""Log of the factor below which what a state contributes to a later one is left out: 4e-8, and float32 rounds by 6e-8."""
 
 SLOW = FORGOTTEN / 16
 """A head whose gates up to the batch's 64th row, from where their sums begin, add up to more may be one of which many chunks matter:
