@@ -368,7 +368,7 @@ def summary(
         steps = []
     of_maps = {"response": "nothing", "initial_state": "identity", "spans": "left", "entering": "products"}
     steps += [
-        call.summaries_step((cut.pieces + 2) * call.sequences, rename={"pieces": "shard_pieces"}),
+        call.summaries_step(cut),
         call.step(compose_kernel, rename={"spans": "entered"}, reverse=False),
         call.step(compose_kernel, rename=of_maps, value_dim=call.key_dim, reverse=True),
     ]
@@ -410,7 +410,7 @@ def state_gradient(
     outputs = {"adjoint_response": shapes["response"], "leaving": shapes["response"]}
     steps = []
     if pieces is None:
-        steps.append(call.summaries_step((cut.pieces + 2) * call.sequences, rename={"pieces": "shard_pieces"}))
+        steps.append(call.summaries_step(cut))
         outputs |= shapes
     else:
         inputs |= pieces._asdict()
@@ -600,7 +600,7 @@ class _Call:
                 steps.append(self.step(compose_kernel, rename=_OF_GRADIENTS | {"spans": "left"}, reverse=True))
             return steps, {"entering": states} | ({"leaving": states} if adjoint else {})
         outputs = {"response": states, **Between.shapes(self.parts, self.value_heads, self.key_dim, self.value_dim)}
-        steps = [self.summaries_step(self.recurrences), self.step(compose_kernel, reverse=False)]
+        steps = [self.summaries_step(), self.step(compose_kernel, reverse=False)]
         if adjoint:
             outputs |= {"adjoint_response": states, "leaving": states}
             steps.insert(1, self.step(adjoint_summaries_kernel, scale=scale))
@@ -658,11 +658,19 @@ class _Call:
         slots = tables.slot_count(self.tokens, self.sequences)
         return self.step(prepare_kernel, together=policy.pairs_together(slots, self.key_heads, self.value_heads))
 
-    def summaries_step(self, pieces: int, rename: Mapping[str, str] | None = None) -> Step:
-        """`summaries`, of so many pieces, in which sequences begin and end."""
-        alone = policy.summarised_alone(pieces, self.sequences, self.value_heads, self.key_dim, self.value_dim)
+    def summaries_step(self, shard: policy.Cut | None = None) -> Step:
+        """`summaries` of all pieces but those that sequences end with, or of all of a `shard`."""
+        if shard is None:
+            responses, rename = self.recurrences - self.sequences, {}
+            transitions = responses - self.sequences  # none of those that sequences begin with
+        else:
+            responses = transitions = shard.pieces * self.sequences
+            rename = {"pieces": "shard_pieces"}
         step = self.step(summaries_kernel, rename=rename)
-        return dataclasses.replace(step, shared_at_least=policy.ALONE) if alone else step
+        sizes = (self.value_heads, self.key_dim, self.value_dim)
+        if policy.summarised_alone(responses, transitions, *sizes):
+            return dataclasses.replace(step, shared_at_least=policy.ALONE)
+        return step
 
     def step(self, kernel: Any, *, rename: Mapping[str, str] | None = None, **options: Any) -> Step:
         """One kernel of the sequence, by its module; options that are not fields of its Config are scalars. Besides

@@ -119,20 +119,18 @@ def whole_heads(sequences: int, heads: int, value_dim: int) -> int:
     return full if full > 0 and halves <= MULTIPROCESSORS else heads
 
 
-def summarised_alone(pieces: int, sequences: int, heads: int, key_dim: int, value_dim: int) -> bool:
+def summarised_alone(responses: int, transitions: int, heads: int, key_dim: int, value_dim: int) -> bool:
     """Whether each block of kernels/summaries.py is to have a multiprocessor to itself.
 
     Two that share one take 1.4 times as long as one. Where the long ones, of heads that do not decay, are so few that
     each can have one for itself, they should: they are what is waited for.
 
     Args:
-        pieces: of all sequences, taken for as many each.
-        sequences: number of sequences.
+        responses, transitions: pieces of which N, and M, may be wanted.
         heads: value heads, of which a quarter is taken not to decay.
         key_dim, value_dim: K and V.
     """
-    columns = (pieces - sequences) * value_dim + (pieces - 2 * sequences) * key_dim
-    return heads / 4 * columns / 64 <= _ALONE
+    return heads / 4 * (responses * value_dim + transitions * key_dim) / 64 <= _ALONE
 
 
 def composed_columns(recurrences: int, value_dim: int) -> int:

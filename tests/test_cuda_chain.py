@@ -663,7 +663,7 @@ def test_blocks_that_do_not_share_a_multiprocessor(alone: bool, monkeypatch: pyt
     options: Any = {"scale": 0.25, "output_final_state": False, "with_residuals": False, "piece_rows": 64}
     jax.eval_shape(lambda *x: kernels.forward(*x, None, **options), *operands)
     sizes = (operands[2].shape[2], operands[1].shape[3], operands[2].shape[3])
-    assert asked == [(2 * 4, 2, *sizes)]
+    assert asked == [(2 * 3, 2 * 2, *sizes)]  # two sequences of four pieces
     expected = dict.fromkeys(["prepare", "summaries", "compose", "forward"], 0)
     assert least == expected | ({"summaries": policy.ALONE} if alone else {})
 

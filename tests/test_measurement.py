@@ -64,25 +64,31 @@ def test_runs_take_turns() -> None:
 class Version:
     """In place of `versions.Version`: numbers, and milliseconds of round after round."""
 
-    def __init__(self, name: str, numbers: list[str], *milliseconds: float) -> None:
-        self.name, self._answers = name, [numbers, *milliseconds]
+    def __init__(self, name: str, numbers: list[str], *milliseconds: float, order: list[str]) -> None:
+        self.name, self._answers, self._order = name, [numbers, *milliseconds], order
         self.asked: list[str] = []
 
     def ask(self, question: str) -> None:
         self.asked.append(question)
+        if question == "time":
+            self._order.append(self.name)
 
     def answer(self) -> Any:
         return self._answers[len(self.asked) - 1]
 
 
 def test_versions_take_turns_and_are_compared_round_by_round() -> None:
-    """A card that becomes slower makes no version slower than another."""
+    """A card that becomes slower makes no version slower than another, nor does coming first after a pause."""
     row = rows.parse("forward/1,2/1x64")
-    before, same = Version("before", ["00"], 1.0, 2.0, 4.0), Version("same", ["00"], 0.5, 1.0, 2.2)
-    other = Version("other", ["01"], 1.0, 2.0, 4.0)
+    order: list[str] = []
+    before = Version("before", ["00"], 0.1, 1.0, 2.0, 4.0, order=order)
+    same = Version("same", ["00"], 9.0, 0.5, 1.0, 2.2, order=order)
+    other = Version("other", ["01"], 9.0, 1.0, 2.0, 4.0, order=order)
     three: list[Any] = [before, same, other]
     found = versions.measure(row, three, rounds=3)
-    assert before.asked == ["begin forward/1,2/1x64", *["time"] * 3]
+    assert before.asked == ["begin forward/1,2/1x64", *["time"] * 4]
+    names = ["before", "same", "other"]
+    assert order == [*names, *names[::-1], *names, *names[::-1]]
     *_, line = versions.table({row.name: found})
     assert line == (
         "| forward/1,2/1x64 | 2.0000 | 1.0000 = 0.500 (0.500 to 0.550) | 2.0000 = 1.000 (1.000 to 1.000) * |"
