@@ -15,9 +15,11 @@ CALLS = 10
 INTERVAL = 0.02
 """The least seconds that one timing covers, so that what starts and ends it does not count."""
 REPETITIONS = 7
-WARM_UP = 0.3
-"""Seconds of the same calls before the first timing. At its power limit an H200 clocks 8 % lower than in the first
-tenths of a second after a pause, which would favour whoever comes first."""
+WARM_UP = 1.0
+"""Seconds of the same calls before the first timing. At its power limit an H200 takes a second to find its clocks:
+until then it is up to 10 % faster after a pause, which favours whoever comes first, and slower after other load."""
+SHORT_WARM_UP = 0.3
+"""The same where versions are timed in turn, and of calls as a user sees them, which precede what the device takes."""
 USER_CALLS = 20
 
 
@@ -55,16 +57,16 @@ class Library(Protocol):
         ...
 
 
-def repeat(run: Callable[[int], float], calls: int) -> float:
+def repeat(run: Callable[[int], float], calls: int, warm_up: float = WARM_UP) -> float:
     """Median milliseconds of one call, where `run(times)` takes seconds for `times` runs of `calls` calls each."""
-    (found,) = in_turn([run], calls)
+    (found,) = in_turn([run], calls, warm_up)
     return statistics.median(found)
 
 
-def in_turn(runs: Sequence[Callable[[int], float]], calls: int) -> list[list[float]]:
+def in_turn(runs: Sequence[Callable[[int], float]], calls: int, warm_up: float = WARM_UP) -> list[list[float]]:
     """Milliseconds of one call of each, all timings; as `repeat` takes them, but of all runs in turn, for a card's
     clocks drift by more than what tells them apart."""
-    times = [max(1, round(INTERVAL / _warmed_up(run))) for run in runs]
+    times = [max(1, round(INTERVAL / _warmed_up(run, warm_up))) for run in runs]
     rounds = [
         [1e3 * run(count) / count / calls for run, count in zip(runs, times, strict=True)] for _ in range(REPETITIONS)
     ]
@@ -73,15 +75,15 @@ def in_turn(runs: Sequence[Callable[[int], float]], calls: int) -> list[list[flo
 
 def repeat_calls(run: Callable[[int], float]) -> float:
     """Median milliseconds of one call as a user sees it, where `run(times)` takes seconds for `times` calls."""
-    _warmed_up(run)
+    _warmed_up(run, SHORT_WARM_UP)
     return 1e3 * statistics.median(run(USER_CALLS) for _ in range(REPETITIONS)) / USER_CALLS
 
 
-def _warmed_up(run: Callable[[int], float]) -> float:
-    """Seconds of the first run, once more of them have kept the card busy for `WARM_UP` seconds."""
+def _warmed_up(run: Callable[[int], float], seconds: float) -> float:
+    """Seconds of the first run, once more of them have kept the card busy for so many."""
     once, busy = run(1), 0.0
-    while busy < WARM_UP:  # One run by itself may take longer than one of many.
-        busy += run(max(1, round((WARM_UP - busy) / once)))
+    while busy < seconds:  # One run by itself may take longer than one of many.
+        busy += run(max(1, round((seconds - busy) / once)))
     return once
 
 

@@ -13,7 +13,7 @@ import inputs
 import jax
 import jax.numpy as jnp
 import numpy as np
-from measurement import CALLS, Measurement, repeat, repeat_calls, sampled_rows
+from measurement import CALLS, WARM_UP, Measurement, repeat, repeat_calls, sampled_rows
 from rows import Row
 
 import jax_qla
@@ -67,9 +67,10 @@ class JaxQla:
         names = ("o", "final_state") if row.direction == "forward" else GRADIENTS
         samples = {name: _sample(x) for name, x in zip(names, results, strict=False)}
         del results
+        call = repeat_calls(partial(_seconds, single, arguments))  # first, as of the peers
         return Measurement(
             device=self.device_time(row, arguments),
-            call=repeat_calls(partial(_seconds, single, arguments)),
+            call=call,
             samples=samples,
             memory=self._memory_found(row),
         )
@@ -81,11 +82,11 @@ class JaxQla:
         residuals = jax.block_until_ready(jax.jit(self._forward)(*_pick(operands, FORWARD))[2])
         return _pick({**operands, "residuals": residuals}, BACKWARD)
 
-    def device_time(self, row: Row, arguments: tuple[Any, ...]) -> float:
+    def device_time(self, row: Row, arguments: tuple[Any, ...], warm_up: float = WARM_UP) -> float:
         """Milliseconds of one call on the device."""
         chain = self._chains[row].result()
         jax.block_until_ready(chain(*arguments))
-        return repeat(partial(_seconds, chain, arguments), self._calls)
+        return repeat(partial(_seconds, chain, arguments), self._calls, warm_up)
 
     def numbers(self, row: Row, arguments: tuple[Any, ...]) -> list[np.ndarray]:
         """Some numbers of each result of the calls that are timed."""

@@ -25,7 +25,7 @@ from typing import Any
 
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
-from measurement import CALLS
+from measurement import CALLS, SHORT_WARM_UP
 from rows import Row, parse, select
 
 
@@ -86,7 +86,7 @@ def serve(folder: Path, implementation: str, calls: int, saving: bool) -> None:
             arguments = library.arguments(row, inputs.make(row))
             answer = [x.tobytes().hex() for x in library.numbers(row, arguments)]
         else:
-            answer = library.device_time(row, arguments)
+            answer = library.device_time(row, arguments, SHORT_WARM_UP)
         answers.write(json.dumps(answer) + "\n")
         answers.flush()
 
