@@ -669,7 +669,7 @@ class _Call:
         step = self.step(summaries_kernel, rename=rename)
         sizes = (self.value_heads, self.key_dim, self.value_dim)
         if policy.summarised_alone(responses, transitions, *sizes):
-            return dataclasses.replace(step, shared_at_least=policy.ALONE)
+            return dataclasses.replace(step, shared_at_least=policy.MORE_THAN_HALF)
         return step
 
     def step(self, kernel: Any, *, rename: Mapping[str, str] | None = None, **options: Any) -> Step:

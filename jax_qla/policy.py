@@ -36,7 +36,7 @@ _COMPOSE_STEP, _COMPOSE_STEP_BACK = {16: 0.9, 32: 1.5, 64: 2.3}, {16: 1.2, 32: 1
 """One piece in kernels/compose.py by value columns of its block, beside other kernels and alone."""
 _PREPARED_ALONE = 2
 """Blocks of kernels/prepare.py of a multiprocessor up to which they take less time with one pair of heads each."""
-_ALONE = 100
+_FEW_LONG = 100
 """Long blocks of kernels/summaries.py up to which each takes less time with a multiprocessor to itself."""
 _BLOCK = 1.0
 """Reading and writing the states of a block."""
@@ -71,7 +71,7 @@ GROUPS_OVERRIDE = "JAX_QLA_HEAD_GROUPS"
 """Environment variable, read when a backward pass is traced: groups of heads that it computes one after another; if so
 many do not divide its key heads, the next number below that does."""
 
-ALONE = 116 * 1024
+MORE_THAN_HALF = 116 * 1024
 """Bytes of shared memory of which a multiprocessor has no two."""
 
 _FULL = 0.95
@@ -131,7 +131,7 @@ def summarised_alone(responses: int, transitions: int, heads: int, key_dim: int,
         heads: value heads, of which a quarter is taken not to decay.
         key_dim, value_dim: K and V.
     """
-    return heads / 4 * (responses * value_dim + transitions * key_dim) / 64 <= _ALONE
+    return heads / 4 * (responses * value_dim + transitions * key_dim) / 64 <= _FEW_LONG
 
 
 def composed_columns(recurrences: int, value_dim: int) -> int:

@@ -586,6 +586,18 @@ def _recorded(monkeypatch: pytest.MonkeyPatch, waiting: list[str] | None = None)
     return calls
 
 
+def _steps(monkeypatch: pytest.MonkeyPatch) -> list[Step]:
+    """The steps of all calls that follow."""
+    given: list[Step] = []
+
+    def recording(steps: Sequence[Step], *operands: Any) -> dict[str, jax.Array]:
+        given.extend(steps)
+        return launch_specifications(steps, *operands)
+
+    monkeypatch.setattr(cuda, "launch", recording)
+    return given
+
+
 END = ["states", "state_gradients", "gradients"]
 ANEW = ["summaries", "adjoint_summaries", "compose", "compose", *END]
 KEPT = ["adjoint_summaries", "compose", *END]
@@ -650,14 +662,8 @@ def test_blocks_that_do_not_share_a_multiprocessor(alone: bool, monkeypatch: pyt
         asked.append(sizes)
         return alone
 
-    least: dict[str, int] = {}
-
-    def recording(steps: Sequence[Step], *operands: Any) -> dict[str, jax.Array]:
-        least.update({step.kernel: step.shared_at_least for step in steps})
-        return launch_specifications(steps, *operands)
-
     monkeypatch.setattr(policy, "summarised_alone", summarised_alone)
-    monkeypatch.setattr(cuda, "launch", recording)
+    given = _steps(monkeypatch)
     operands, *_ = jax.tree.map(lambda x: x[0], _batched(packed=False, members=1))
     kernels: Any = cuda
     options: Any = {"scale": 0.25, "output_final_state": False, "with_residuals": False, "piece_rows": 64}
@@ -665,7 +671,9 @@ def test_blocks_that_do_not_share_a_multiprocessor(alone: bool, monkeypatch: pyt
     sizes = (operands[2].shape[2], operands[1].shape[3], operands[2].shape[3])
     assert asked == [(2 * 3, 2 * 2, *sizes)]  # two sequences of four pieces
     expected = dict.fromkeys(["prepare", "summaries", "compose", "forward"], 0)
-    assert least == expected | ({"summaries": policy.ALONE} if alone else {})
+    assert {step.kernel: step.shared_at_least for step in given} == expected | (
+        {"summaries": policy.MORE_THAN_HALF} if alone else {}
+    )
 
 
 @pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
@@ -673,13 +681,7 @@ def test_heads_in_halves(packed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where the policy says so, a second launch of `forward` computes the last heads, and waits for nothing."""
     _launch_nothing(monkeypatch)
     monkeypatch.setenv(policy.OVERRIDE, "0")
-    given: list[Step] = []
-
-    def recording(steps: Sequence[Step], *operands: Any) -> dict[str, jax.Array]:
-        given.extend(steps)
-        return launch_specifications(steps, *operands)
-
-    monkeypatch.setattr(cuda, "launch", recording)
+    given = _steps(monkeypatch)
     operands, segments, _ = jax.tree.map(lambda x: x[0], _batched(packed, 1))
     if packed:  # the batch has one row
         operands, segments = (*operands[:-1], operands[-1][0]), segments[0]
