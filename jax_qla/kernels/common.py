@@ -317,11 +317,7 @@ __device__ __forceinline__ int jax_qla_those_first(int count, int index, const F
 ORDER_PRELUDE = (
     NTH_PRELUDE + f"constexpr float kSlow = {SLOW}f;"
     r"""
-// How many of `heads` heads have an element of `sums` that exceeds kSlow, and which comes at `index` in an order that has those first. To be
-// called by whole warps.
-__device__ __forceinline__ int jax_qla_slow_heads(const float* sums, int heads) {
-  return jax_qla_count(heads, [&](int head) { return sums[head] > kSlow; });
-}
+// Which of `heads` heads comes at `index` in an order that has those first whose element of `sums` exceeds kSlow. To be called by whole warps.
 __device__ __forceinline__ int jax_qla_slow_first(const float* sums, int heads, int index) {
   return jax_qla_those_first(heads, index, [&](int head) { return sums[head] > kSlow; });
 }

@@ -60,20 +60,16 @@ __all__ = ["PASS_CONFIGS", "Config", "program", "specification"]
 
 ITEM_PRELUDE = r"""
 // What the block that is launched as the `index`-th computes: head, piece, and tile of 64 columns, of which a piece has `value_tiles` of N and then
-// `map_tiles` of M. First come heads that are slow by `sums` (jax_qla_slow_heads), whose blocks take longest; then N of the others; and last their M,
+// `map_tiles` of M. First come heads that are slow by `sums` (more than kSlow), whose blocks take longest; then N of the others; and last their M,
 // of which nothing is computed as a rule. To be called by whole warps.
 __device__ __forceinline__ void jax_qla_item(int* item, const float* sums, int heads, int pieces, int value_tiles, int map_tiles, int index) {
-  const int slow = jax_qla_slow_heads(sums, heads);
+  const auto is_slow = [&](int head) { return sums[head] > kSlow; };
+  const int slow = jax_qla_count(heads, is_slow);
   const int exact = slow * pieces * (value_tiles + map_tiles), responses = (heads - slow) * pieces * value_tiles;
-  int rank = index, first = 0, tiles = value_tiles + map_tiles, tile = 0;
-  if (rank >= exact) {
-    const bool map = rank >= exact + responses;
-    rank -= map ? exact + responses : exact;
-    first = slow;
-    tiles = map ? map_tiles : value_tiles;
-    tile = map ? value_tiles : 0;
-  }
-  item[0] = jax_qla_slow_first(sums, heads, first + rank / (pieces * tiles));
+  const bool forgets = index >= exact, map = index >= exact + responses;
+  const int rank = index - (map ? exact + responses : forgets ? exact : 0);
+  const int tiles = map ? map_tiles : forgets ? value_tiles : value_tiles + map_tiles, tile = map ? value_tiles : 0;
+  item[0] = jax_qla_nth(0, heads, rank / (pieces * tiles), [&](int head) { return is_slow(head) != forgets; });
   item[1] = rank % (pieces * tiles) / tiles;
   item[2] = tile + rank % tiles;
 }
