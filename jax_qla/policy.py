@@ -140,14 +140,14 @@ def composed_columns(recurrences: int, value_dim: int) -> int:
 
 
 def pairs_together(slots: int, key_heads: int, value_heads: int) -> int:
-    """Pairs of value heads of a key head that a block of kernels/prepare.py computes: one where blocks are so few that
-    each has much of a multiprocessor.
+    """Pairs of value heads (single ones, where each has a key head of its own) that a block of kernels/prepare.py
+    computes: one where blocks are so few that each has much of a multiprocessor.
 
     Args:
         slots: of chunks (`segments.slot_count`), each of which has blocks.
         key_heads, value_heads: Hk and Hv.
     """
-    pairs = key_heads * -(-value_heads // (2 * key_heads))
+    pairs = -(-value_heads // min(value_heads // key_heads, 2))
     return 1 if slots * pairs <= _PREPARED_ALONE * MULTIPROCESSORS else 2
 
 

@@ -106,7 +106,7 @@ def test_heads_of_a_block_of_prepare() -> None:
     bounds = np.array([[0, 64], [70, 103]], np.int32)
     rows = np.concatenate([np.arange(start, end) for start, end in bounds])
     tokens = 103
-    for key_dim, key_heads, ratio in ((64, 3, 1), (64, 2, 2), (64, 1, 3), (64, 1, 4), (64, 2, 5), (128, 3, 1)):
+    for key_dim, key_heads, ratio in ((64, 3, 1), (64, 2, 2), (64, 3, 3), (64, 1, 4), (64, 2, 5), (128, 3, 1), (128, 2, 3)):
         kernel = emulator.emulated("prepare", prepare.Config(key_dim, l2norm=True))
         heads = key_heads * ratio
         given = {

@@ -483,7 +483,7 @@ def program(config: Config):
         together: T.int32,  # pairs of a block, 1 or 2
     ):
         with T.Kernel(
-            slots * ((key_heads * ((ratio + 1) // 2) + together - 1) // together + measuring),
+            slots * (((value_heads + T.min(ratio, 2) - 1) // T.min(ratio, 2) + together - 1) // together + measuring),
             threads=128,
             prelude=PRELUDE,
         ) as block:
@@ -491,13 +491,14 @@ def program(config: Config):
             # Neighbours work on the same rows: what they read and write together is contiguous. The first rows come last, for
             # `forward` begins with them, and finds in the second-level cache what has been read and written of late.
             slot = T.alloc_var("int32")
-            index = T.alloc_var("int32")
-            key_head = T.alloc_var("int32")
-            pair = T.alloc_var("int32")
+            first_key_head = T.alloc_var("int32")
+            place = T.alloc_var("int32")
+            which = T.alloc_var("int32")
+            two = T.alloc_var("int32")
             heads = T.alloc_var("int32")
-            pairs = T.truncdiv(ratio + 1, 2)  # of value heads of a key head
-            all_pairs = key_heads * pairs
-            blocks = T.truncdiv(all_pairs + together - 1, together)  # of a slot
+            pair = T.min(ratio, 2)
+            pairs = T.truncdiv(value_heads + pair - 1, pair)
+            blocks = T.truncdiv(pairs + together - 1, together)  # of a slot
             tx = T.get_thread_binding()
             warp = tx // 32
             unit = warp // 2
@@ -506,10 +507,14 @@ def program(config: Config):
             slot = T.truncdiv(block, blocks + measuring)
             number = block - slot * (blocks + measuring)
             slot = slots - 1 - slot
-            index = number * together + unit
-            key_head = T.truncdiv(index, pairs)
-            pair = T.truncmod(index, pairs)
-            heads = T.Select(unit < together and index < all_pairs, ratio - pair * 2, 0)  # from the pair's first one on
+            of_block = number * together * pair  # value heads from this one on
+            first = of_block + unit * pair  # and from this one on of a pair
+            head = first + half
+            heads = T.Select(unit < together, T.min(value_heads - first, pair), 0)
+            first_key_head = T.truncdiv(of_block, ratio)
+            place = head - first_key_head * ratio  # among those of the block's two key heads
+            which = T.Select(place >= ratio, 1, 0)  # of these
+            two = T.Select((first_key_head + 1) * ratio < T.min(value_heads, of_block + together * pair), 1, 0)
             T.pdl_trigger()  # what follows waits by itself
             if l2norm:
                 if number >= blocks:  # which is none of the heads above, nor of the rows below
@@ -533,12 +538,10 @@ def program(config: Config):
             row = chunk[0]
             rows = T.Select(number < blocks, chunk[1], 0) if l2norm else chunk[1]
             fill = chunk[2]
-            first = key_head * ratio + pair * 2  # value head
-            head = first + half
 
-            tiles_s = T.alloc_shared((4, C, 64), dtype)  # K of each pair, 64 columns each; then a of each head
+            tiles_s = T.alloc_shared((4, C, 64), dtype)  # K of both key heads, 64 columns each; then a of each head
             low_s = T.alloc_shared((4, C, 64), dtype) if split else tiles_s  # its low part
-            # K K^T of each pair; then four blocks of each head
+            # K K^T of both key heads; then four blocks of each value head
             scratch_s = T.alloc_shared((2 * UPPER_HALF,), "float32")
             gamma_s = T.alloc_shared((4, C), "float32")
             log2_gamma_s = T.alloc_shared((4, C), "float32")  # gamma in units of log2
@@ -552,14 +555,14 @@ def program(config: Config):
                     for x in T.serial(value_dim // 32):
                         o[row + rows + i, head, x * 32 + lane] = T.cast(0, dtype)
             if rows > 0:
-                near = T.alloc_fragment((C, C), "float32")  # K K^T of the first pair, of the second
+                near = T.alloc_fragment((C, C), "float32")  # K K^T of the first key head, of the second
                 far = T.alloc_fragment((C, C), "float32")
                 kk = T.alloc_local((80,), "float32")
                 if half == 0:
-                    if heads > 0:
+                    if unit <= two:
                         for x in T.unroll(K // 64):
                             T.tma_copy(
-                                k[row : row + C, key_head, x * 64 : x * 64 + 64],
+                                k[row : row + C, first_key_head + unit, x * 64 : x * 64 + 64],
                                 tiles_s[unit * 2 + x, :, :],
                                 barrier=loaded[unit],
                                 leader_scope_threads=32,
@@ -605,11 +608,11 @@ def program(config: Config):
                 )
                 T.wait_wgmma(0)
                 T.call_extern("handle", "jax_qla_put_products", near.data, T.address_of(scratch_s[0]))
-                if together > 1:
+                if two > 0:
                     T.call_extern("handle", "jax_qla_put_products", far.data, T.address_of(scratch_s[UPPER_HALF]))
                 T.sync_threads(1, 128)  # the key tiles become those of a
                 T.call_extern(
-                    "handle", "jax_qla_get_products", T.address_of(kk[0]), T.address_of(scratch_s[unit * UPPER_HALF])
+                    "handle", "jax_qla_get_products", T.address_of(kk[0]), T.address_of(scratch_s[which * UPPER_HALF])
                 )
                 T.sync_threads(1, 128)
                 if half < heads:
@@ -619,9 +622,9 @@ def program(config: Config):
                             "jax_qla_normalise",
                             T.address_of(kk[0]),
                             T.address_of(beta_s[warp, 0]),
-                            T.address_of(lengths[row, key_head]),
+                            T.address_of(lengths[row, first_key_head + which]),
                             key_heads,
-                            T.if_then_else(pair + half == 0, rows, 0),
+                            T.if_then_else(place == which * ratio, rows, 0),
                         )
                     T.call_extern(
                         "handle",
