@@ -656,7 +656,9 @@ class _Call:
     def prepare_step(self) -> Step:
         """`prepare`, of all heads."""
         slots = tables.slot_count(self.tokens, self.sequences)
-        return self.step(prepare_kernel, together=policy.pairs_together(slots, self.key_heads, self.value_heads))
+        sizes = (slots, self.key_heads, self.value_heads)
+        together, own_keys = policy.pairs_together(*sizes), policy.own_keys_together(*sizes)
+        return self.step(prepare_kernel, together=together, own_keys=own_keys)
 
     def summaries_step(self, shard: policy.Cut | None = None) -> Step:
         """`summaries` of all pieces but those that sequences end with, or of all of a `shard`."""

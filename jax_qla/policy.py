@@ -35,7 +35,7 @@ _SUMMARY_STEP, _SHARED_STEP = 1.1, 1.5
 _COMPOSE_STEP, _COMPOSE_STEP_BACK = {16: 0.9, 32: 1.5, 64: 2.3}, {16: 1.2, 32: 1.9, 64: 2.7}
 """One piece in kernels/compose.py by value columns of its block, beside other kernels and alone."""
 _PREPARED_ALONE = 2
-"""Blocks of kernels/prepare.py of a multiprocessor up to which they take less time with one pair of heads each."""
+"""Blocks of kernels/prepare.py of a multiprocessor up to which they take less time with half as many heads each."""
 _FEW_LONG = 100
 """Long blocks of kernels/summaries.py up to which each takes less time with a multiprocessor to itself."""
 _BLOCK = 1.0
@@ -149,6 +149,16 @@ def pairs_together(slots: int, key_heads: int, value_heads: int) -> int:
     """
     pairs = -(-value_heads // min(value_heads // key_heads, 2))
     return 1 if slots * pairs <= _PREPARED_ALONE * MULTIPROCESSORS else 2
+
+
+def own_keys_together(slots: int, key_heads: int, value_heads: int) -> bool:
+    """Whether a block of kernels/prepare.py computes four heads with a key head each, two after two: where blocks of
+    two heads would be so many that a multiprocessor has several at once anyhow.
+
+    Args:
+        slots, key_heads, value_heads: as in `pairs_together`.
+    """
+    return key_heads == value_heads and slots * value_heads > 2 * _PREPARED_ALONE * MULTIPROCESSORS
 
 
 def key_heads_together(chunks: int, key_heads: int, value_heads: int) -> int:

@@ -87,14 +87,21 @@ LAST_IN_HALVES = dataclasses.replace(
     MANY_HEADS, name="last heads in halves", batch=4, tokens=130, key_heads=16, value_heads=48
 )
 
+# Enough heads with keys of their own that blocks of `prepare` take four (policy.own_keys_together), the last one three.
+OWN_KEYS = dataclasses.replace(
+    MANY_HEADS, name="many key heads", key_heads=71, value_heads=71, segments=((3, 130), (130, 130), (150, 499))
+)
+
 CASES = (
     *_cases(),
+    OWN_KEYS,
     MANY_HEADS,
     LAST_IN_HALVES,
     dataclasses.replace(MANY_HEADS, name="many heads, packed, gaps", segments=((3, 130), (130, 130), (150, 499))),
 )
 
 NORMALISED = dataclasses.replace(CASES[-1], name="many heads, packed, gaps, normalised", l2norm=True)
+OWN_KEYS_NORMALISED = dataclasses.replace(OWN_KEYS, name="many key heads, normalised", l2norm=True)
 
 
 @pytest.fixture(scope="module")
@@ -125,7 +132,7 @@ def _parameter(case: battery.Case) -> Any:
     return pytest.param(case, marks=marks, id=str(case))
 
 
-@pytest.mark.parametrize("case", [_parameter(case) for case in (*CASES, NORMALISED)])
+@pytest.mark.parametrize("case", [_parameter(case) for case in (*CASES, NORMALISED, OWN_KEYS_NORMALISED)])
 def test_battery(
     case: battery.Case, measured: dict[str, dict[str, battery.Error]], request: pytest.FixtureRequest
 ) -> None:
@@ -169,7 +176,7 @@ THREE_WAYS = pytest.mark.parametrize(
 
 
 @THREE_WAYS
-@pytest.mark.parametrize("case", [MANY_HEADS, LAST_IN_HALVES, CASES[-1], NORMALISED], ids=str)
+@pytest.mark.parametrize("case", [MANY_HEADS, LAST_IN_HALVES, OWN_KEYS, CASES[-1], NORMALISED], ids=str)
 def test_bitwise_repeatable(case: battery.Case, function: battery.Function) -> None:
     first = battery.run(case, function)
     for _ in range(50):

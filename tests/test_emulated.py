@@ -101,13 +101,22 @@ def test_whole_and_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
         assert used.count("compose") == (2 if rows else 0)
 
 
+@pytest.mark.parametrize("precision", [None, "high"])
+def test_heads_with_keys_of_their_own(precision: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(policy, "own_keys_together", lambda *sizes: True)
+    case = next(case for case in battery.CASES if str(case) == "ratio 1, K 64, V 128, batch 2-bfloat16")
+    battery.check(case, functools.partial(rule, precision=precision), LIMITS)
+
+
 def test_heads_of_a_block_of_prepare() -> None:
     random = np.random.default_rng(0)
     bounds = np.array([[0, 64], [70, 103]], np.int32)
     rows = np.concatenate([np.arange(start, end) for start, end in bounds])
     tokens = 103
-    for key_dim, key_heads, ratio in ((64, 3, 1), (64, 2, 2), (64, 3, 3), (64, 1, 4), (64, 2, 5), (128, 3, 1), (128, 2, 3)):
-        kernel = emulator.emulated("prepare", prepare.Config(key_dim, l2norm=True))
+    sizes = ((64, 3, 1), (64, 2, 2), (64, 3, 3), (64, 1, 4), (64, 2, 5), (128, 3, 1), (128, 2, 3))
+    of_own_keys = ((64, 1, 1), (64, 2, 1), (128, 7, 1), (128, 8, 1))
+    for (key_dim, key_heads, ratio), own in [*((x, False) for x in sizes), *((x, True) for x in of_own_keys)]:
+        kernel = emulator.emulated("prepare", prepare.Config(key_dim, l2norm=True, own_keys=own))
         heads = key_heads * ratio
         given = {
             **{x: (random.normal(size=(tokens, key_heads, key_dim)) / 4).astype(jnp.bfloat16) for x in ("q", "k")},
@@ -117,7 +126,7 @@ def test_heads_of_a_block_of_prepare() -> None:
         }
         given["q"][0, 0] = given["k"][0, 0] = 0
         expected = jax.jit(functools.partial(prepare.specification, ratio=ratio, l2norm=1))(*given.values())
-        for together in (1, 2):
+        for together in (2,) if own else (1, 2):
             of_rows = {"lengths": (key_heads,), "query_lengths": (key_heads,)}
             shapes = {"a": (heads, 64), "gamma": (heads,), **of_rows, "o": (heads, 64)}
             found = {name: np.full((tokens, *shape), np.nan, np.float32) for name, shape in shapes.items()}

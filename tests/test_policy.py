@@ -205,6 +205,14 @@ def test_pairs_of_a_block_of_prepare(
     assert policy.pairs_together(slots, key_heads, value_heads) == together
 
 
+@pytest.mark.parametrize(
+    ("tokens", "key_heads", "value_heads", "together"),
+    [(8192, 16, 16, True), (8192, 16, 32, False), (1024, 16, 16, False), (4096, 4, 4, False)],
+)
+def test_heads_with_keys_of_their_own(tokens: int, key_heads: int, value_heads: int, together: bool) -> None:
+    assert policy.own_keys_together(tables.slot_count(tokens, 1), key_heads, value_heads) == together
+
+
 def test_groups_of_heads_with_states() -> None:
     """There is one recurrence then, of which halves of half the heads do not fill the card."""
     assert policy.head_groups(512, 4, 16, 64, 128, 128, with_states=True) == 2

@@ -38,7 +38,9 @@ def _packaged() -> tuple[tuple[str, Any], ...]:
     kernels: list[tuple[str, Any]] = [("layout", layout.Config())]
     for dtype, l2norm, split in _DTYPES:
         for key_dim in _HEAD_DIMS:
-            kernels.append(("prepare", prepare.Config(key_dim, dtype, l2norm, split)))
+            kernels.extend(
+                ("prepare", prepare.Config(key_dim, dtype, l2norm, split, own_keys)) for own_keys in (False, True)
+            )
         for key_dim, value_dim in itertools.product(_HEAD_DIMS, _HEAD_DIMS):
             kernels.append(("gradients", gradients.Config(key_dim, value_dim, dtype, l2norm, split)))
             kernels.append(("summaries", summaries.Config(key_dim, value_dim, dtype, l2norm, split)))

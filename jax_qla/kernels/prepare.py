@@ -15,13 +15,14 @@ With `l2norm`, beta is divided by |k|^2 first, which K K^T has on its diagonal, 
 
 The *gated* matrix is inverted: the gate-free one can overflow where the recurrence itself is stable (long keys, strong decay).
 
-Plan, one block per (chunk slot, one or two pairs of value heads of a key head), 128 threads, a warp a value head. Within a
-block this is a chain of waits, which other blocks fill: 128 registers and 56 KiB let 4 share a multiprocessor. Blocks of one
-pair, half of whose warps only help with K K^T, are for calls of few chunks (policy.pairs_together). Before the rows of a chunk,
-the rows of `o` that belong to no sequence become zero.
+Plan, one block per (chunk slot, four value heads side by side), 128 threads, a warp a value head. Within a block this is a chain
+of waits, which other blocks fill: 128 registers and 56 KiB let 4 share a multiprocessor. The heads of a block have one or two key
+heads; where each has one of its own, blocks are of two heads or, with `own_keys`, take the key heads two after two
+(policy.own_keys_together). Blocks of half as many heads, half of whose warps only help with K K^T, are for calls of few chunks
+(policy.pairs_together). Before the rows of a chunk, the rows of `o` that belong to no sequence become zero.
 
-    each two warps    gates of a pair's heads; meanwhile TMA loads the pair's key tile
-    all               K K^T of both pairs by wgmma; meanwhile gamma by a scan over lanes. The products go through shared memory to
+    each two warps    gates of their heads; meanwhile TMA loads the key tiles
+    all               K K^T of both key heads by wgmma; meanwhile gamma by a scan over lanes. The products go through shared memory to
                       the warps of their heads (PRELUDE: jax_qla_put_products)
     each              the inverse (PRELUDE: jax_qla_invert), to where the key tiles were, from where TMA stores whole rows, or 16 bytes
                       a lane where the chunk is short
@@ -61,12 +62,13 @@ __all__ = ["PASS_CONFIGS", "Config", "program", "specification"]
 @dataclass(frozen=True)
 class Config:
     """Sizes this program is specialised for: `key_dim` 64 or 128, `dtype` "bfloat16" or "float16"; `l2norm`: whether q and k
-    are to be normalised; `split` (kernels/common.py): with bfloat16 only."""
+    are to be normalised; `split` (kernels/common.py): with bfloat16 only; `own_keys`: for as many key heads as value heads."""
 
     key_dim: int = 128
     dtype: str = "bfloat16"
     l2norm: bool = False
     split: bool = False
+    own_keys: bool = False
 
 
 UPPER_HALF = 10 * 16 * 16
@@ -461,11 +463,33 @@ def program(config: Config):
     C, K, dtype = CHUNK, config.key_dim, config.dtype
     bf16 = "true" if dtype == "bfloat16" else "false"
     l2norm, split = config.l2norm, config.split
+    own_keys = config.own_keys
+    phases = 2 if own_keys else 1  # of two key heads each
     tokens, key_heads, value_heads, value_dim, sequences = T.dynamic(
         "tokens, key_heads, value_heads, value_dim, sequences"
     )
     slots = tokens // C + sequences + 1  # jax_qla/segments.py: slot_count
     measuring = (key_heads + 1) // 2 if l2norm else 0  # blocks that measure queries, of a slot
+
+    @T.macro
+    def load_keys(k, row, key_head, two, unit, half, tiles, loaded):
+        """The first warp has TMA load the key tile of a key head, the third that of the next one, if it is wanted: `two` is 1, else 0."""
+        if half == 0:
+            if unit <= two:
+                for x in T.unroll(K // 64):
+                    T.tma_copy(
+                        k[row : row + C, key_head + unit, x * 64 : x * 64 + 64],
+                        tiles[unit * 2 + x, :, :],
+                        barrier=loaded[unit],
+                        leader_scope_threads=32,
+                    )
+            T.barrier_arrive(loaded[unit])
+
+    def exchanged(phase, which, scratch, tiles):
+        """Where the products of a key head, the first or second of its phase, are exchanged: those of the second two where their tiles were."""
+        if phase == 0:
+            return T.address_of(scratch[which * UPPER_HALF])
+        return T.access_ptr(tiles[which, which * 16, 0], "r")
 
     @T.prim_func
     def prepare(
@@ -483,7 +507,15 @@ def program(config: Config):
         together: T.int32,  # pairs of a block, 1 or 2
     ):
         with T.Kernel(
-            slots * (((value_heads + T.min(ratio, 2) - 1) // T.min(ratio, 2) + together - 1) // together + measuring),
+            slots
+            * (
+                (
+                    (value_heads + 3) // 4
+                    if own_keys
+                    else (value_heads + T.min(ratio, 2) * together - 1) // (T.min(ratio, 2) * together)
+                )
+                + measuring
+            ),
             threads=128,
             prelude=PRELUDE,
         ) as block:
@@ -496,9 +528,9 @@ def program(config: Config):
             which = T.alloc_var("int32")
             two = T.alloc_var("int32")
             heads = T.alloc_var("int32")
-            pair = T.min(ratio, 2)
-            pairs = T.truncdiv(value_heads + pair - 1, pair)
-            blocks = T.truncdiv(pairs + together - 1, together)  # of a slot
+            pair = 2 if own_keys else T.min(ratio, 2)
+            of_all = 4 if own_keys else pair * together  # value heads of a block
+            blocks = T.truncdiv(value_heads + of_all - 1, of_all)  # of a slot
             tx = T.get_thread_binding()
             warp = tx // 32
             unit = warp // 2
@@ -507,14 +539,20 @@ def program(config: Config):
             slot = T.truncdiv(block, blocks + measuring)
             number = block - slot * (blocks + measuring)
             slot = slots - 1 - slot
-            of_block = number * together * pair  # value heads from this one on
-            first = of_block + unit * pair  # and from this one on of a pair
+            of_block = number * of_all  # value heads from this one on
+            first = of_block + unit * pair  # and from this one on of two warps
             head = first + half
-            heads = T.Select(unit < together, T.min(value_heads - first, pair), 0)
-            first_key_head = T.truncdiv(of_block, ratio)
-            place = head - first_key_head * ratio  # among those of the block's two key heads
-            which = T.Select(place >= ratio, 1, 0)  # of these
-            two = T.Select((first_key_head + 1) * ratio < T.min(value_heads, of_block + together * pair), 1, 0)
+            heads = T.Select(unit * pair < of_all, T.min(value_heads - first, pair), 0)
+            if own_keys:
+                first_key_head = of_block
+                which = half
+            else:
+                first_key_head = T.truncdiv(of_block, ratio)
+                place = head - first_key_head * ratio  # among those of the block's two key heads
+                which = T.Select(place >= ratio, 1, 0)  # of these
+            key_head = head if own_keys else first_key_head + which
+            # whether the block has heads of two key heads
+            two = T.Select((first_key_head + 1) * ratio < T.min(value_heads, of_block + of_all), 1, 0)
             T.pdl_trigger()  # what follows waits by itself
             if l2norm:
                 if number >= blocks:  # which is none of the heads above, nor of the rows below
@@ -558,16 +596,7 @@ def program(config: Config):
                 near = T.alloc_fragment((C, C), "float32")  # K K^T of the first key head, of the second
                 far = T.alloc_fragment((C, C), "float32")
                 kk = T.alloc_local((80,), "float32")
-                if half == 0:
-                    if unit <= two:
-                        for x in T.unroll(K // 64):
-                            T.tma_copy(
-                                k[row : row + C, first_key_head + unit, x * 64 : x * 64 + 64],
-                                tiles_s[unit * 2 + x, :, :],
-                                barrier=loaded[unit],
-                                leader_scope_threads=32,
-                            )
-                    T.barrier_arrive(loaded[unit])
+                load_keys(k, row, first_key_head, two, unit, half, tiles_s, loaded)
                 T.call_extern(
                     "handle",
                     "jax_qla_fetch",
@@ -580,40 +609,67 @@ def program(config: Config):
                     heads,
                     rows,
                 )
-                T.barrier_wait(loaded[0], 0)
-                T.barrier_wait(loaded[1], 0)
-                if rows < C:
-                    if half < K // 64:
-                        T.call_extern("handle", "jax_qla_zero_rows", T.access_ptr(tiles_s[warp, 0, 0], "r"), rows)
-                    T.fence_proxy_async()
-                    T.sync_threads(1, 128)
-                for x in tuple(range(K // 64)):
-                    T.wgmma_gemm(tiles_s[x, :, :], tiles_s[x, :, :], near, transpose_B=True, clear_accum=x == 0)
-                for x in tuple(range(K // 64)):
-                    T.wgmma_gemm(tiles_s[2 + x, :, :], tiles_s[2 + x, :, :], far, transpose_B=True, clear_accum=x == 0)
-                T.sync_threads(1, 128)
-                T.call_extern(
-                    "handle", "jax_qla_scan", T.address_of(gamma_s[warp, 0]), T.address_of(log2_gamma_s[warp, 0])
-                )
-                T.sync_threads(1, 128)
-                T.call_extern(
-                    "handle",
-                    "jax_qla_store_gamma",
-                    T.address_of(gamma[row, 0]),
-                    T.address_of(gamma_s[unit * 2, 0]),
-                    value_heads,
-                    first,
-                    heads,
-                    rows,
-                )
-                T.wait_wgmma(0)
-                T.call_extern("handle", "jax_qla_put_products", near.data, T.address_of(scratch_s[0]))
-                if two > 0:
-                    T.call_extern("handle", "jax_qla_put_products", far.data, T.address_of(scratch_s[UPPER_HALF]))
-                T.sync_threads(1, 128)  # the key tiles become those of a
-                T.call_extern(
-                    "handle", "jax_qla_get_products", T.address_of(kk[0]), T.address_of(scratch_s[which * UPPER_HALF])
-                )
+                for phase in tuple(range(phases)):
+                    T.barrier_wait(loaded[0], phase)
+                    T.barrier_wait(loaded[1], phase)
+                    if rows < C:
+                        if half < K // 64:
+                            T.call_extern("handle", "jax_qla_zero_rows", T.access_ptr(tiles_s[warp, 0, 0], "r"), rows)
+                        T.fence_proxy_async()
+                        T.sync_threads(1, 128)
+                    for x in tuple(range(K // 64)):
+                        T.wgmma_gemm(tiles_s[x, :, :], tiles_s[x, :, :], near, transpose_B=True, clear_accum=x == 0)
+                    for x in tuple(range(K // 64)):
+                        T.wgmma_gemm(
+                            tiles_s[2 + x, :, :], tiles_s[2 + x, :, :], far, transpose_B=True, clear_accum=x == 0
+                        )
+                    if phase == 0:
+                        T.sync_threads(1, 128)
+                        T.call_extern(
+                            "handle",
+                            "jax_qla_scan",
+                            T.address_of(gamma_s[warp, 0]),
+                            T.address_of(log2_gamma_s[warp, 0]),
+                        )
+                        T.sync_threads(1, 128)
+                        T.call_extern(
+                            "handle",
+                            "jax_qla_store_gamma",
+                            T.address_of(gamma[row, 0]),
+                            T.address_of(gamma_s[unit * 2, 0]),
+                            value_heads,
+                            first,
+                            heads,
+                            rows,
+                        )
+                    T.wait_wgmma(0)
+                    if phase > 0:
+                        T.sync_threads(1, 128)  # the key tiles become what is exchanged
+                    T.call_extern("handle", "jax_qla_put_products", near.data, exchanged(phase, 0, scratch_s, tiles_s))
+                    if own_keys or two > 0:
+                        T.call_extern(
+                            "handle", "jax_qla_put_products", far.data, exchanged(phase, 1, scratch_s, tiles_s)
+                        )
+                    T.sync_threads(1, 128)  # the key tiles become those of the next key heads, or of a
+                    if phase + 1 < phases:
+                        load_keys(
+                            k,
+                            row,
+                            first_key_head + 2 * phase + 2,
+                            T.min(value_heads - first_key_head - 2 * phase - 3, 1),
+                            unit,
+                            half,
+                            tiles_s,
+                            loaded,
+                        )
+                for phase in tuple(range(phases)):
+                    if phases == 1 or unit == phase:
+                        T.call_extern(
+                            "handle",
+                            "jax_qla_get_products",
+                            T.address_of(kk[0]),
+                            exchanged(phase, which, scratch_s, tiles_s),
+                        )
                 T.sync_threads(1, 128)
                 if half < heads:
                     if l2norm:
@@ -622,9 +678,9 @@ def program(config: Config):
                             "jax_qla_normalise",
                             T.address_of(kk[0]),
                             T.address_of(beta_s[warp, 0]),
-                            T.address_of(lengths[row, first_key_head + which]),
+                            T.address_of(lengths[row, key_head]),
                             key_heads,
-                            T.if_then_else(place == which * ratio, rows, 0),
+                            rows if own_keys else T.if_then_else(place == which * ratio, rows, 0),
                         )
                     T.call_extern(
                         "handle",
