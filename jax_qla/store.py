@@ -201,13 +201,16 @@ def write_manifest(directory: Path, entries: Mapping[str, Any], *, keep_others: 
     Args:
         directory: the folder.
         entries: entries by key.
-        keep_others: keep the entries of other kernels and configurations.
+        keep_others: keep the entries of other kernels, and of other configurations of the same source.
     """
     kernels = dict(entries)
     if keep_others:
         new = [(entry["kernel"], entry["config"]) for entry in entries.values()]
-        others = read_manifest(directory).items()
-        kernels |= {key: entry for key, entry in others if (entry["kernel"], entry["config"]) not in new}
+        sources = {name: source_hash(name) for name, _ in new}
+        for key, entry in read_manifest(directory).items():
+            name = entry["kernel"]
+            if (name, entry["config"]) not in new and entry["source"] == sources.get(name, entry["source"]):
+                kernels[key] = entry
     content = json.dumps({"kernels": dict(sorted(kernels.items()))}, indent=1)
     _write_atomically(directory / "manifest.json", content.encode(), _PACKAGED_MODE)
     named = {entry["sha256"] for entry in kernels.values()}

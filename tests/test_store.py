@@ -232,6 +232,11 @@ def test_manifest_forgets_what_is_replaced(packaged: Path) -> None:
     assert {entry["sha256"] for entry in store.read_manifest(packaged).values()} == {
         hashlib.sha256(content).hexdigest() for content in contents
     }
+    older = {**entry_of(b"five", Config(192)), "source": "of yesterday"}
+    store.write_cubin(packaged, b"five")
+    store.write_manifest(packaged, {"key of yesterday": older}, keep_others=True)
+    package(packaged, Config(64), b"four")  # a configuration of an older source is nobody's any more
+    assert {file.read_bytes() for file in packaged.glob("*.cubin")} == {b"two", b"four"}
     store.write_manifest(packaged, {})
     assert [file.name for file in packaged.iterdir()] == ["manifest.json"]
 
