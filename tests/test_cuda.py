@@ -87,17 +87,17 @@ LAST_IN_HALVES = dataclasses.replace(
     MANY_HEADS, name="last heads in halves", batch=4, tokens=130, key_heads=16, value_heads=48
 )
 
+_GAPS = ((3, 130), (130, 130), (150, 499))
+
 # Enough heads with keys of their own that blocks of `prepare` take four (policy.own_keys_together), the last one three.
-OWN_KEYS = dataclasses.replace(
-    MANY_HEADS, name="many key heads", key_heads=71, value_heads=71, segments=((3, 130), (130, 130), (150, 499))
-)
+OWN_KEYS = dataclasses.replace(MANY_HEADS, name="many key heads", key_heads=71, value_heads=71, segments=_GAPS)
 
 CASES = (
     *_cases(),
     OWN_KEYS,
     MANY_HEADS,
     LAST_IN_HALVES,
-    dataclasses.replace(MANY_HEADS, name="many heads, packed, gaps", segments=((3, 130), (130, 130), (150, 499))),
+    dataclasses.replace(MANY_HEADS, name="many heads, packed, gaps", segments=_GAPS),
 )
 
 NORMALISED = dataclasses.replace(CASES[-1], name="many heads, packed, gaps, normalised", l2norm=True)

@@ -104,6 +104,13 @@ def test_whole_and_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("precision", [None, "high"])
 def test_heads_with_keys_of_their_own(precision: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(policy, "own_keys_together", lambda *sizes: True)
+    emulated = emulator.emulated
+
+    def of_own_keys(name: str, config: Any) -> emulator.Emulated:
+        assert name != "prepare" or config.own_keys
+        return emulated(name, config)
+
+    monkeypatch.setattr(emulator, "emulated", of_own_keys)
     case = next(case for case in battery.CASES if str(case) == "ratio 1, K 64, V 128, batch 2-bfloat16")
     battery.check(case, functools.partial(rule, precision=precision), LIMITS)
 
