@@ -656,8 +656,8 @@ class _Call:
     def prepare_step(self) -> Step:
         """`prepare`, of all heads."""
         slots = tables.slot_count(self.tokens, self.sequences)
-        sizes = (slots, self.key_heads, self.value_heads)
-        together, own_keys = policy.pairs_together(*sizes), policy.own_keys_together(*sizes)
+        together = policy.prepared_together(slots, self.key_heads, self.value_heads)
+        own_keys = together == 4 and self.key_heads == self.value_heads
         return self.step(prepare_kernel, together=together, own_keys=own_keys)
 
     def summaries_step(self, shard: policy.Cut | None = None) -> Step:

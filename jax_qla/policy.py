@@ -139,26 +139,16 @@ def composed_columns(recurrences: int, value_dim: int) -> int:
     return next((n for n in COLUMNS if recurrences * (value_dim // n) <= MULTIPROCESSORS), COLUMNS[-1])
 
 
-def pairs_together(slots: int, key_heads: int, value_heads: int) -> int:
-    """Pairs of value heads (single ones, where each has a key head of its own) that a block of kernels/prepare.py
-    computes: one where blocks are so few that each has much of a multiprocessor.
+def prepared_together(slots: int, key_heads: int, value_heads: int) -> int:
+    """Value heads that a block of kernels/prepare.py computes: two, or one where each has a key head of its own, where
+    blocks are then so few that each has much of a multiprocessor; else four, or two if these are so few.
 
     Args:
         slots: of chunks (`segments.slot_count`), each of which has blocks.
         key_heads, value_heads: Hk and Hv.
     """
-    pairs = -(-value_heads // min(value_heads // key_heads, 2))
-    return 1 if slots * pairs <= _PREPARED_ALONE * MULTIPROCESSORS else 2
-
-
-def own_keys_together(slots: int, key_heads: int, value_heads: int) -> bool:
-    """Whether a block of kernels/prepare.py computes four heads with a key head each, two after two: where blocks of
-    two heads would be so many that a multiprocessor has several at once anyhow.
-
-    Args:
-        slots, key_heads, value_heads: as in `pairs_together`.
-    """
-    return key_heads == value_heads and slots * value_heads > 2 * _PREPARED_ALONE * MULTIPROCESSORS
+    few = (1, 2) if key_heads == value_heads else (2,)
+    return next((n for n in few if slots * -(-value_heads // n) <= _PREPARED_ALONE * MULTIPROCESSORS), 4)
 
 
 def key_heads_together(chunks: int, key_heads: int, value_heads: int) -> int:

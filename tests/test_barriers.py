@@ -92,7 +92,7 @@ def test_no_order_of_events_stops_a_kernel(
             "chunk": (0, rows, 0),
         }
         barrier_model.replace_tilelang(monkeypatch, sizes)
-        operands = operands_of(chunks, rows, ratio) | {"group": key_heads, "together": 1 + chunks % 2}
+        operands = operands_of(chunks, rows, ratio) | {"group": key_heads, "together": 2 + chunks % 2 * 2}
         program = module.program(module.Config(**options))
         for late in range(threads // barrier_model.WARP):
             barrier_model.run(program, threads, operands, late=late)
@@ -102,7 +102,7 @@ def test_no_order_of_events_stops_a_kernel(
 
 WAITING = [
     ("layout", {}, {}),
-    ("prepare", {}, {"together": 2}),
+    ("prepare", {}, {"together": 4}),
     ("forward", {}, {"awaits": forward.STATE}),
     ("forward", {}, {"awaits": forward.PREPARED}),
     ("forward", {}, {"awaits": forward.NOTHING}),

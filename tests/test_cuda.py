@@ -89,7 +89,7 @@ LAST_IN_HALVES = dataclasses.replace(
 
 _GAPS = ((3, 130), (130, 130), (150, 499))
 
-# Enough heads with keys of their own that blocks of `prepare` take four (policy.own_keys_together), the last one three.
+# Enough heads with keys of their own that blocks of `prepare` take four (policy.prepared_together), the last one three.
 OWN_KEYS = dataclasses.replace(MANY_HEADS, name="many key heads", key_heads=71, value_heads=71, segments=_GAPS)
 
 CASES = (

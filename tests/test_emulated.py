@@ -91,10 +91,10 @@ def test_whole_and_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     used = _used(monkeypatch)
     assert PACKED.segments
     assert max(end - start for start, end in PACKED.segments) > policy.cut_beyond(128)
-    for case, rows, room, pairs in ((PACKED, 0, True, 2), (PACKED, 128, False, 1), (LONG, 320, True, 2)):
+    for case, rows, room, together in ((PACKED, 0, True, 4), (PACKED, 128, False, 2), (LONG, 320, True, 4)):
         monkeypatch.setenv(policy.OVERRIDE, str(rows))
         monkeypatch.setattr(policy, "room_for_both", lambda blocks, room=room: room)
-        monkeypatch.setattr(policy, "pairs_together", lambda *sizes, pairs=pairs: pairs)
+        monkeypatch.setattr(policy, "prepared_together", lambda *sizes, together=together: together)
         stand_in.forget_traces()
         used.clear()
         battery.check(case, rule, LIMITS)
@@ -103,7 +103,7 @@ def test_whole_and_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("precision", [None, "high"])
 def test_heads_with_keys_of_their_own(precision: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(policy, "own_keys_together", lambda *sizes: True)
+    monkeypatch.setattr(policy, "prepared_together", lambda *sizes: 4)
     emulated = emulator.emulated
 
     def of_own_keys(name: str, config: Any) -> emulator.Emulated:
@@ -133,7 +133,7 @@ def test_heads_of_a_block_of_prepare() -> None:
         }
         given["q"][0, 0] = given["k"][0, 0] = 0
         expected = jax.jit(functools.partial(prepare.specification, ratio=ratio, l2norm=1))(*given.values())
-        for together in (2,) if own else (1, 2):
+        for together in (4,) if own else (1, 2) if ratio == 1 else (2, 4):
             of_rows = {"lengths": (key_heads,), "query_lengths": (key_heads,)}
             shapes = {"a": (heads, 64), "gamma": (heads,), **of_rows, "o": (heads, 64)}
             found = {name: np.full((tokens, *shape), np.nan, np.float32) for name, shape in shapes.items()}
@@ -142,7 +142,7 @@ def test_heads_of_a_block_of_prepare() -> None:
             for name, reference in zip(("a", "gamma", *of_rows), expected, strict=True):
                 which = slice(None) if name == "query_lengths" else rows
                 ours, right = (np.asarray(x, np.float32)[which] for x in (found[name], reference))
-                what = f"{name} of {key_heads} key heads, {ratio} value heads each, {together} pairs a block"
+                what = f"{name} of {key_heads} key heads, {ratio} value heads each, {together} a block"
                 np.testing.assert_allclose(ours, right, rtol=2e-2 if name == "a" else 1e-5, atol=1e-3, err_msg=what)
             np.testing.assert_array_equal(np.asarray(found["o"], np.float32)[64:70], 0)
 

@@ -189,28 +189,23 @@ def test_groups_of_heads(chunks: int, recurrences: int, key_heads: int, value_he
 @pytest.mark.parametrize(
     ("tokens", "sequences", "key_heads", "value_heads", "together"),
     [
-        (2048, 1, 2, 8, 1),
-        (4096, 1, 2, 8, 1),
-        (8192, 1, 2, 8, 2),
-        (2048, 1, 16, 32, 2),
+        (2048, 1, 2, 8, 2),
+        (4096, 1, 2, 8, 2),
+        (8192, 1, 2, 8, 4),
+        (2048, 1, 16, 32, 4),
+        (33, 1, 16, 48, 2),
+        (330, 100, 2, 8, 4),
         (896, 1, 16, 16, 1),
-        (33, 1, 16, 48, 1),
-        (330, 100, 2, 8, 2),
+        (1024, 1, 16, 16, 2),
+        (4096, 1, 4, 4, 1),
+        (8192, 1, 16, 16, 4),
     ],
 )
-def test_pairs_of_a_block_of_prepare(
+def test_heads_of_a_block_of_prepare(
     tokens: int, sequences: int, key_heads: int, value_heads: int, together: int
 ) -> None:
     slots = tables.slot_count(tokens, sequences)
-    assert policy.pairs_together(slots, key_heads, value_heads) == together
-
-
-@pytest.mark.parametrize(
-    ("tokens", "key_heads", "value_heads", "together"),
-    [(8192, 16, 16, True), (8192, 16, 32, False), (1024, 16, 16, False), (4096, 4, 4, False)],
-)
-def test_heads_with_keys_of_their_own(tokens: int, key_heads: int, value_heads: int, together: bool) -> None:
-    assert policy.own_keys_together(tables.slot_count(tokens, 1), key_heads, value_heads) == together
+    assert policy.prepared_together(slots, key_heads, value_heads) == together
 
 
 def test_groups_of_heads_with_states() -> None:

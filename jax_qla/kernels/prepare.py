@@ -16,16 +16,16 @@ With `l2norm`, beta is divided by |k|^2 first, which K K^T has on its diagonal, 
 The *gated* matrix is inverted: the gate-free one can overflow where the recurrence itself is stable (long keys, strong decay).
 
 Plan, one block per (chunk slot, four value heads side by side), 128 threads, a warp a value head. Within a block this is a chain
-of waits, which other blocks fill: 128 registers and 56 KiB let 4 share a multiprocessor. The heads of a block have one or two key
-heads; where each has one of its own, blocks are of two heads or, with `own_keys`, take the key heads two after two
-(policy.own_keys_together). Blocks of half as many heads, half of whose warps only help with K K^T, are for calls of few chunks
-(policy.pairs_together). Before the rows of a chunk, the rows of `o` that belong to no sequence become zero.
+of waits, which other blocks fill: 128 registers let 4 share a multiprocessor (5, of 96, took longer), and what their 35 KiB each leave of
+its memory is first-level cache, which the gates' loads need (docs/performance.md). The four heads have one or two key heads or, with
+`own_keys`, one each, which are taken two after two, with 55 KiB. Blocks of fewer heads, whose other warps only help with K K^T, are for calls
+of few chunks (policy.prepared_together). Before the rows of a chunk, the rows of `o` that belong to no sequence become zero.
 
     each two warps    gates of their heads; meanwhile TMA loads the key tiles
-    all               K K^T of both key heads by wgmma; meanwhile gamma by a scan over lanes. The products go through shared memory to
-                      the warps of their heads (PRELUDE: jax_qla_put_products)
-    each              the inverse (PRELUDE: jax_qla_invert), to where the key tiles were, from where TMA stores whole rows, or 16 bytes
-                      a lane where the chunk is short
+    all               K K^T of both key heads by wgmma; meanwhile gamma by a scan over lanes. The products go to the warps of their heads
+                      by where the key tiles were (PRELUDE: jax_qla_put_products)
+    each              the inverse (PRELUDE: jax_qla_invert), to the same place, from where TMA stores whole rows, or 16 bytes a lane where
+                      the chunk is short
 
 The inverse X, in blocks of 16x16: X_ii = (I + L_ii)^{-1} by forward substitution, two columns a lane, and below the diagonal
 
@@ -35,7 +35,7 @@ from left to right, so that no operand needs to be transposed: K K^T is symmetri
 of an accumulator, which is L in that of a right operand of mma; sums and X_ij are accumulators and become left operands where they
 are. Only the X_ii go through shared memory, 16 bits high and 16 low. Operands are split into two bf16 numbers each (three products:
 16 bits of mantissa). A head takes 96 mma, 148 FMA and 78 splits of pairs. With `split` the low parts, which are there, are stored too, by
-way of a tile of their own, so that 2 blocks share a multiprocessor.
+way of a tile of their own, so that 3 blocks share a multiprocessor.
 """
 
 from dataclasses import dataclass
@@ -73,8 +73,6 @@ class Config:
 
 UPPER_HALF = 10 * 16 * 16
 """Elements of K K^T that are exchanged."""
-BLOCK_BYTES = 1040
-"""From a block on the diagonal to the next in a head's scratch, of which there are four: as many float32 a head."""
 
 LENGTHS_PRELUDE = (
     f"constexpr float kL2NormEpsilon = {L2NORM_EPSILON}f;"
@@ -137,10 +135,12 @@ PRELUDE = (
     MATRIX_PRELUDE
     + LENGTHS_PRELUDE
     + CHUNK_PRELUDE
-    + f"constexpr int kStretches = {STRETCHES}, kBlock = {BLOCK_BYTES};\nconstexpr float kMinLogDecay = {MIN_LOG_DECAY}f, kLog2e = {LOG2_E}f;"
+    + f"constexpr int kStretches = {STRETCHES};\nconstexpr float kMinLogDecay = {MIN_LOG_DECAY}f, kLog2e = {LOG2_E}f;"
     r"""
 constexpr int kTile = 8192;    // bytes of 64 rows of 64 elements, 128-byte swizzled
+constexpr int kBlock = 1024;   // bytes of a block on the diagonal in a head's scratch, of which there are four
 constexpr int kLow = 512;      // bytes from the high parts of an inverted block to its low parts
+constexpr int kScratch = 4096; // bytes from the tile of a head's a to its scratch: where its lower 32 rows will be
 constexpr float kLimit = 2.001f;
 
 // What is made of them. A 16x16 block is held by a warp as an accumulator, two 16x8 tiles: element 4 n + 2 h + e of lane l is that
@@ -259,13 +259,11 @@ __device__ __forceinline__ void jax_qla_normalise(const void* products, float* b
 }
 
 // L^T from the upper half of K K^T; gamma in units of log2. Its blocks on the diagonal go to scratch memory as rows of 16 floats, the
-// four quarters of which change places by row; what lies below the diagonal there is not L. Those above it become right operands -L.
+// four quarters of which change places by row and block; what lies below the diagonal there is not L. Those above it become right operands -L.
 // Returns whether some beta <k, k> exceeds kLimit.
 __device__ __forceinline__ bool jax_qla_gate(Split* lower, const float* kk, const float* gamma, const float* beta, float* scratch) {
   const int lane = threadIdx.x & 31, row = lane / 4, column = lane % 4 * 2;
-  const int quarter = (column >> 2) ^ (row & 2);
-  float* near = scratch + row * 16 + quarter * 4 + (column & 3);
-  float* far = scratch + row * 16 + (quarter ^ 2) * 4 + (column & 3);
+  const int within = row * 16 + (((column >> 2) ^ (row & 2)) << 2) + (column & 3);
   float rows[8], longest = 0.f;
 #pragma unroll
   for (int k = 0; k < 4; ++k) {
@@ -280,12 +278,13 @@ __device__ __forceinline__ bool jax_qla_gate(Split* lower, const float* kk, cons
     const float top[4] = {betas[0] * c[0], betas[1] * c[1], betas[2] * c[4], betas[3] * c[5]};
     const float bottom[2] = {betas[2] * c[6], betas[3] * c[7]};
     longest = fmaxf(longest, fmaxf(row & 1 ? top[1] : top[0], row & 1 ? bottom[1] : bottom[0]));
-    const int at = k * (kBlock / 4);
-    *reinterpret_cast<float2*>(near + at) =
+    float* near = scratch + k * (kBlock / 4) + (within ^ (k << 2));
+    float* far = scratch + k * (kBlock / 4) + (within ^ (k << 2) ^ 8);
+    *reinterpret_cast<float2*>(near) =
         float2{top[0] * exp2f(gammas[0] - rows[k * 2]), top[1] * exp2f(gammas[1] - rows[k * 2])};
-    *reinterpret_cast<float2*>(far + at) =
+    *reinterpret_cast<float2*>(far) =
         float2{top[2] * exp2f(gammas[2] - rows[k * 2]), top[3] * exp2f(gammas[3] - rows[k * 2])};
-    *reinterpret_cast<float2*>(far + at + 128) =
+    *reinterpret_cast<float2*>(far + 128) =
         float2{bottom[0] * exp2f(gammas[2] - rows[k * 2 + 1]), bottom[1] * exp2f(gammas[3] - rows[k * 2 + 1])};
     if (k == 0) continue;
     // The decay of a block above the diagonal is one up to the end of the block before its columns times one from there: neither
@@ -316,7 +315,8 @@ __device__ __forceinline__ bool jax_qla_gate(Split* lower, const float* kk, cons
 // and c + 8 of one block. Halves of columns change places so that ldmatrix meets no bank twice.
 __device__ __forceinline__ void jax_qla_substitute(float* scratch) {
   const int lane = threadIdx.x & 31, column = lane & 7;
-  float* block = scratch + (lane >> 3) * (kBlock / 4);
+  const int number = lane >> 3;
+  float* block = scratch + number * (kBlock / 4);
   float x[16], y[8];
 #pragma unroll
   for (int i = 0; i < 16; ++i) x[i] = i == column ? 1.f : 0.f;
@@ -326,7 +326,7 @@ __device__ __forceinline__ void jax_qla_substitute(float* scratch) {
   for (int j = 0; j < 15; ++j) {
 #pragma unroll
     for (int q = (j + 1) / 4; q < 4; ++q) {
-      const float4 l = *reinterpret_cast<const float4*>(block + j * 16 + (q ^ (j & 2)) * 4);
+      const float4 l = *reinterpret_cast<const float4*>(block + j * 16 + (q ^ (j & 2) ^ number) * 4);
       const float values[4] = {l.x, l.y, l.z, l.w};
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
@@ -367,9 +367,9 @@ __device__ __forceinline__ void jax_qla_pack(unsigned* r, const float* c) {
 __device__ __forceinline__ void jax_qla_put(unsigned to, int i, int j, const unsigned* r) {
   jax_qla_store_matrices<false>((to ^ (j << 5)) + i * 2048, r[0], r[1], r[2], r[3]);
 }
-// The same of an inverted block on the diagonal, a left operand, and zeros to the right of it; if `split`, also to the tile of low parts.
-template <bool bf16, bool split>
-__device__ __forceinline__ void jax_qla_put_diagonal(unsigned to, unsigned to_low, int i, const Split& s) {
+// The same of an inverted block on the diagonal, a left operand, and zeros to the right of it.
+template <bool bf16>
+__device__ __forceinline__ void jax_qla_put_diagonal(unsigned to, int i, const Split& s) {
   const unsigned zeros[4] = {};
   unsigned r[4];
   float c[8];
@@ -382,19 +382,23 @@ __device__ __forceinline__ void jax_qla_put_diagonal(unsigned to, unsigned to_lo
   jax_qla_put(to, i, i, bf16 ? s.high : r);  // the high part is what rounding to bf16 gives
 #pragma unroll
   for (int j = i + 1; j < 4; ++j) jax_qla_put(to, i, j, zeros);
-  if constexpr (split) {
-    jax_qla_put(to_low, i, i, s.low);
+}
+// Its low part, to the tile of these.
+__device__ __forceinline__ void jax_qla_put_low_diagonal(unsigned to, int i, const Split& s) {
+  const unsigned zeros[4] = {};
+  jax_qla_put(to, i, i, s.low);
 #pragma unroll
-    for (int j = i + 1; j < 4; ++j) jax_qla_put(to_low, i, j, zeros);
-  }
+  for (int j = i + 1; j < 4; ++j) jax_qla_put(to, i, j, zeros);
 }
 
 // kk (jax_qla_get_products) -> a, in the swizzled `tile`, if `split` its low part in tile_low, and `last_gamma` with its mark -> marked[at]; one
-// warp. gamma in units of log2.
+// warp. gamma in units of log2. The inverses of the blocks on the diagonal stand where rows 32 to 63 of a will, which are written when all these
+// have been read.
 template <bool bf16, bool split>
-__device__ __forceinline__ void jax_qla_invert(const void* products, const float* gamma, const float* beta, float* scratch, void* tile,
-                                               void* tile_low, float* marked, int at, float last_gamma) {
+__device__ __forceinline__ void jax_qla_invert(const void* products, const float* gamma, const float* beta, void* tile, void* tile_low,
+                                               float* marked, int at, float last_gamma) {
   const float* kk = static_cast<const float*>(products);
+  float* scratch = reinterpret_cast<float*>(static_cast<char*>(tile) + kScratch);
   const int lane = threadIdx.x & 31;
   Split lower[6];
   const bool stretches = __any_sync(0xffffffffu, jax_qla_gate(lower, kk, gamma, beta, scratch));
@@ -405,16 +409,17 @@ __device__ __forceinline__ void jax_qla_invert(const void* products, const float
       jax_qla_address(scratch) + ((lane >> 4) * 8 + (lane & 7)) * 32 + ((((lane >> 3) ^ (lane >> 2)) & 1) << 4);
   const unsigned within = (lane & 15) * 128 + (((lane >> 4) ^ (lane & 7)) << 4);
   const unsigned to = jax_qla_address(tile) + within, to_low = split ? jax_qla_address(tile_low) + within : 0;
-  Split before, behind;  // inverted blocks as a left and a right operand
-  Split x[6];            // blocks of a below the diagonal as left operands, numbered as those of L^T
+  Split before, behind;    // inverted blocks as a left and a right operand
+  Split x[6];              // blocks of a below the diagonal as left operands, numbered as those of L^T
+  unsigned rounded[6][4];  // the same in the dtype of a
   jax_qla_load_inverse<true>(before, from);
-  jax_qla_put_diagonal<bf16, split>(to, to_low, 0, before);
+  jax_qla_put_diagonal<bf16>(to, 0, before);
+  if constexpr (split) jax_qla_put_low_diagonal(to_low, 0, before);
 #pragma unroll
   for (int distance = 1; distance < 4; ++distance) {
     // A step at a time for all blocks, since no instruction that reads shared memory passes one that writes it. The last blocks that
     // distance 2 loads, 3 and 0, are those of distance 3.
     float sum[3][8] = {};
-    unsigned rounded[3][4];
 #pragma unroll
     for (int j = 0; j + distance < 4; ++j) {
       const int i = j + distance;
@@ -422,22 +427,38 @@ __device__ __forceinline__ void jax_qla_invert(const void* products, const float
       jax_qla_multiply(sum[j], before, lower[jax_qla_above(j, i)]);
 #pragma unroll
       for (int k = j + 1; k < i; ++k) jax_qla_multiply(sum[j], x[jax_qla_above(k, i)], lower[jax_qla_above(j, k)]);
-      if (distance == 1) jax_qla_put_diagonal<bf16, split>(to, to_low, i, before);
+      if constexpr (split) {
+        if (distance == 1) jax_qla_put_low_diagonal(to_low, i, before);
+      }
+      if (distance == 1 && i == 1) jax_qla_put_diagonal<bf16>(to, 1, before);
     }
 #pragma unroll
     for (int j = 3 - distance; j >= 0; --j) {
       float block[8] = {};
       Split left;
+      const int n = jax_qla_above(j, j + distance);
       if (distance < 3) jax_qla_load_inverse<false>(behind, from + j * kBlock);
       jax_qla_left(left, sum[j]);
       jax_qla_multiply(block, left, behind);
-      jax_qla_left(x[jax_qla_above(j, j + distance)], block);
-      jax_qla_pack<bf16>(rounded[j], block);
+      jax_qla_left(x[n], block);
+      jax_qla_pack<bf16>(rounded[n], block);
+      if constexpr (split) jax_qla_put(to_low, j + distance, j, x[n].low);
     }
+    if (distance == 1) {
+      jax_qla_put(to, 1, 0, rounded[0]);
+    } else if (distance == 2) {
+      Split third;
+      jax_qla_load_inverse<true>(third, from + 2 * kBlock);
+      __syncwarp();  // who has read the scratch writes there
+      jax_qla_put_diagonal<bf16>(to, 2, third);
+      jax_qla_put_diagonal<bf16>(to, 3, before);
 #pragma unroll
-    for (int j = 0; j + distance < 4; ++j) {
-      jax_qla_put(to, j + distance, j, rounded[j]);
-      if constexpr (split) jax_qla_put(to_low, j + distance, j, x[jax_qla_above(j, j + distance)].low);
+      for (int i = 2; i < 4; ++i) {
+#pragma unroll
+        for (int j = i - 2; j < i; ++j) jax_qla_put(to, i, j, rounded[jax_qla_above(j, i)]);
+      }
+    } else {
+      jax_qla_put(to, 3, 0, rounded[jax_qla_above(0, 3)]);
     }
   }
 }
@@ -485,10 +506,10 @@ def program(config: Config):
                     )
             T.barrier_arrive(loaded[unit])
 
-    def exchanged(phase, which, scratch, tiles):
-        """Where the products of a key head, the first or second of its phase, are exchanged: those of the second two where their tiles were."""
-        if phase == 0:
-            return T.address_of(scratch[which * UPPER_HALF])
+    def exchanged(phase, which, kept, tiles):
+        """Where the products of a key head, the first or second of its phase, are exchanged: where the key tiles were, unless others come there."""
+        if phase < phases - 1:
+            return T.address_of(kept[which * UPPER_HALF])
         return T.access_ptr(tiles[which, which * 16, 0], "r")
 
     @T.prim_func
@@ -504,18 +525,10 @@ def program(config: Config):
         query_lengths: T.Tensor((tokens, key_heads), "float32"),  # 1 / |q|
         o: T.Tensor((tokens, value_heads, value_dim), dtype),
         ratio: T.int32,
-        together: T.int32,  # pairs of a block, 1 or 2
+        together: T.int32,  # value heads of a block: 4, with `own_keys` always, or fewer (policy.prepared_together)
     ):
         with T.Kernel(
-            slots
-            * (
-                (
-                    (value_heads + 3) // 4
-                    if own_keys
-                    else (value_heads + T.min(ratio, 2) * together - 1) // (T.min(ratio, 2) * together)
-                )
-                + measuring
-            ),
+            slots * ((value_heads + together - 1) // together + measuring),
             threads=128,
             prelude=PRELUDE,
         ) as block:
@@ -528,9 +541,8 @@ def program(config: Config):
             which = T.alloc_var("int32")
             two = T.alloc_var("int32")
             heads = T.alloc_var("int32")
-            pair = 2 if own_keys else T.min(ratio, 2)
-            of_all = 4 if own_keys else pair * together  # value heads of a block
-            blocks = T.truncdiv(value_heads + of_all - 1, of_all)  # of a slot
+            pair = (together + 1) // 2  # value heads of two warps
+            blocks = T.truncdiv(value_heads + together - 1, together)  # of a slot
             tx = T.get_thread_binding()
             warp = tx // 32
             unit = warp // 2
@@ -539,10 +551,10 @@ def program(config: Config):
             slot = T.truncdiv(block, blocks + measuring)
             number = block - slot * (blocks + measuring)
             slot = slots - 1 - slot
-            of_block = number * of_all  # value heads from this one on
+            of_block = number * together  # value heads from this one on
             first = of_block + unit * pair  # and from this one on of two warps
             head = first + half
-            heads = T.Select(unit * pair < of_all, T.min(value_heads - first, pair), 0)
+            heads = T.Select(unit * pair < together, T.min(value_heads - first, pair), 0)
             if own_keys:
                 first_key_head = of_block
                 which = half
@@ -552,7 +564,7 @@ def program(config: Config):
                 which = T.Select(place >= ratio, 1, 0)  # of these
             key_head = head if own_keys else first_key_head + which
             # whether the block has heads of two key heads
-            two = T.Select((first_key_head + 1) * ratio < T.min(value_heads, of_block + of_all), 1, 0)
+            two = T.Select((first_key_head + 1) * ratio < T.min(value_heads, of_block + together), 1, 0)
             T.pdl_trigger()  # what follows waits by itself
             if l2norm:
                 if number >= blocks:  # which is none of the heads above, nor of the rows below
@@ -577,10 +589,11 @@ def program(config: Config):
             rows = T.Select(number < blocks, chunk[1], 0) if l2norm else chunk[1]
             fill = chunk[2]
 
-            tiles_s = T.alloc_shared((4, C, 64), dtype)  # K of both key heads, 64 columns each; then a of each head
+            # K of both key heads, 64 columns each; then K K^T of both; then a of each value head
+            tiles_s = T.alloc_shared((4, C, 64), dtype)
             low_s = T.alloc_shared((4, C, 64), dtype) if split else tiles_s  # its low part
-            # K K^T of both key heads; then four blocks of each value head
-            scratch_s = T.alloc_shared((2 * UPPER_HALF,), "float32")
+            # K K^T of the first two key heads of four
+            kept_s = T.alloc_shared((2 * UPPER_HALF,), "float32") if own_keys else None
             gamma_s = T.alloc_shared((4, C), "float32")
             log2_gamma_s = T.alloc_shared((4, C), "float32")  # gamma in units of log2
             beta_s = T.alloc_shared((4, C), "float32")
@@ -643,14 +656,12 @@ def program(config: Config):
                             rows,
                         )
                     T.wait_wgmma(0)
-                    if phase > 0:
+                    if phase == phases - 1:
                         T.sync_threads(1, 128)  # the key tiles become what is exchanged
-                    T.call_extern("handle", "jax_qla_put_products", near.data, exchanged(phase, 0, scratch_s, tiles_s))
+                    T.call_extern("handle", "jax_qla_put_products", near.data, exchanged(phase, 0, kept_s, tiles_s))
                     if own_keys or two > 0:
-                        T.call_extern(
-                            "handle", "jax_qla_put_products", far.data, exchanged(phase, 1, scratch_s, tiles_s)
-                        )
-                    T.sync_threads(1, 128)  # the key tiles become those of the next key heads, or of a
+                        T.call_extern("handle", "jax_qla_put_products", far.data, exchanged(phase, 1, kept_s, tiles_s))
+                    T.sync_threads(1, 128)  # the key tiles become those of the next key heads; or all is exchanged
                     if phase + 1 < phases:
                         load_keys(
                             k,
@@ -668,9 +679,9 @@ def program(config: Config):
                             "handle",
                             "jax_qla_get_products",
                             T.address_of(kk[0]),
-                            exchanged(phase, which, scratch_s, tiles_s),
+                            exchanged(phase, which, kept_s, tiles_s),
                         )
-                T.sync_threads(1, 128)
+                T.sync_threads(1, 128)  # what is exchanged becomes a
                 if half < heads:
                     if l2norm:
                         T.call_extern(
@@ -688,7 +699,6 @@ def program(config: Config):
                         T.address_of(kk[0]),
                         T.address_of(log2_gamma_s[warp, 0]),
                         T.address_of(beta_s[warp, 0]),
-                        T.address_of(scratch_s[warp * BLOCK_BYTES]),
                         T.access_ptr(tiles_s[warp, 0, 0], "r"),  # the fence is below
                         T.address_of(low_s[warp, 0, 0]),
                         T.address_of(gamma[row, 0]),
