@@ -183,6 +183,13 @@ def test_every_tile_is_swizzled(name: str, split: bool) -> None:
     assert {(tensor_map["swizzle"], tensor_map["box"][0]) for tensor_map in maps} == {(3, 64)}
 
 
+@pytest.mark.parametrize("key_dim", [64, 128])
+def test_prepare_leaves_room_for_a_cache(key_dim: int) -> None:
+    """For more shared memory ffi/kernel_cache.cc asks for all of a multiprocessor's, which costs calls 2 %."""
+    _, plan = build.lower_program(lambda: prepare.program(prepare.Config(key_dim)), prepare.PASS_CONFIGS)
+    assert plan["shared"] <= 48 * 1024
+
+
 def test_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One real kernel into a folder, where the store finds it."""
     folder, sources = tmp_path / "cubins", tmp_path / "sources"
