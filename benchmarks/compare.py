@@ -6,8 +6,8 @@
 
 A row is named pass/Hk,Hv/sequences x length, or as in forward/2,8/7<=4321 where the sequences have 1 to so many tokens;
 K = V = 128, bfloat16, float32 gates, an initial state given and the final state returned. Every library gets the same
-operands. Prints each row as it comes, and writes comparison.json, comparison.md and comparison.png to the output
-folder.
+operands. Prints each row as it comes, and writes comparison.json, comparison.md and the plots of benchmarks/plots.py to
+the output folder.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ os.environ.setdefault("TILELANG_PRINT_ON_COMPILATION", "0")
 
 import inputs
 import jax
+import plots
 from measurement import CALLS, Library
 from ours import JaxQla
 from peers import PEERS
@@ -166,8 +167,8 @@ def main() -> int:
     report.environment = {**report.environment, "gpu after": gpu_state()}
     print(f"gpu after: {report.environment['gpu after']}", flush=True)
     report.write(options.output)
-    print("\n".join(report.table()), flush=True)
-    report.plot(options.output / "comparison.png")
+    print("\n".join([*report.table(), "", *report.goals()]), flush=True)
+    plots.draw(report, options.output)
     print(f"written to {options.output}")
     return 1 if report.failures else 0
 

@@ -1,12 +1,8 @@
-"""What a comparison found: as data (JSON), as a table (Markdown) and as a plot.
-
-python benchmarks/report.py runs/comparison/comparison.json docs/comparison.png      # the plot of an earlier one
-"""
+"""What a comparison found, as data (JSON) and as tables (Markdown); benchmarks/plots.py draws it."""
 
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
@@ -16,6 +12,14 @@ from measurement import Measurement
 from rows import Row
 
 OURS = "jax_qla"
+
+NEAR, FULL = 2.5, 128
+"""A row is full if its best peer takes at most so many times the limit (forward), or from so many heads times sequences
+on (backward)."""
+GOALS = {("forward", True): 0.95, ("forward", False): 0.8, ("backward", True): 0.7, ("backward", False): 0.5}
+"""Of the best peer's time, by pass and whether the row is full: what jax_qla is to take at most."""
+FULL_MOONSHOT, MOONSHOT, SHORTEST = 1.4, 2.0, 0.04
+"""Of the limit, of full rows and of others, and milliseconds that the latter may take whatever their limit."""
 
 
 @dataclass
@@ -46,6 +50,7 @@ class Report:
         (directory / "comparison.json").write_text(json.dumps(self._data(), indent=1))
         lines = [f"- {name}: {value}" for name, value in self.environment.items()]
         lines += ["", "Milliseconds of one call: on the device / as a user sees it.", "", *self.table()]
+        lines += ["", "What is missing of the goals, milliseconds on the device.", "", *self.goals()]
         (directory / "comparison.md").write_text("\n".join(lines) + "\n")
 
     def table(self) -> list[str]:
@@ -54,6 +59,22 @@ class Report:
         header += ["limit reached", "of the best peer", "difference", "temporary memory"]
         lines = ["| " + " | ".join(header) + " |", "|" + "---|" * len(header)]
         return lines + ["| " + " | ".join(self._cells(row)) + " |" for row in self.rows]
+
+    def goals(self) -> list[str]:
+        """The Markdown table of what jax_qla takes of its goal and of its moonshot, which 1.00 or less reaches, and of
+        the milliseconds that are missing."""
+        header = ["pass", "Hk,Hv", "sequences", OURS, "goal", "of it", "missing", "moonshot", "of it", "missing"]
+        lines = ["| " + " | ".join(header) + " |", "|" + "---|" * len(header)]
+        for row, found in self.rows.items():
+            best = self._best_peer(row)
+            if OURS not in found or best is None:
+                continue
+            ours = found[OURS].device
+            cells = [row.direction, f"{row.key_heads},{row.value_heads}", row.batch, f"{ours:.3f}"]
+            for aim in aims(row, best):
+                cells += [f"{aim:.3f}", f"{ours / aim:.2f}", f"{ours - aim:.3f}" if ours > aim else ""]
+            lines.append("| " + " | ".join(cells) + " |")
+        return lines
 
     def line(self, row: Row) -> str:
         """One row for reading along: name, then what `table` has for it."""
@@ -65,35 +86,9 @@ class Report:
             f"difference {difference}  memory {memory}"
         )
 
-    def plot(self, path: Path) -> None:
-        """Bars of device time over the limit, row by row; lower is better, 1 is the limit."""
-        import matplotlib
-
-        matplotlib.use("agg")
-        from matplotlib import pyplot
-
-        rows = list(self.rows)
-        width = 0.8 / len(self.libraries)
-        figure, axes = pyplot.subplots(figsize=(max(6.0, 0.55 * len(rows) + 2), 5), layout="constrained")
-        for i, (name, version) in enumerate(self.libraries.items()):
-            at = [x for x, row in enumerate(rows) if name in self.rows[row]]
-            times = [self.rows[rows[x]][name].device for x in at]
-            heights = [time / rows[x].limit for x, time in zip(at, times, strict=True)]
-            positions = [x + (i - (len(self.libraries) - 1) / 2) * width for x in at]
-            bars = axes.bar(positions, heights, width, label=f"{name} {version}")
-            axes.bar_label(bars, [f"{time:.3f}" for time in times], rotation=90, padding=2, fontsize=7)
-        axes.axhline(1, color="black", linewidth=0.8, linestyle="--", label="limit of the card")
-        if any(self.rows.values()):
-            axes.set_yscale("log")
-        axes.margins(y=0.15)
-        axes.set_xticks(range(len(rows)), [row.name.replace("/", "\n") for row in rows], fontsize=7)
-        axes.set_ylabel("device time / limit (labels: ms)")
-        about = [f"{name} {self.environment[name]}" for name in ("jax", "date") if name in self.environment]
-        device = self.environment.get("device", "this device")
-        axes.set_title(f"Gated delta rule on {device}: less is better ({', '.join(about)})")
-        axes.legend()
-        figure.savefig(path, dpi=150)
-        pyplot.close(figure)
+    def _best_peer(self, row: Row) -> float | None:
+        """Milliseconds of the fastest other library."""
+        return min((x.device for name, x in self.rows[row].items() if not name.startswith(OURS)), default=None)
 
     def _cells(self, row: Row) -> list[str]:
         found = self.rows[row]
@@ -102,9 +97,8 @@ class Report:
         for name in self.libraries:
             cells.append(f"{found[name].device:.3f} / {found[name].call:.3f}" if name in found else "-")
         ours = found.get(OURS)
-        peers = {name: x for name, x in found.items() if not name.startswith(OURS)}
         cells.append(f"{row.limit / ours.device:.0%}" if ours else "-")
-        best = min((x.device for x in peers.values()), default=None)
+        best = self._best_peer(row)
         cells.append(f"{ours.device / best:.2f}" if ours and best else "-")
         differences = self.differences(row)
         cells.append(f"{max(differences.values()):.1e}" if differences else "-")
@@ -139,6 +133,14 @@ class Report:
         }
 
 
+def aims(row: Row, best: float) -> tuple[float, float]:
+    """Goal and moonshot of a row whose fastest peer takes `best`; all are milliseconds."""
+    heads = row.value_heads * row.sequences
+    full = best <= NEAR * row.limit if row.direction == "forward" else heads >= FULL
+    moonshot = FULL_MOONSHOT * row.limit if full else max(MOONSHOT * row.limit, SHORTEST)
+    return GOALS[row.direction, full] * best, moonshot
+
+
 def _difference(x: np.ndarray, y: np.ndarray) -> float:
     return float(np.linalg.norm(x - y) / max(float(np.linalg.norm(y)), 1e-30))
 
@@ -151,13 +153,3 @@ def _memory(memory: Mapping[str, int]) -> str:
 def joined(names: Sequence[str]) -> str:
     """Names for a message."""
     return ", ".join(names) or "none"
-
-
-def main() -> None:
-    if len(sys.argv) != 3:
-        raise SystemExit(__doc__)
-    Report.read(Path(sys.argv[1])).plot(Path(sys.argv[2]))
-
-
-if __name__ == "__main__":
-    main()
