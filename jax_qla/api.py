@@ -112,10 +112,12 @@ def chunk_gated_delta_rule(
             beside others. See docs/sharding.md.
         piece_rows: how "cuda" cuts sequences into pieces, which one card computes side by side: tokens of a piece, a
             multiple of 64, or 0 for whole sequences. None leaves it to a model of the card; `which_pieces` says what
-            it takes. Results differ by rounding only. It is static, and for both passes. Dense sequences are cut into
-            pieces of at most so many tokens, as equal as may be; packed ones of at most two pieces stay whole where all
-            of a batch are so short. Where devices share a sequence, each cuts its part, 0 being one piece. No other
-            implementation has pieces, so with `piece_rows` none but "cuda" is taken.
+            it takes. Results differ by rounding only: of what gates leave of an earlier state, less than 4e-8 counts as
+            nothing between pieces (float32 rounds by 6e-8), and 0 is the strict setting, which leaves nothing out. It
+            is static, and for both passes. Dense sequences are cut into pieces of at most so many tokens, as equal as
+            may be; packed ones of at most two pieces stay whole where all of a batch are so short. Where devices share
+            a sequence, each cuts its part, 0 being one piece. No other implementation has pieces, so with `piece_rows`
+            none but "cuda" is taken.
         save_chunk_states: whether the forward pass of "cuda", where it is differentiated, keeps for the backward pass
             what that else computes again: the state before each chunk of 64 tokens and what each token writes to it,
             2 (K V / 64 + V) bytes per token and value head (768 at K = V = 128; with precision "high" in bfloat16
