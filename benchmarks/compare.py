@@ -20,7 +20,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -31,7 +31,7 @@ os.environ.setdefault("TILELANG_PRINT_ON_COMPILATION", "0")
 import inputs
 import jax
 import plots
-from measurement import CALLS, Library
+from measurement import Library
 from ours import JaxQla
 from peers import PEERS
 from report import OURS, Report, joined
@@ -43,11 +43,11 @@ SAVING = f"{OURS}_saving"
 GPU_STATE = "name,driver_version,clocks.sm,clocks.max.sm,clocks.mem,temperature.gpu,power.draw"
 
 
-def libraries(shared_segments: bool = False, calls: int = CALLS) -> dict[str, Callable[[], Library]]:
-    """Every library that can be compared, by name; `calls` of jax_qla are timed together."""
+def libraries(shared_segments: bool) -> dict[str, Callable[[], Library]]:
+    """Every library that can be compared, by name."""
     known: dict[str, Callable[[], Library]] = {
-        OURS: lambda: JaxQla(OURS, "cuda", calls=calls, shared_segments=shared_segments),
-        SAVING: lambda: JaxQla(SAVING, "cuda", calls=calls, shared_segments=shared_segments, saving=True),
+        OURS: lambda: JaxQla(OURS, "cuda", shared_segments=shared_segments),
+        SAVING: lambda: JaxQla(SAVING, "cuda", shared_segments=shared_segments, saving=True),
         # So much slower that two calls are enough.
         f"{OURS}_xla": lambda: JaxQla(f"{OURS}_xla", "xla", calls=2, shared_segments=shared_segments),
     }
@@ -89,20 +89,13 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     )
     parser.add_argument("--rows", nargs="+", default=[], metavar="PATTERN", help="default: all rows of the table")
     parser.add_argument(
-        "--libraries", nargs="+", choices=list(libraries()), help=f"default: all but {SAVING} and {OURS}_xla"
+        "--libraries", nargs="+", choices=list(libraries(False)), help=f"default: all but {SAVING} and {OURS}_xla"
     )
     parser.add_argument("--output", type=Path, default=Path("runs/comparison"), metavar="DIR")
     parser.add_argument(
         "--shared-segments",
         action="store_true",
         help="let the calls of jax_qla that are timed together derive the chunks from cu_seqlens once",
-    )
-    parser.add_argument(
-        "--calls",
-        type=int,
-        default=CALLS,
-        help="calls of jax_qla in one jitted function, more where the host may not keep up with short ones "
-        f"(default: {CALLS})",
     )
     options = parser.parse_args(arguments)
     try:
@@ -112,10 +105,9 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     return options
 
 
-def installed(
-    names: Sequence[str] | None, known: Mapping[str, Callable[[], Library]]
-) -> tuple[list[Library], dict[str, str]]:
+def installed(names: Sequence[str] | None, shared_segments: bool) -> tuple[list[Library], dict[str, str]]:
     """The libraries asked for, and their versions. A library that is not installed is left out, with a message."""
+    known = libraries(shared_segments)
     found, versions = [], {}
     for name in names or [name for name in known if name not in (SAVING, f"{OURS}_xla")]:
         library = known[name]()
@@ -153,8 +145,7 @@ def compare(rows: Sequence[Row], found: Sequence[Library], report: Report, outpu
 
 def main() -> int:
     options = parse_arguments()
-    known = libraries(options.shared_segments, options.calls)
-    found, versions = installed(options.libraries, known)
+    found, versions = installed(options.libraries, options.shared_segments)
     print(f"{len(options.rows)} rows; libraries: {joined([f'{name} {x}' for name, x in versions.items()])}", flush=True)
     start = time.perf_counter()
     with ThreadPoolExecutor() as pool:

@@ -367,10 +367,16 @@ __device__ __forceinline__ void jax_qla_pack(unsigned* r, const float* c) {
 __device__ __forceinline__ void jax_qla_put(unsigned to, int i, int j, const unsigned* r) {
   jax_qla_store_matrices<false>((to ^ (j << 5)) + i * 2048, r[0], r[1], r[2], r[3]);
 }
-// The same of an inverted block on the diagonal, a left operand, and zeros to the right of it.
+// Block (i, i), and zeros to the right of it.
+__device__ __forceinline__ void jax_qla_put_last(unsigned to, int i, const unsigned* r) {
+  const unsigned zeros[4] = {};
+  jax_qla_put(to, i, i, r);
+#pragma unroll
+  for (int j = i + 1; j < 4; ++j) jax_qla_put(to, i, j, zeros);
+}
+// The same of an inverted block, a left operand.
 template <bool bf16>
 __device__ __forceinline__ void jax_qla_put_diagonal(unsigned to, int i, const Split& s) {
-  const unsigned zeros[4] = {};
   unsigned r[4];
   float c[8];
 #pragma unroll
@@ -379,16 +385,7 @@ __device__ __forceinline__ void jax_qla_put_diagonal(unsigned to, int i, const S
     c[p * 2 + 1] = jax_qla_high_half(s.high[p]) + jax_qla_high_half(s.low[p]);
   }
   jax_qla_pack<bf16>(r, c);
-  jax_qla_put(to, i, i, bf16 ? s.high : r);  // the high part is what rounding to bf16 gives
-#pragma unroll
-  for (int j = i + 1; j < 4; ++j) jax_qla_put(to, i, j, zeros);
-}
-// Its low part, to the tile of these.
-__device__ __forceinline__ void jax_qla_put_low_diagonal(unsigned to, int i, const Split& s) {
-  const unsigned zeros[4] = {};
-  jax_qla_put(to, i, i, s.low);
-#pragma unroll
-  for (int j = i + 1; j < 4; ++j) jax_qla_put(to, i, j, zeros);
+  jax_qla_put_last(to, i, bf16 ? s.high : r);  // the high part is what rounding to bf16 gives
 }
 
 // kk (jax_qla_get_products) -> a, in the swizzled `tile`, if `split` its low part in tile_low, and `last_gamma` with its mark -> marked[at]; one
@@ -414,7 +411,7 @@ __device__ __forceinline__ void jax_qla_invert(const void* products, const float
   unsigned rounded[6][4];  // the same in the dtype of a
   jax_qla_load_inverse<true>(before, from);
   jax_qla_put_diagonal<bf16>(to, 0, before);
-  if constexpr (split) jax_qla_put_low_diagonal(to_low, 0, before);
+  if constexpr (split) jax_qla_put_last(to_low, 0, before.low);
 #pragma unroll
   for (int distance = 1; distance < 4; ++distance) {
     // A step at a time for all blocks, since no instruction that reads shared memory passes one that writes it. The last blocks that
@@ -427,9 +424,7 @@ __device__ __forceinline__ void jax_qla_invert(const void* products, const float
       jax_qla_multiply(sum[j], before, lower[jax_qla_above(j, i)]);
 #pragma unroll
       for (int k = j + 1; k < i; ++k) jax_qla_multiply(sum[j], x[jax_qla_above(k, i)], lower[jax_qla_above(j, k)]);
-      if constexpr (split) {
-        if (distance == 1) jax_qla_put_low_diagonal(to_low, i, before);
-      }
+      if (split && distance == 1) jax_qla_put_last(to_low, i, before.low);
       if (distance == 1 && i == 1) jax_qla_put_diagonal<bf16>(to, 1, before);
     }
 #pragma unroll
