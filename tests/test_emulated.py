@@ -255,13 +255,13 @@ def _states() -> tuple[emulator.Emulated, list[str]]:
     return emulator.Emulated('extern "C" int removed; int removed;\n' + source, plan), ordering
 
 
-def _run_states(removed: tuple[str, int] | None) -> dict[str, np.ndarray]:
-    """Results for four chunks of one head, without one of the statements that have a text in them (text, which one)."""
+def _run_states(removed: tuple[str, int] | None, tokens: int = 230) -> dict[str, np.ndarray]:
+    """Results for one head, without one of the statements that have a text in them (text, which one)."""
     kernel, ordering = _states()
     number = -1 if removed is None else [n for n, text in enumerate(ordering) if removed[0] in text][removed[1]]
     ctypes.c_int.in_dll(kernel.library, "removed").value = number
     random = np.random.default_rng(0)
-    tokens, heads = 230, 1
+    heads = 1
 
     def rows(width: int) -> np.ndarray:
         return random.normal(size=(tokens, heads, width)).astype(jnp.bfloat16) / 8
@@ -283,8 +283,8 @@ def _run_states(removed: tuple[str, int] | None) -> dict[str, np.ndarray]:
 
 REMOVED: dict[str, tuple[str, int, str | None]] = {
     "the wait for a stage": ("free[", 0, None),
-    "the wait for a chunk": ("loaded[", 0, r"k_s is written by .* and written by .*, in no order"),
-    "the wait for gates": ("ready[", 0, r"_s is written by thread \d+ and read by thread \d+, in no order"),
+    "the helper's wait for a chunk": ("loaded[", 0, r"k_s is written by a bulk load .* read by wgmma .*, in no order"),
+    "the state's wait for the helper": ("ready[", 0, r"k_s is read by wgmma .* written by a bulk load .*, in no order"),
     "the fence behind rows that are zero": ("fence", -3, r"k_s is written by .* wgmma .*, without a proxy fence"),
     "the wait for h to have left": ("tma_store_wait<1", 0, r"h_s is read by a bulk store .* written by thread"),
     "the meeting before h is written": ("thread_partial(4", 0, r"h_s is read by a bulk store .* written by thread"),
@@ -301,6 +301,13 @@ def test_what_orders_accesses_is_missed(removed: str) -> None:
     text, which, wrong = REMOVED[removed]
     with pytest.raises(RuntimeError, match=wrong):
         _run_states((text, which))
+
+
+def test_what_orders_threads_is_missed() -> None:
+    """Less than a chunk: threads send Vd, which other threads have written, themselves."""
+    _run_states(None, tokens=30)
+    with pytest.raises(RuntimeError, match=r"v_s is written by thread \d+ and read by thread \d+, in no order"):
+        _run_states(("thread_partial(4", -1), tokens=30)
 
 
 def test_products_come_late() -> None:

@@ -213,7 +213,6 @@ def program(config: Config):
                     at = c % stages
                     T.copy(d, d_b)
                     T.barrier_wait(ready[at], (c // stages) % 2)
-                    T.barrier_wait(loaded[at], (c // stages) % 2)
                     # dVd = exp(gamma_C - gamma) K dS + P^T dO
                     T.wgmma_gemm(do_s[at, :, :], p_s[c % 2, :, :], from_output, transpose_A=True, clear_accum=True)
                     T.wgmma_gemm(d_b, k_s[at, :, :], u, transpose_B=True, clear_accum=True)

@@ -636,8 +636,8 @@ def macros():
     @T.macro
     def prepare_last_first(start, end, count, scale, thread, stages, normed, shared):
         """A warpgroup makes ready for the gradient of the state what `load_last_first` loads: `a` loses its diagonal, rows beyond the sequence become
-        0, and P, of the gates that `gates_last_first` fetches. P has two stages, free when `taken`. `low_s`, unless it is None, holds the low
-        part of `a`, whose diagonal is 0."""
+        0, and P, of the gates that `gates_last_first` fetches. P has two stages, free when `taken`. All of it is there when `ready`, so that
+        who waits for that need not wait for `loaded` or `gated`. `low_s`, unless it is None, holds the low part of `a`, whose diagonal is 0."""
         p = T.alloc_fragment((C, C), "float32")
         for c in T.serial(count):
             at = c % stages

@@ -19,14 +19,17 @@ Plan, one block per (sequence, value head, tile of `value_tile` value columns), 
     last           24         warp 0 loads Q, K, V, a with TMA, 1 and 2 fetch the gates, a row a lane
 
     barrier         arrives       waits                    says
-    loaded[stage]   TMA           last but one, then state the tiles are there
-    gated[stage]    last (gates), last but one, then state gates are there, rows beyond the sequence are zero in K, V and a
+    loaded[stage]   TMA           last but one             the tiles are there
+    gated[stage]    last (gates), last but one, then state tiles and gates are there, rows beyond the sequence are zero in K, V and a
                     last but one
     ready[stage]    last but one  state                    P is there, which only the last of the five products needs
     free[stage]     state         last, then with `keep`   the products of the chunk are done: the stage may be overwritten, and so may its P
                                   last but one
     taken           state         last                     the initial state has left the second and third stage of K and Q, by way of which a
                                                            block of 128 columns takes it
+
+The state need not wait for `loaded` itself: P's warpgroup has waited for it before it arrives at `gated`, and what is there for who arrives (which
+releases) is there for who waits (which acquires).
 
 What stands in the way of the recurrence is latency, so nothing waits that need not: the state goes on to the next chunk before its P is
 there, the loads have a warp to themselves (when the warpgroup of P issued them, the state waited for P a third of its time) and the gates
@@ -415,7 +418,6 @@ def program(config: Config):
                         T.copy(state, state_b)
                         if count > 0:
                             T.barrier_wait(gated[0], 0)
-                            T.barrier_wait(loaded[0], 0)
                         T.wgmma_gemm(state_b, k_s[0, :, :], u, transpose_B=True, clear_accum=True)
                         T.call_extern(
                             "handle",
@@ -492,7 +494,6 @@ def program(config: Config):
                             # The next chunk's U begins before O leaves; after the last chunk it is of whatever lies there, and unused.
                             if c + 1 < count:
                                 T.barrier_wait(gated[after], ((c + 1) // stages) % 2)
-                                T.barrier_wait(loaded[after], ((c + 1) // stages) % 2)
                             T.wait_wgmma(1 + split)
                             T.copy(state, state_b)
                             T.wgmma_gemm(state_b, k_s[after, :, :], u, transpose_B=True, clear_accum=True)

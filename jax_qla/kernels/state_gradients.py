@@ -20,9 +20,10 @@ memory as a transposed A operand:
     last            24         warp 0 loads Q, K, dO, a with TMA, 1 and 2 fetch the gates, a row a lane
 
     barrier         arrives       waits                    says
-    loaded[stage]   TMA           last but one, then state the tiles are there
+    loaded[stage]   TMA           last but one             the tiles are there
     gated[stage]    last          last but one             gates are there
-    ready[stage]    last but one  state                    gates and P are there, rows beyond the sequence are zero in Q, K, a and dO
+    ready[stage]    last but one  state                    tiles, gates and P are there, a has lost its diagonal, rows beyond the sequence are
+                                                           zero in Q, K, a and dO
     taken[tile]     state         last but one             P^T dO is done: P's tile may be overwritten
     free[stage]     state         last                     dv has left: the stage may be overwritten
 
@@ -249,7 +250,6 @@ def program(config: Config):
                             lines = T.min(end - line, C)
                             slot = start // C + n + (count - 1 - c)
                             T.barrier_wait(ready[at], (c // stages) % 2)
-                            T.barrier_wait(loaded[at], (c // stages) % 2)
                             # dVd = exp(gamma_C - gamma) K dS + P^T dO
                             T.copy(d, d_b)
                             T.wgmma_gemm(

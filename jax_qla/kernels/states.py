@@ -14,7 +14,7 @@ Vd^T stay in registers as the A operands of the next wgmma:
     0 (and 1)       216        64 value columns each: S^T in float32; h leaves through a tile of its own while K S runs, Vd
                                through V's tile
     last            40         warp 0 loads K, V, a with TMA; all: gates
-    (barriers as in kernels/forward.py)
+    (barriers as in kernels/forward.py, but that `ready`, at which the last arrives, says what `gated` does there; only the last waits for `loaded`)
 
 A launch computes as many value heads as h and Vd have room for, from `first_head` on (policy.head_groups).
 
@@ -222,7 +222,6 @@ def program(config: Config):
                             slot = start // C + n + c
                             T.copy(state, state_b)
                             T.barrier_wait(ready[at], (c // stages) % 2)
-                            T.barrier_wait(loaded[at], (c // stages) % 2)
                             # U = S^T K^T
                             T.wgmma_gemm(state_b, k_s[at, :, :], u, transpose_B=True, clear_accum=True)
                             T.call_extern(

@@ -19,7 +19,7 @@ Plan, one block per (piece, value head, tile of 64 columns of [N | M]), two bloc
     warpgroup  registers  work
     0          216        64 columns: S^T in float32
     1          40         warp 4 loads K, a and, for N, V with TMA; warps 6 and 7: gates, a thread a row
-    (barriers as in kernels/forward.py)
+    (barriers as in kernels/forward.py, but that `ready`, at which warps 6 and 7 arrive, says what `gated` does there; only they wait for `loaded`)
 
 The blocks of heads that seem to forget slowly begin first (kernels/common.py: SLOW): they take longest, and the card would wait for
 them if others, of which there are more than fit at once, came before. Those that most likely find nothing to do, M of the other heads, come last
@@ -284,7 +284,6 @@ def program(config: Config):
                     at = c % stages
                     T.copy(state, state_b)
                     T.barrier_wait(ready[at], (c // stages) % 2)
-                    T.barrier_wait(loaded[at], (c // stages) % 2)
                     # U = S^T K^T
                     T.wgmma_gemm(state_b, k_s[at, :, :], u, transpose_B=True, clear_accum=True)
                     T.call_extern(
