@@ -36,7 +36,7 @@ EXTENSION := pyproject.toml $(wildcard ffi/*)
 
 # One installation at a time into an environment; what takes long has jobs of its own.
 .NOTPARALLEL:
-.PHONY: demo test pytest gpu-test thorough lint docs kernels wheel wheel-check sdist versions clean
+.PHONY: demo test pytest gpu-test gpu-sanitize thorough lint docs kernels wheel wheel-check sdist versions clean
 
 demo: $(VENV)/demo.stamp $(if $(HOPPER),kernels)
 	$(BIN)/python examples/train_lm.py $(if $(HOPPER),--size large) --output runs/demo-$$(date +%Y%m%d-%H%M%S) $(ARGS)
@@ -49,6 +49,10 @@ pytest: $(VENV)/test.stamp
 # A GPU's memory is not shared among processes, so one after the other.
 gpu-test: $(VENV)/test.stamp kernels
 	$(BIN)/python -m pytest -m gpu $(ARGS)
+
+# Small calls of all kernels under compute-sanitizer, which comes with CUDA: ARGS is one of its tools, racecheck without.
+gpu-sanitize: $(VENV)/test.stamp kernels
+	$(BIN)/python tests/sanitize.py $(ARGS)
 
 # Minutes instead of seconds of what is random in the tests, and the battery on the kernels' CUDA, run on the CPU.
 thorough: $(VENV)/test.stamp
