@@ -50,7 +50,7 @@ pytest: $(VENV)/test.stamp
 gpu-test: $(VENV)/test.stamp kernels
 	$(BIN)/python -m pytest -m gpu $(ARGS)
 
-# Small calls of all kernels under compute-sanitizer, which comes with CUDA: ARGS is one of its tools, racecheck without.
+# Small calls of both passes under compute-sanitizer, which comes with CUDA: ARGS is one of its tools, racecheck without.
 gpu-sanitize: $(VENV)/test.stamp kernels
 	$(BIN)/python tests/sanitize.py $(ARGS)
 

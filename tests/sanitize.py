@@ -3,8 +3,8 @@
     python tests/sanitize.py             # racecheck: two accesses to shared memory that nothing orders
     python tests/sanitize.py memcheck    # accesses out of bounds
 
-Prints a line a call, and ends with 1 if compute-sanitizer finds anything or cannot run. A call takes some 6 s; several
-at once on one card have ended in segmentation faults of the sanitizer's.
+Prints a line a call, and ends with 1 if compute-sanitizer finds anything or cannot run. Several calls at once on one
+card have ended in segmentation faults of the sanitizer's.
 """
 
 from __future__ import annotations
@@ -12,99 +12,58 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
 
+import battery
+from test_cuda import cuda, in_high_precision, test_lying_cu_seqlens_stay_in_bounds, that_keeps
 
-class Call(NamedTuple):
-    """What is computed: 333 tokens, in sequences of 300 and 33, or as `cu_seqlens` that lie have them."""
+from jax_qla import policy
 
-    key_heads: int = 2
-    value_heads: int = 4
-    head_dim: int = 64
-    piece_rows: int = 0
-    """Rows of a piece, 0 for whole sequences."""
-    save_chunk_states: int = 0
-    l2norm: int = 0
-    lies: int = 0
-    high: int = 0
-    """Whether in high precision."""
+PACKED = battery.Case("sanitized", "bfloat16", tokens=333, key_heads=2, value_heads=4, segments=((0, 300), (300, 333)))
+WIDE = replace(PACKED, key_dim=128, value_dim=128, l2norm=True)
+MANY_KEY_HEADS = replace(PACKED, key_heads=72, value_heads=72)
+LIES = partial(test_lying_cu_seqlens_stay_in_bounds, [-5, 64, 64, 1 << 30], None, False)
 
-
-CALLS = {
-    "whole": Call(),
-    "whole, states kept": Call(save_chunk_states=1),
-    "pieces of 64": Call(piece_rows=64),
-    "pieces of 128": Call(piece_rows=128),
-    "pieces of 128, states kept": Call(piece_rows=128, save_chunk_states=1),
-    "K = V = 128, normalised": Call(head_dim=128, l2norm=1),
-    "72 heads with keys of their own": Call(key_heads=72, value_heads=72),
-    "high precision": Call(high=1),
-    "high precision, pieces of 64, states kept": Call(high=1, piece_rows=64, save_chunk_states=1),
-    "cu_seqlens that lie": Call(lies=1),
-    "cu_seqlens that lie, pieces of 64": Call(lies=1, piece_rows=64),
+CALLS: dict[str, tuple[int, Callable[[], object]]] = {
+    "whole": (0, partial(battery.run, PACKED, cuda)),
+    "whole, states kept": (0, partial(battery.run, PACKED, that_keeps)),
+    "pieces of 64": (64, partial(battery.run, PACKED, cuda)),
+    "pieces of 128": (128, partial(battery.run, PACKED, cuda)),
+    "pieces of 128, states kept": (128, partial(battery.run, PACKED, that_keeps)),
+    "K = V = 128, normalised": (0, partial(battery.run, WIDE, cuda)),
+    "72 heads with keys of their own": (0, partial(battery.run, MANY_KEY_HEADS, cuda)),
+    "high precision": (0, partial(battery.run, PACKED, in_high_precision)),
+    "high precision, pieces of 64, states kept": (
+        64,
+        partial(battery.run, PACKED, partial(that_keeps, precision="high")),
+    ),
+    "cu_seqlens that lie": (0, LIES),
+    "cu_seqlens that lie, pieces of 128": (128, LIES),
 }
-
-
-OPTIONS = {"memcheck": ("--report-api-errors", "no")}
-
-
-def compute(call: Call) -> None:
-    """Both passes, once."""
-    import jax
-    import jax.numpy as jnp
-    import numpy as np
-
-    import jax_qla
-
-    random = np.random.default_rng(0)
-    tokens, cu_seqlens = 333, jnp.array([20, -5, 4000] if call.lies else [0, 300, 333], jnp.int32)
-
-    def drawn(*shape: int) -> jax.Array:
-        return jnp.asarray(random.normal(size=shape) / 4, jnp.bfloat16)
-
-    q, k = (drawn(1, tokens, call.key_heads, call.head_dim) for _ in range(2))
-    v = drawn(1, tokens, call.value_heads, call.head_dim)
-    g = -jnp.asarray(random.uniform(size=(1, tokens, call.value_heads)), jnp.float32) / 8
-    beta = jnp.asarray(random.uniform(size=(1, tokens, call.value_heads)), jnp.float32)
-    state = jnp.asarray(random.normal(size=(2, call.value_heads, call.head_dim, call.head_dim)), jnp.float32)
-
-    def loss(*operands: jax.Array) -> jax.Array:
-        o, final_state = jax_qla.chunk_gated_delta_rule(
-            *operands[:5],
-            initial_state=operands[5],
-            output_final_state=True,
-            cu_seqlens=cu_seqlens,
-            use_qk_l2norm_in_kernel=bool(call.l2norm),
-            piece_rows=call.piece_rows,
-            precision="high" if call.high else None,
-            save_chunk_states=bool(call.save_chunk_states),
-            implementation="cuda",
-        )
-        assert final_state is not None
-        return jnp.sum(o.astype(jnp.float32) ** 2) + jnp.sum(final_state**2)
-
-    gradients = jax.jit(jax.grad(loss, argnums=tuple(range(6))))(q, k, v, g, beta, state)
-    assert all(bool(jnp.all(jnp.isfinite(x))) for x in gradients)
+"""Rows of a piece, 0 for whole sequences, and what is computed."""
 
 
 def check(tool: str) -> bool:
     """Runs all calls under compute-sanitizer; whether it has found nothing."""
+    # Of kernels whose names end like this, which ours do: XLA's are not looked at.
+    command = [
+        "compute-sanitizer",
+        "--tool",
+        tool,
+        "--kernel-name",
+        "kernel_substring=_kernel",
+        "--error-exitcode",
+        "9",
+    ]
+    if tool == "memcheck":  # The driver refuses a question by design: how many operands there are.
+        command += ["--report-api-errors", "no"]
+    command += [sys.executable, __file__, "--compute"]
     clean = True
-    for name, call in CALLS.items():
-        # Of kernels whose names end like this, which ours do: XLA's are not looked at. The driver refuses a question by
-        # design, how many operands there are, and memcheck would call that an error.
-        command = [
-            "compute-sanitizer",
-            "--tool",
-            tool,
-            "--kernel-name",
-            "kernel_substring=_kernel",
-            *OPTIONS.get(tool, ()),
-        ]
-        command += ["--error-exitcode", "9", sys.executable, __file__, "--compute", *map(str, call)]
-        environment = {**os.environ, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
-        done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    for name, (rows, _) in CALLS.items():
+        environment = {**os.environ, "XLA_PYTHON_CLIENT_PREALLOCATE": "false", policy.OVERRIDE: str(rows)}
+        done = subprocess.run([*command, name], capture_output=True, text=True, env=environment, check=False)
         found = [line for line in done.stdout.splitlines() if "SUMMARY" in line]
         print(f"{name}: {' '.join(found) or (done.stdout + done.stderr)[-2000:]}", flush=True)
         clean &= done.returncode == 0 and len(found) == 1 and "SUMMARY: 0 " in found[0]
@@ -113,7 +72,7 @@ def check(tool: str) -> bool:
 
 def main(arguments: Sequence[str]) -> None:
     if arguments[:1] == ["--compute"]:
-        compute(Call(*map(int, arguments[1:])))
+        CALLS[arguments[1]][1]()
     else:
         sys.exit(0 if check(*(arguments or ["racecheck"])) else 1)
 
