@@ -348,9 +348,9 @@ def chunk_gated_delta_rule_fwd(
 
     Returns:
         o, final_state: as in `chunk_gated_delta_rule`.
-        residuals: (a, gamma), with a [B, T, Hv, 64] in v's dtype the rows of each chunk's inverse
-            (I + strict_lower(diag(beta) K K^T o G))^{-1} (with precision "high" in bfloat16 [B, T, Hv, 128], their high
-            and low parts), and gamma [B, T, Hv] float32 the sums of g within each chunk;
+        residuals: (a, gamma), with a [Hv, B, T, 64] int16 the bits, in v's dtype, of each chunk's inverse
+            (I + strict_lower(diag(beta) K K^T o G))^{-1}, packed (with precision "high" in bfloat16 [Hv, B, T, 128], of
+            its high and low parts), and gamma [B, T, Hv] float32 the sums of g within each chunk;
             or None where only "xla" can be chosen, which recomputes them. To be handed on as they are. Where one card
             computes the sequences in P pieces there is a third, which may be left out and is then computed again:
             (entering, transition, forgotten), the state before each piece [P, Hv, K, V] float32, what multiplies it
@@ -669,7 +669,7 @@ def _residuals(residuals: Sequence[Any], k: Any, v: Any, sequences: int, precisi
     if not isinstance(residuals, Sequence) or len(residuals) not in (2, 3, 4):
         raise TypeError(f"residuals must be what chunk_gated_delta_rule_fwd returned, got {type(residuals).__name__}")
     of_a, of_gamma = Residuals.shapes(v, precision).values()
-    check_gradient("residuals[0]", residuals[0], of_a.shape, of_a.dtype, f"[B, T, Hv, {of_a.shape[-1]}]")
+    check_gradient("residuals[0]", residuals[0], of_a.shape, of_a.dtype, f"[Hv, B, T, {of_a.shape[-1]}]")
     check_gradient("residuals[1]", residuals[1], of_gamma.shape, of_gamma.dtype, "that of g")
     a, gamma, between, states = (*residuals, None, None)[:4]
     parts = None

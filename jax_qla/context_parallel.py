@@ -177,8 +177,8 @@ def flatten(rows: Any, states: Any, segments: jax.Array | None) -> tuple[Any, An
     """The form that `dispatch` takes: a packed batch becomes one row.
 
     Args:
-        rows: arrays [B, T, ...]. states: arrays [B, N, ...]. segments: [B, N, 2]. Of a dense batch (None) all are
-            returned as they are.
+        rows: arrays [B, T, ...] and `Residuals` of these alone. states: arrays [B, N, ...]. segments: [B, N, 2]. Of a
+            dense batch (None) all are returned as they are.
 
     Returns:
         rows [1, B T, ...], states [B N, ...], segments [B N, 2].
@@ -188,7 +188,7 @@ def flatten(rows: Any, states: Any, segments: jax.Array | None) -> tuple[Any, An
     batch, tokens = jax.tree.leaves(rows)[0].shape[:2]
     offset = tokens * jnp.arange(batch, dtype=jnp.int32)
     return (
-        jax.tree.map(lambda x: x.reshape(1, batch * tokens, *x.shape[2:]), rows),
+        _with_rows(rows, 1, batch * tokens),
         jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), states),
         (segments + offset[:, None, None]).reshape(-1, 2),
     )
@@ -200,9 +200,21 @@ def _unflatten(rows: Any, states: Any, like: jax.Array, segments: jax.Array | No
         return rows, states
     batch, tokens = like.shape[:2]
     return (
-        jax.tree.map(lambda x: x.reshape(batch, tokens, *x.shape[2:]), rows),
+        _with_rows(rows, batch, tokens),
         jax.tree.map(lambda x: x.reshape(*segments.shape[:2], *x.shape[1:]), states),
     )
+
+
+def _with_rows(rows: Any, batch: int, tokens: int) -> Any:
+    """Arrays [B, T, ...], and a [Hv, B, T, ..] of residuals, with other B and T."""
+
+    def change(x: Any) -> Any:
+        if isinstance(x, Residuals):
+            a = x.a.reshape(x.a.shape[0], batch, tokens, *x.a.shape[3:])
+            return jax.tree.map(change, x._replace(a=None))._replace(a=a)
+        return x.reshape(batch, tokens, *x.shape[2:])
+
+    return jax.tree.map(change, rows, is_leaf=lambda x: isinstance(x, Residuals) and x.a is not None)
 
 
 def _of_rows(residuals: Residuals | None) -> Residuals | None:

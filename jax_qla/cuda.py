@@ -544,22 +544,25 @@ class _Call:
 
     def prepared_shapes(self, v: jax.Array, precision: Any) -> dict[str, jax.ShapeDtypeStruct]:
         """What `prepare` writes."""
-        rows = jax.ShapeDtypeStruct((self.tokens, self.value_heads, self.value_dim), v.dtype)
-        of_key_heads = jax.ShapeDtypeStruct((self.tokens, self.key_heads), jnp.float32)
-        return Residuals.shapes(rows, precision) | (dict.fromkeys(_LENGTHS, of_key_heads) if self.l2norm else {})
+        found = Residuals.shapes(v, precision)
+        a, of_key_heads = found["a"], jax.ShapeDtypeStruct((self.tokens, self.key_heads), jnp.float32)
+        found["a"] = jax.ShapeDtypeStruct((self.value_heads, self.tokens, a.shape[3]), a.dtype)
+        found["gamma"] = jax.ShapeDtypeStruct((self.tokens, self.value_heads), jnp.float32)
+        return found | (dict.fromkeys(_LENGTHS, of_key_heads) if self.l2norm else {})
 
     def prepared(self, residuals: Residuals, *, queries: bool = True) -> dict[str, jax.Array]:
         """What `prepare` has written, as operands; without the lengths of `queries` for who does not read them."""
-        found = {"a": residuals.a, "gamma": residuals.gamma}
+        found = {"gamma": residuals.gamma}
         if self.l2norm:
             assert residuals.lengths is not None
             found |= dict(zip(_LENGTHS[: 1 + queries], residuals.lengths, strict=False))
-        return self.flat(**found)
+        return self.flat(**found) | {"a": residuals.a.reshape(self.value_heads, self.tokens, -1)}
 
     def residuals(self, results: Mapping[str, jax.Array]) -> Residuals:
         """What `prepare` has written, for other calls."""
         lengths = Lengths(*(self.unflat(results[name]) for name in _LENGTHS)) if self.l2norm else None
-        return Residuals(self.unflat(results["a"]), self.unflat(results["gamma"]), lengths=lengths)
+        a = results["a"].reshape(self.value_heads, self.batch, self.length, -1)
+        return Residuals(a, self.unflat(results["gamma"]), lengths=lengths)
 
     def forward_steps(self, scale: float, *, keep: bool = False) -> list[Step]:
         """The kernel `forward`, of heads whose blocks have all value columns and of others in halves; `keep`: what it

@@ -31,10 +31,11 @@ SECOND_ORDER = (
 )
 """What a program that needs more derivatives is told."""
 
-_ROWS, _STATES, _SEGMENTS = "rows", "states", "segments"
-"""What the leading axes of an operand count: [B, T, ...], [N, ...] (or so many for each) or segments [N, 2]."""
+_ROWS, _ROWS_OF_HEADS, _STATES, _SEGMENTS = "rows", "rows of heads", "states", "segments"
+"""What the leading axes of an operand count: [B, T, ...], [Hv, B, T, ...], [N, ...] (or so many for each) or segments
+[N, 2]."""
 
-_KINDS_OF_RESIDUALS = Residuals(_ROWS, _ROWS, _STATES, _STATES, _ROWS)  # type: ignore[arg-type]
+_KINDS_OF_RESIDUALS = Residuals(_ROWS_OF_HEADS, _ROWS, _STATES, _STATES, _ROWS)  # type: ignore[arg-type]
 
 
 @functools.partial(
@@ -453,7 +454,8 @@ def _fold(kind: Any, operand: Any, tokens: int, *, packed: bool) -> Any:
     """Takes the leading axis of the arrays in `operand` into the batch.
 
     A dense batch gets more rows of B: [n, B, ...] -> [n B, ...]. A packed one, where B = 1, gets longer:
-    [n, 1, T, ...] -> [1, n T, ...], with the n N segments of all, those of member i moved by i T.
+    [n, 1, T, ...] -> [1, n T, ...], with the n N segments of all, those of member i moved by i T. Where heads come
+    before the rows, they still do.
     """
 
     if isinstance(kind, Residuals) and operand is not None:
@@ -462,6 +464,10 @@ def _fold(kind: Any, operand: Any, tokens: int, *, packed: bool) -> Any:
     def fold(x: jax.Array) -> jax.Array:
         if kind == _SEGMENTS:
             x = x + (tokens * jnp.arange(x.shape[0], dtype=jnp.int32))[:, None, None]
+        if kind == _ROWS_OF_HEADS:
+            members, heads, batch, length, columns = x.shape
+            shape = (1, members * length) if packed else (members * batch, length)
+            return jnp.moveaxis(x, 0, 1).reshape(heads, *shape, columns)
         if kind == _ROWS and packed:
             return x.reshape(1, x.shape[0] * x.shape[2], *x.shape[3:])
         return x.reshape(x.shape[0] * x.shape[1], *x.shape[2:])
@@ -475,6 +481,10 @@ def _unfold(kind: Any, result: Any, axis_size: int, *, packed: bool) -> Any:
         return Residuals(*(_unfold(*pair, axis_size, packed=packed) for pair in zip(kind, result, strict=True)))
 
     def unfold(x: jax.Array) -> jax.Array:
+        if kind == _ROWS_OF_HEADS:
+            heads, batch, length, columns = x.shape
+            of_member = (1, length // axis_size) if packed else (batch // axis_size, length)
+            return jnp.moveaxis(x.reshape(heads, axis_size, *of_member, columns), 1, 0)
         if kind == _ROWS and packed:
             return x.reshape(axis_size, 1, x.shape[1] // axis_size, *x.shape[2:])
         return x.reshape(axis_size, x.shape[0] // axis_size, *x.shape[1:])

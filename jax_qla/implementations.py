@@ -97,8 +97,9 @@ class Residuals(NamedTuple):
     """What forward keeps for backward."""
 
     a: jax.Array
-    """[B, T, Hv, 64] in v's dtype, rows of the gated inverse of the row's chunk; [B, T, Hv, 128], their high and their
-    low parts, where operands are split (`splits`)."""
+    """[Hv, B, T, 64] integers of the size of v's elements, whose bits they are: the gated inverse of every chunk, in
+    blocks (kernels/inverse.py) that begin at the chunk's first row; what they leave of its rows is undefined. With 128
+    columns its high and its low part, where operands are split (`splits`)."""
     gamma: jax.Array
     """[B, T, Hv] float32, the cumulative sum of g within the chunk."""
     between: Between | None = None
@@ -110,10 +111,11 @@ class Residuals(NamedTuple):
 
     @staticmethod
     def shapes(v: Any, precision: Any) -> dict[str, jax.ShapeDtypeStruct]:
-        """Of a and gamma by field, of rows v [..., Hv, V]."""
+        """Of a and gamma by field, of rows v [B, T, Hv, V]."""
+        batch, tokens, heads, _ = v.shape
         columns = CHUNK * (2 if splits(precision, v.dtype) else 1)
         return {
-            "a": jax.ShapeDtypeStruct((*v.shape[:-1], columns), v.dtype),
+            "a": jax.ShapeDtypeStruct((heads, batch, tokens, columns), f"int{8 * jnp.dtype(v.dtype).itemsize}"),
             "gamma": jax.ShapeDtypeStruct(v.shape[:-1], jnp.float32),
         }
 

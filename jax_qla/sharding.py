@@ -54,7 +54,7 @@ OPERANDS = ("bthk", "bthk", "btHv", "btH", "btH")
 """Shapes of q, k, v, g and beta."""
 
 _OF_ROWS, _OF_PIECES, _OF_CHUNKS, _OF_LENGTHS = (
-    ("btHc", "btH"),
+    ("Hbtc", "btH"),
     ("pHkv", "pHyz", "pH"),
     ("pHxvk", "pHv"),
     ("bth", "bth"),
@@ -753,10 +753,22 @@ def _partitioned(
 
     def folded(axes: Axes, *arrays: jax.Array) -> tuple[jax.Array, ...]:
         """The axes of `jax.vmap` go into the batch, on each device for itself."""
+        if lead == 0:
+            return local(axes, True, *arrays)
         sizes = arrays[0].shape[:lead]
-        arrays = tuple(x.reshape(-1, *x.shape[lead + 1 :]) if lead else x for x in arrays)
-        results = local(axes, True, *arrays)
-        return tuple(x.reshape(*sizes, -1, *x.shape[1:]) if lead else x for x in results)
+
+        def fold(x: jax.Array, shape: str) -> jax.Array:
+            at = shape.index("b")
+            x = jnp.moveaxis(x, range(lead), range(at, at + lead))
+            return x.reshape(*x.shape[:at], -1, *x.shape[at + lead + 1 :])
+
+        def unfold(x: jax.Array, shape: str) -> jax.Array:
+            at = shape.index("b")
+            x = x.reshape(*x.shape[:at], *sizes, -1, *x.shape[at + 1 :])
+            return jnp.moveaxis(x, range(at, at + lead), range(lead))
+
+        results = local(axes, True, *map(fold, arrays, dims))
+        return tuple(map(unfold, results, out_dims))
 
     def whole(*arrays: jax.Array) -> tuple[jax.Array, ...]:
         return folded((), *arrays)

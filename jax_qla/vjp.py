@@ -1,8 +1,8 @@
 """The derivative of the gated delta rule: what is saved, what is recomputed, what is refused.
 
 Reverse mode only. Between forward and backward live the operands (q, k, v, g, beta, initial_state, segments: no copies,
-and none normalised) and, where the program may be lowered for the CUDA kernels, the residuals a [B, T, Hv, 64] in v's
-dtype ([B, T, Hv, 128] in bfloat16 with precision="high") and gamma [B, T, Hv] in float32 and, where these kernels
+and none normalised) and, where the program may be lowered for the CUDA kernels, the residuals a [Hv, B, T, 64] of
+16 bits ([Hv, B, T, 128] in bfloat16 with precision="high") and gamma [B, T, Hv] in float32 and, where these kernels
 normalise q and k, the lengths of both, [B, T, Hk] in float32 each; the chunk states are recomputed. Where one card
 computes long sequences in pieces (policy.py), so do the state before each piece and its transition, 4 K (V + K) bytes
 per piece and value head (128 KiB at K = V = 128: 8 pieces of 32 heads take 32 MiB), so that the backward pass need not

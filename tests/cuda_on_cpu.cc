@@ -292,20 +292,26 @@ struct Stores {  // of a thread
 };
 static std::vector<Stores> stores;
 static int storing[32];  // lane of a warp, the only one that stores
-void tma_store(const CUtensorMap& map, const void* tile, const int64_t* at, int rank) {
-  struct Place { int64_t at[5]; } place;
-  const int bytes = box_bytes(map, rank);
-  std::copy(at, at + rank, place.at);
+static void begin_store(const void* tile, int bytes, std::function<void()> leave) {
   Stores& of = stores[static_cast<size_t>(current)];
   int& lane = storing[current / 32];
   if (lane >= 0 && lane != current % 32) fail("bulk stores by two lanes of a warp");
   lane = current % 32;
   right(happens_before::access(address_of(tile), bytes, false, happens_before::stores(current / 32), of.committed + 1, current));
-  of.open.push_back([=, &map] {
+  of.open.push_back(std::move(leave));
+}
+void tma_store(const CUtensorMap& map, const void* tile, const int64_t* at, int rank) {
+  struct Place { int64_t at[5]; } place;
+  const int bytes = box_bytes(map, rank);
+  std::copy(at, at + rank, place.at);
+  begin_store(tile, bytes, [=, &map] {
     for_box(map, tile, place.at, [&](unsigned address, uchar* p) {
       if (p != nullptr) std::memcpy(p, shared + address, static_cast<size_t>(map.size));
     });
   });
+}
+void store(void* to, const void* tile, int bytes) {
+  begin_store(tile, bytes, [=] { std::memcpy(to, shared + address_of(tile), static_cast<size_t>(bytes)); });
 }
 void commit_stores() {
   Stores& of = stores[static_cast<size_t>(current)];
@@ -344,7 +350,11 @@ static unsigned operand_address(uint64_t descriptor, bool transposed, int row, i
   const unsigned start = static_cast<unsigned>(descriptor & 0x3fff) << 4;
   const unsigned leading = static_cast<unsigned>(descriptor >> 16 & 0x3fff) << 4, stride = static_cast<unsigned>(descriptor >> 32 & 0x3fff) << 4;
   const unsigned mode = static_cast<unsigned>(descriptor >> 62);
-  if (mode != 1) fail("a swizzle of wgmma other than 128 bytes");
+  if (mode == 0) {  // blocks of 8x8
+    return transposed ? start + row / 8 * stride + k / 8 * leading + k % 8 * 16 + row % 8 * 2
+                      : start + row / 8 * stride + k / 8 * leading + row % 8 * 16 + k % 8 * 2;
+  }
+  if (mode != 1) fail("a swizzle of wgmma other than 128 bytes, or none");
   const unsigned plain = transposed ? start + row / 64 * leading + k / 8 * stride + k % 8 * 128 + row % 64 * 2
                                     : start + row / 8 * stride + row % 8 * 128 + k * 2;
   return (swizzled(plain & ~15u, 3)) | (plain & 15u);

@@ -438,9 +438,9 @@ def test_halves_of_another_precision() -> None:
         for made, columns, asked in (("high", 128, None), (None, 64, "high")):
             o, _, residuals = jax_qla.chunk_gated_delta_rule_fwd(*x, precision=made)
             assert residuals is not None
-            assert residuals[0].shape == (*v.shape[:3], columns)
+            assert residuals[0].shape == (4, 1, 5, columns)
             jax_qla.chunk_gated_delta_rule_bwd(*x, residuals, o, precision=made)
-            sentence = rf"residuals\[0\] must have shape \(1, 5, 4, {192 - columns}\)"
+            sentence = rf"residuals\[0\] must have shape \(4, 1, 5, {192 - columns}\)"
             with pytest.raises(ValueError, match=sentence):
                 jax_qla.chunk_gated_delta_rule_bwd(*x, residuals, o, precision=asked)
 

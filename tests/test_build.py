@@ -155,7 +155,18 @@ def test_spills_are_counted() -> None:
     report = """ptxas info    : Function properties for main
     104 bytes stack frame, 92 bytes spill stores, 96 bytes spill loads
 ptxas info    : Used 168 registers, used 3 barriers, 104 bytes cumulative stack size"""
-    assert toolchain._resources(report) == {"registers": 168, "spill_stores": 92, "spill_loads": 96}
+    expected = {"registers": 168, "spill_stores": 92, "spill_loads": 96}
+    assert toolchain._resources(report) == expected
+    slow = "ptxas info    : (C7511) Potential Performance Loss: wgmma.mma_async instructions are serialized due to ..."
+    assert toolchain._resources(f"{slow}\n{report}") == expected | {"serialized": 1}
+
+
+def test_products_run_beside_each_other() -> None:
+    """ptxas gives up on that for a whole kernel, and says so where nobody looks."""
+    kernels = store.packaged_manifest().values()
+    if not kernels:
+        pytest.skip("no kernels are packaged")
+    assert not [entry["config"] for entry in kernels if "serialized" in entry["resources"]]
 
 
 def test_what_the_compiler_refuses() -> None:

@@ -50,7 +50,7 @@ def test_results_are_affine_in_the_state(packed: bool) -> None:
     assert_close(transition @ (state - other) + response, final)
     assert (residuals is None) == (pieces is None) == packed
     if not packed:
-        assert [r.shape for r in residuals[:2]] == [(2, 130, 6, 64), (2, 130, 6)]
+        assert [r.shape for r in residuals[:2]] == [(6, 2, 130, 64), (2, 130, 6)]
         assert [p.shape for p in pieces] == [(10, 6, 8, 4), (10, 6, 2, 64), (10, 6)]
 
 

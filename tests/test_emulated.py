@@ -23,6 +23,7 @@ from test_cuda import IDENTICAL, LIMITS, MISSED, that_keeps
 from test_cuda import cuda as rule
 
 from jax_qla import cuda, implementations, policy, store
+from jax_qla import segments as tables
 from jax_qla.implementations import Choice
 from jax_qla.kernels import build, compose, prepare, specification, states
 from jax_qla.launch import Step
@@ -135,15 +136,21 @@ def test_heads_of_a_block_of_prepare() -> None:
         expected = jax.jit(functools.partial(prepare.specification, ratio=ratio, l2norm=1))(*given.values())
         for together in (4,) if own else (1, 2) if ratio == 1 else (2, 4):
             of_rows = {"lengths": (key_heads,), "query_lengths": (key_heads,)}
-            shapes = {"a": (heads, 64), "gamma": (heads,), **of_rows, "o": (heads, 64)}
+            shapes = {"gamma": (heads,), **of_rows, "o": (heads, 64)}
             found = {name: np.full((tokens, *shape), np.nan, np.float32) for name, shape in shapes.items()}
-            found |= {name: found[name].astype(jnp.bfloat16) for name in ("a", "o")}
+            found["a"] = np.full((heads, tokens, 64), -1, np.int16)
+            found["o"] = found["o"].astype(jnp.bfloat16)
             kernel(given | found, {"ratio": ratio, "together": together})
-            for name, reference in zip(("a", "gamma", *of_rows), expected, strict=True):
+            results = dict(zip(("a", "gamma", *of_rows), expected, strict=True))
+            chunks = jnp.asarray(tables.chunk_table(jnp.asarray(bounds), tokens))
+            unpack = functools.partial(specification.unpack_inverses, chunks=chunks, dtype=jnp.bfloat16)
+            ours, right = unpack(jnp.asarray(found["a"])), unpack(results.pop("a"))
+            np.testing.assert_allclose(ours, right, rtol=2e-2, atol=1e-3, err_msg="a")
+            for name, reference in results.items():
                 which = slice(None) if name == "query_lengths" else rows
                 ours, right = (np.asarray(x, np.float32)[which] for x in (found[name], reference))
                 what = f"{name} of {key_heads} key heads, {ratio} value heads each, {together} a block"
-                np.testing.assert_allclose(ours, right, rtol=2e-2 if name == "a" else 1e-5, atol=1e-3, err_msg=what)
+                np.testing.assert_allclose(ours, right, rtol=1e-5, atol=1e-3, err_msg=what)
             np.testing.assert_array_equal(np.asarray(found["o"], np.float32)[64:70], 0)
 
 
@@ -269,7 +276,7 @@ def _run_states(removed: tuple[str, int] | None, tokens: int = 230) -> dict[str,
     arrays = {
         "k": rows(64),
         "v": rows(64),
-        "a": rows(64),
+        "a": rows(64).transpose(1, 0, 2).copy().view(np.int16),
         "gamma": -random.uniform(size=(tokens, heads)).astype(np.float32),
         "beta": random.uniform(size=(tokens, heads)).astype(np.float32),
         "initial_state": np.zeros((0, heads, 64, 64), np.float32),

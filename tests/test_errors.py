@@ -230,7 +230,7 @@ def test_reference_has_no_halves() -> None:
             array(2, 10, 4, 64),
             None,
             ValueError,
-            r"residuals\[0\] must have shape \(2, 10, 4, 64\)",
+            r"residuals\[0\] must have shape \(4, 2, 10, 64\)",
         ),
     ],
 )

@@ -145,7 +145,8 @@ def test_returns_what_was_asked_for(case: battery.Case) -> None:
     _, final_state, residuals = jax.eval_shape(lambda: run(output_final_state=True, with_residuals=True))
     a, gamma, between, chunk_states, lengths = residuals
     assert final_state.shape == operands[5].shape
-    assert (a.shape, a.dtype) == ((*x.v.shape[:3], 64), o.dtype)
+    batch, tokens, heads, _ = x.v.shape
+    assert (a.shape, a.dtype) == ((heads, batch, tokens, 64), f"int{8 * o.dtype.itemsize}")
     assert (gamma.shape, gamma.dtype) == (x.g.shape, jnp.float32)
     assert between is None
     assert chunk_states is None

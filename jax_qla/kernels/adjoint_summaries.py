@@ -35,14 +35,15 @@ from jax_qla.kernels.common import (
     REACH_PRELUDE,
     macros,
 )
+from jax_qla.kernels.inverse import INVERSE_PRELUDE
 from jax_qla.kernels.specification import (
     decay,
     gather_chunks,
     gather_lengths,
-    gather_parts,
     last_row,
     reach,
     scan_slots,
+    unpack_inverses,
 )
 
 __all__ = ["PASS_CONFIGS", "Config", "program", "specification"]
@@ -77,7 +78,7 @@ def program(config: Config):
         q: T.Tensor((tokens, key_heads, K), dtype),
         k: T.Tensor((tokens, key_heads, K), dtype),
         do: T.Tensor((tokens, value_heads, V), dtype),
-        a: T.Tensor((tokens, value_heads, C * (1 + split)), dtype),
+        a: T.Tensor((value_heads, tokens, C * (1 + split)), "int16"),
         gamma: T.Tensor((tokens, value_heads), "float32"),
         beta: T.Tensor((tokens, value_heads), "float32"),
         lengths: T.Tensor((tokens, key_heads), "float32"),  # 1 / |k|, with `l2norm` only, and so
@@ -88,7 +89,10 @@ def program(config: Config):
         ratio: T.int32,
         scale: T.float32,
     ):
-        with T.Kernel(parts * tiles, value_heads, threads=384, prelude=P_PRELUDE + REACH_PRELUDE) as (block, number):
+        with T.Kernel(parts * tiles, value_heads, threads=384, prelude=P_PRELUDE + INVERSE_PRELUDE + REACH_PRELUDE) as (
+            block,
+            number,
+        ):
             T.annotate_min_blocks_per_sm(1)
             T.pdl_trigger()  # what follows waits by itself
             head = T.alloc_var("int32")
@@ -169,7 +173,7 @@ def program(config: Config):
             if tx >= 256:
                 T.set_max_nreg(24, 0)
                 if tx < 288:
-                    m.load_last_first(q, k, a, do, start, count, key_head, head, tile * 64, stages, shared)
+                    m.load_last_first(q, k, a, do, start, end, count, key_head, head, tile * 64, stages, shared)
                 elif tx < 352:
                     m.gates_last_first(
                         gamma,
@@ -227,10 +231,10 @@ def program(config: Config):
                     # dX = A^T dVd, on the diagonal (of ones), which a_s lacks, without the rounding of dVd
                     if split:
                         m.keep_low(u, dvd_b, low)
-                    T.wgmma_gemm(dvd_b, a_s[at, :, :], u)
+                    m.multiply_inverse(dvd_b, a_s, at, u, True, False)
                     if split:
-                        T.wgmma_gemm(low, a_s[at, :, :], u)
-                        T.wgmma_gemm(dvd_b, low_s[at, :, :], u)
+                        m.multiply_inverse(low, a_s, at, u, True, False)
+                        m.multiply_inverse(dvd_b, low_s, at, u, True, False)
                     whole = rise_s[at, T.min(end - (start + (count - 1 - c) * C), C) - 1]
                     for i, j in T.Parallel(64, K):
                         d[i, j] = d[i, j] * whole
@@ -274,7 +278,7 @@ def specification(
     """The adjoint response [P, Hv, K, V] of P pieces, whose chunk table `chunks` is; not a number where there is none."""
     keys, queries = (jnp.repeat(gather_chunks(x, chunks), ratio, axis=2) for x in (k, q))
     gradient, gates, strength = (gather_chunks(x, chunks) for x in (do, gamma, beta))
-    inverse = gather_parts(a, chunks, CHUNK)
+    inverse = unpack_inverses(a, chunks, k.dtype)
     scales = jnp.full_like(strength, scale)
     if l2norm:
         strength = strength * gather_lengths(lengths, chunks, ratio) ** 2

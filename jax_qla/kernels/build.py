@@ -31,7 +31,8 @@ class Compiled:
     plan: dict[str, Any]
     """The launch plan, as jax_qla/launch.py describes it."""
     resources: dict[str, Any]
-    """Registers a thread; spill_stores, spill_loads and dynamic shared memory (an expression of the plan) in bytes."""
+    """Registers a thread; spill_stores, spill_loads and dynamic shared memory (an expression of the plan) in bytes; and
+    `serialized`, 1 if no wgmma runs beside another."""
     source: str
     """CUDA C++."""
 
@@ -156,7 +157,7 @@ def main(arguments: list[str] | None = None) -> None:
             print(
                 f"[{done:3}/{len(tasks)}] {task[0]:16} {settings:66} {used['registers']:3} registers "
                 f"{used['spill_stores']:4} B spilled {used['shared']:6} B shared "
-                f"{len(cubin) // 1024:4} KiB {seconds:5.1f} s",
+                f"{len(cubin) // 1024:4} KiB {seconds:5.1f} s{', products one by one' * used.get('serialized', 0)}",
                 flush=True,
             )
     store.write_manifest(options.output, entries, keep_others=len(tasks) < len(PACKAGED))

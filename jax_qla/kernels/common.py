@@ -24,6 +24,8 @@ is multiplied by cancels: the rounding of these operands is then most of a resul
 little (docs/performance.md).
 """
 
+from jax_qla.kernels.inverse import KEPT
+
 CHUNK = 64
 """Rows of a chunk. Chunks restart at every segment's first row."""
 
@@ -456,6 +458,44 @@ def macros():
         )
 
     @T.macro
+    def load_inverse(a, head, row, rows, part, tiles, stage, loaded, kept=None):
+        """One warp has the inverse of a chunk of `rows` rows loaded, or its low `part` (1), which begins at row `row` of `a`, into tile
+        `stage` of `tiles`; as `load_rows`."""
+        T.call_extern(
+            "handle",
+            f"jax_qla_fetch_inverse<{KEPT[kept]}>",
+            T.access_ptr(tiles[stage, 0, 0], "w"),
+            loaded[stage],
+            T.address_of(a[0, 0, 0]),
+            (T.cast(head, "int64") * a.shape[1] + row) * a.shape[2] + part * rows * C,
+            rows,
+        )
+
+    @T.macro
+    def multiply_inverse(x, tiles, stage, u, transposed, clear):
+        """Begins u += x a^T, with `transposed` u += x a, with `clear` u = ..., of an inverse in tile `stage` of `tiles`. The fragments must have
+        `accumulator_layout`."""
+        T.call_extern(
+            "handle",
+            f"jax_qla_multiply_inverse<{'true' if transposed else 'false'}, {'true' if clear else 'false'}>",
+            u.data,
+            x.data,
+            T.access_ptr(tiles[0, 0, 0], "r"),
+            stage,
+        )
+
+    @T.macro
+    def zero_above(tiles, stages, thread, threads):
+        """What of tiles of inverses no load writes becomes zero."""
+        for x in T.unroll(stages):
+            T.call_extern("handle", "jax_qla_zero_above", T.address_of(tiles[x, 0, 0]), thread, threads)
+
+    @T.macro
+    def zero_beyond(tiles, stage, rows, thread, threads):
+        """`zero_tail` of an inverse."""
+        T.call_extern("handle", "jax_qla_zero_beyond", T.address_of(tiles[stage, 0, 0]), rows, thread, threads)
+
+    @T.macro
     def zero_tail(tiles, stage, rows, width, thread, threads):
         """Rows `rows`.. of tile `stage` of tiles [stages, 64, width] in shared memory become zero."""
         for x in T.serial(T.ceildiv((C - rows) * width, threads)):
@@ -477,15 +517,15 @@ def macros():
         if low is None:
             for i, j in T.Parallel(64, C):
                 x[i, j] = of_values[i, j] + factors[j] * u[i, j]
-            T.wgmma_gemm(x, a[at, :, :], u, transpose_B=True, clear_accum=True)
+            multiply_inverse(x, a, at, u, False, True)
         else:
             for i, j in T.Parallel(64, C):
                 u[i, j] = of_values[i, j] + factors[j] * u[i, j]
             T.copy(u, x)
             keep_low(u, x, low)
-            T.wgmma_gemm(x, a[at, :, :], u, transpose_B=True, clear_accum=True)
-            T.wgmma_gemm(low, a[at, :, :], u, transpose_B=True)
-            T.wgmma_gemm(x, of_low[at, :, :], u, transpose_B=True)
+            multiply_inverse(x, a, at, u, False, True)
+            multiply_inverse(low, a, at, u, False, False)
+            multiply_inverse(x, of_low, at, u, False, False)
 
     @T.macro
     def begin_update(state, u, factors, rounded, k, at, low):
@@ -528,7 +568,7 @@ def macros():
         )
 
     @T.macro
-    def load_last_first(q, k, a, do, start, count, key_head, head, first, stages, shared):
+    def load_last_first(q, k, a, do, start, end, count, key_head, head, first, stages, shared):
         """One warp has TMA load the tiles of a sequence's chunks, the last chunk first, of dO the columns from `first` on."""
         for c in T.serial(count):
             if c >= stages:
@@ -556,9 +596,12 @@ def macros():
                 shared.loaded,
                 LONG,
             )
-            load_rows(a, start + (count - 1 - c) * C, head, 0, C, shared.a_s, c % stages, shared.loaded, LONG)
+            rows = T.min(end - (start + (count - 1 - c) * C), C)
+            load_inverse(a, head, start + (count - 1 - c) * C, rows, 0, shared.a_s, c % stages, shared.loaded, LONG)
             if shared.low_s is not None:
-                load_rows(a, start + (count - 1 - c) * C, head, C, C, shared.low_s, c % stages, shared.loaded, LONG)
+                load_inverse(
+                    a, head, start + (count - 1 - c) * C, rows, 1, shared.low_s, c % stages, shared.loaded, LONG
+                )
             load_rows(
                 do,
                 start + (count - 1 - c) * C,
@@ -639,6 +682,9 @@ def macros():
         0, and P, of the gates that `gates_last_first` fetches. P has two stages, free when `taken`. All of it is there when `ready`, so that
         who waits for that need not wait for `loaded` or `gated`. `low_s`, unless it is None, holds the low part of `a`, whose diagonal is 0."""
         p = T.alloc_fragment((C, C), "float32")
+        zero_above(shared.a_s, stages, thread, 128)
+        if shared.low_s is not None:
+            zero_above(shared.low_s, stages, thread, 128)
         for c in T.serial(count):
             at = c % stages
             rows = T.min(end - (start + (count - 1 - c) * C), C)
@@ -646,13 +692,13 @@ def macros():
                 T.barrier_wait(shared.taken[c % 2], (c // 2 + 1) % 2)
             T.barrier_wait(shared.loaded[at], (c // stages) % 2)
             if thread < C:
-                shared.a_s[at, thread, thread] = T.cast(0, shared.a_s.dtype)
+                T.call_extern("handle", "jax_qla_zero_diagonal", T.address_of(shared.a_s[at, 0, 0]), thread)
             if rows < C:
                 zero_tail(shared.q_s, at, rows, shared.q_s.shape[2], thread, 128)
                 zero_tail(shared.k_s, at, rows, shared.k_s.shape[2], thread, 128)
-                zero_tail(shared.a_s, at, rows, C, thread, 128)
+                zero_beyond(shared.a_s, at, rows, thread, 128)
                 if shared.low_s is not None:
-                    zero_tail(shared.low_s, at, rows, C, thread, 128)
+                    zero_beyond(shared.low_s, at, rows, thread, 128)
                 zero_tail(shared.do_s, at, rows, shared.do_s.shape[2], thread, 128)
                 T.fence_proxy_async()
                 T.sync_threads(3, 128)
@@ -675,6 +721,10 @@ def macros():
         fetch_lengths=fetch_lengths,
         store_gates=store_gates,
         load_rows=load_rows,
+        load_inverse=load_inverse,
+        multiply_inverse=multiply_inverse,
+        zero_above=zero_above,
+        zero_beyond=zero_beyond,
         zero_tail=zero_tail,
         keep_low=keep_low,
         begin_correction=begin_correction,

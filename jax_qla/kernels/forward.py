@@ -72,16 +72,17 @@ from jax_qla.kernels.common import (
     accumulator_layout,
     macros,
 )
+from jax_qla.kernels.inverse import INVERSE_PRELUDE
 from jax_qla.kernels.specification import (
     among_heads,
     decay,
     gather_chunks,
     gather_lengths,
-    gather_parts,
     last_row,
     of_heads,
     scan_slots,
     scatter_chunks,
+    unpack_inverses,
 )
 
 __all__ = ["NOTHING", "PASS_CONFIGS", "PREPARED", "STATE", "Config", "program", "specification"]
@@ -89,6 +90,7 @@ __all__ = ["NOTHING", "PASS_CONFIGS", "PREPARED", "STATE", "Config", "program", 
 
 PRELUDE = (
     P_PRELUDE
+    + INVERSE_PRELUDE
     + LENGTH_PRELUDE
     + r"""
 #include <tl_templates/cuda/barrier.h>  // fence_barrier_init
@@ -184,7 +186,7 @@ def program(config: Config):
         q: T.Tensor((tokens, key_heads, K), dtype),
         k: T.Tensor((tokens, key_heads, K), dtype),
         v: T.Tensor((tokens, value_heads, V), dtype),
-        a: T.Tensor((tokens, value_heads, C * (1 + split)), dtype),
+        a: T.Tensor((value_heads, tokens, C * (1 + split)), "int16"),
         gamma: T.Tensor((tokens, value_heads), "float32"),
         beta: T.Tensor((tokens, value_heads), "float32"),
         lengths: T.Tensor((tokens, key_heads), "float32"),  # 1 / |k|, with `l2norm` only, and so
@@ -281,9 +283,10 @@ def program(config: Config):
                         if c == 0:
                             if awaits == PREPARED:
                                 T.pdl_sync()
-                        m.load_rows(a, start + c * C, head, 0, C, a_s, at, loaded, passed)
+                        rows = T.min(end - (start + c * C), C)
+                        m.load_inverse(a, head, start + c * C, rows, 0, a_s, at, loaded, passed)
                         if split:
-                            m.load_rows(a, start + c * C, head, C, C, low_s, at, loaded, passed)
+                            m.load_inverse(a, head, start + c * C, rows, 1, low_s, at, loaded, passed)
                         T.barrier_arrive(loaded[at])
                 elif tx < S + 224:
                     row = tx - (S + 160)
@@ -339,6 +342,10 @@ def program(config: Config):
                 if awaits == PREPARED:
                     T.pdl_sync()
                 T.pdl_trigger()  # another launch, of other heads, may begin where blocks of this end
+                m.zero_above(a_s, stages, tx - S, 128)
+                if split:
+                    m.zero_above(low_s, stages, tx - S, 128)
+                T.fence_proxy_async()
                 for c in T.serial(count):
                     at = c % stages
                     rows = T.min(end - (start + c * C), C)
@@ -347,9 +354,9 @@ def program(config: Config):
                         m.zero_tail(k_s, at, rows, K, tx - S, 128)
                         for part in T.unroll(parts):
                             m.zero_tail(v_s, at * parts + part, rows, 64, tx - S, 128)
-                        m.zero_tail(a_s, at, rows, C, tx - S, 128)
+                        m.zero_beyond(a_s, at, rows, tx - S, 128)
                         if split:
-                            m.zero_tail(low_s, at, rows, C, tx - S, 128)
+                            m.zero_beyond(low_s, at, rows, tx - S, 128)
                         T.fence_proxy_async()
                         T.sync_threads(3, 128)
                     T.barrier_arrive(gated[at])
@@ -386,7 +393,7 @@ def program(config: Config):
                         if split:
                             low = T.alloc_fragment((64, C), dtype)  # of X, then of Vd
                             low_vk = T.alloc_fragment((64, C), dtype)
-                        T.annotate_layout({v_t: accumulator_layout(C), acc: accumulator_layout(C, wg * 128)})
+                        T.annotate_layout({acc: accumulator_layout(C, wg * 128)})
                         whole = T.alloc_var("float32")
                         if awaits == STATE:
                             T.pdl_sync()
@@ -422,7 +429,7 @@ def program(config: Config):
                         T.call_extern(
                             "handle",
                             "jax_qla_load_transposed",
-                            T.address_of(v_t[0, 0]),
+                            v_t.data,
                             T.access_ptr(v_s[wg, 0, 0], "r"),
                         )
                         if keep:
@@ -449,10 +456,10 @@ def program(config: Config):
                                 for i, j in T.Parallel(64, C):
                                     x_b[i, j] = beta_s[at, j] * (T.cast(v_t[i, j], "float32") - rise_s[at, j] * u[i, j])
                             # Vd = X A^T
-                            T.wgmma_gemm(x_b, a_s[at, :, :], u, transpose_B=True, clear_accum=True)
+                            m.multiply_inverse(x_b, a_s, at, u, False, True)
                             if split:
-                                T.wgmma_gemm(low, a_s[at, :, :], u, transpose_B=True)
-                                T.wgmma_gemm(x_b, low_s[at, :, :], u, transpose_B=True)
+                                m.multiply_inverse(low, a_s, at, u, False, False)
+                                m.multiply_inverse(x_b, low_s, at, u, False, False)
                             whole = whole_s[at]
                             for i, j in T.Parallel(64, K):
                                 state[i, j] = state[i, j] * whole
@@ -519,7 +526,7 @@ def program(config: Config):
                             T.call_extern(
                                 "handle",
                                 "jax_qla_load_transposed",
-                                T.address_of(v_t[0, 0]),
+                                v_t.data,
                                 T.access_ptr(v_s[after * parts + wg, 0, 0], "r"),
                             )
                             T.wait_wgmma(0)
@@ -561,7 +568,7 @@ def specification(
     """
     keys, queries = (jnp.repeat(gather_chunks(x, chunks), ratio, axis=2) for x in (k, q))
     values, gates, strength = (gather_chunks(x, chunks) for x in (v, gamma, beta))
-    inverse = gather_parts(a, chunks, CHUNK)
+    inverse = unpack_inverses(a, chunks, k.dtype)
     scales = jnp.full_like(strength, scale)
     if l2norm:
         of_key = gather_lengths(lengths, chunks, ratio)

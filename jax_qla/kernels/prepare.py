@@ -4,7 +4,7 @@ For every chunk of 64 tokens and every value head h (key head h // r, r = Hv / H
 
     gamma_i = sum_{j <= i} max(g_j, -110)                                       [64]       float32
     L_ij    = beta_i <k_i, k_j> exp(gamma_i - gamma_j)   for i > j, else 0      [64, 64]   float32
-    a       = (I + L)^{-1}                                                      [64, 64]   stored in the dtype of k
+    a       = (I + L)^{-1}                                                      [64, 64]   stored in the dtype of k, packed
 
 A token maps the state by exp(g) (I - beta k k^T). Unless some beta <k, k> exceeds 2, exp(gamma_C) therefore bounds the spectral norm
 of what a chunk does to the state before it, which tells kernels/summaries.py what a run of tokens forgets. Chunks where one does exceed
@@ -24,8 +24,8 @@ of few chunks (policy.prepared_together). Before the rows of a chunk, the rows o
     each two warps    gates of their heads; meanwhile TMA loads the key tiles
     all               K K^T of both key heads by wgmma; meanwhile gamma by a scan over lanes. The products go to the warps of their heads
                       by where the key tiles were (PRELUDE: jax_qla_put_products)
-    each              the inverse (PRELUDE: jax_qla_invert), to the same place, from where TMA stores whole rows, or 16 bytes a lane where
-                      the chunk is short
+    each              the inverse (PRELUDE: jax_qla_invert), to the same place, packed (kernels/inverse.py), from where one bulk copy
+                      stores it
 
 The inverse X, in blocks of 16x16: X_ii = (I + L_ii)^{-1} by forward substitution, two columns a lane, and below the diagonal
 
@@ -54,7 +54,16 @@ from jax_qla.kernels.common import (
     PASS_CONFIGS,
     STRETCHES,
 )
-from jax_qla.kernels.specification import decay, gather_chunks, inverse_length, mark, part_columns, scatter_chunks
+from jax_qla.kernels.inverse import INVERSE_PRELUDE, KEPT
+from jax_qla.kernels.specification import (
+    decay,
+    gather_chunks,
+    inverse_length,
+    mark,
+    pack_inverses,
+    part_columns,
+    scatter_chunks,
+)
 
 __all__ = ["PASS_CONFIGS", "Config", "program", "specification"]
 
@@ -133,14 +142,14 @@ __device__ __forceinline__ void jax_qla_measure(const T* x, float* lengths, int 
 
 PRELUDE = (
     MATRIX_PRELUDE
+    + INVERSE_PRELUDE
     + LENGTHS_PRELUDE
     + CHUNK_PRELUDE
     + f"constexpr int kStretches = {STRETCHES};\nconstexpr float kMinLogDecay = {MIN_LOG_DECAY}f, kLog2e = {LOG2_E}f;"
     r"""
-constexpr int kTile = 8192;    // bytes of 64 rows of 64 elements, 128-byte swizzled
 constexpr int kBlock = 1024;   // bytes of a block on the diagonal in a head's scratch, of which there are four
 constexpr int kLow = 512;      // bytes from the high parts of an inverted block to its low parts
-constexpr int kScratch = 4096; // bytes from the tile of a head's a to its scratch: where its lower 32 rows will be
+constexpr int kScratch = 4096; // bytes from the tile of a head's a to its scratch: the blocks of its upper 32 rows end before
 constexpr float kLimit = 2.001f;
 
 // What is made of them. A 16x16 block is held by a warp as an accumulator, two 16x8 tiles: element 4 n + 2 h + e of lane l is that
@@ -363,16 +372,19 @@ __device__ __forceinline__ void jax_qla_pack(unsigned* r, const float* c) {
 #pragma unroll
   for (int i = 0; i < 4; ++i) r[i] = jax_qla_round<bf16>(c[i * 2], c[i * 2 + 1]);
 }
-// Block (i, j) of a, to its swizzled tile.
-__device__ __forceinline__ void jax_qla_put(unsigned to, int i, int j, const unsigned* r) {
-  jax_qla_store_matrices<false>((to ^ (j << 5)) + i * 2048, r[0], r[1], r[2], r[3]);
+// Where this lane points stmatrix at for block (i, j) of a, of 16x16, in a tile at `tile`, which is in blocks of 8x8 as in memory (kernels/inverse.py).
+__device__ __forceinline__ unsigned jax_qla_place(unsigned tile, int i, int j) {
+  const int lane = threadIdx.x & 31, lower = lane >> 3 & 1, right = lane >> 4;
+  return tile + (lane & 7) * 16 + (lower * (2 * i + 1) + right) * 128 + (i * (2 * i + 1) + 2 * j) * 128;
 }
-// Block (i, i), and zeros to the right of it.
-__device__ __forceinline__ void jax_qla_put_last(unsigned to, int i, const unsigned* r) {
-  const unsigned zeros[4] = {};
-  jax_qla_put(to, i, i, r);
-#pragma unroll
-  for (int j = i + 1; j < 4; ++j) jax_qla_put(to, i, j, zeros);
+__device__ __forceinline__ void jax_qla_put(unsigned tile, int i, int j, const unsigned* r) {
+  jax_qla_store_matrices<false>(jax_qla_place(tile, i, j), r[0], r[1], r[2], r[3]);
+}
+// Block (i, i), of which the quarter above the diagonal goes where these lanes put block (2, 0) later, or where nothing is.
+__device__ __forceinline__ void jax_qla_put_last(unsigned tile, int i, const unsigned* r) {
+  const int lane = threadIdx.x & 31;
+  const unsigned spare = tile + (lane & 7) * 16 + (i < 2 ? 11 : jax_qla_blocks(64)) * 128;
+  jax_qla_store_matrices<false>(lane >> 3 == 2 ? spare : jax_qla_place(tile, i, i), r[0], r[1], r[2], r[3]);
 }
 // The same of an inverted block, a left operand.
 template <bool bf16>
@@ -388,7 +400,7 @@ __device__ __forceinline__ void jax_qla_put_diagonal(unsigned to, int i, const S
   jax_qla_put_last(to, i, bf16 ? s.high : r);  // the high part is what rounding to bf16 gives
 }
 
-// kk (jax_qla_get_products) -> a, in the swizzled `tile`, if `split` its low part in tile_low, and `last_gamma` with its mark -> marked[at]; one
+// kk (jax_qla_get_products) -> a, in `tile`, if `split` its low part in tile_low, and `last_gamma` with its mark -> marked[at]; one
 // warp. gamma in units of log2. The inverses of the blocks on the diagonal stand where rows 32 to 63 of a will, which are written when all these
 // have been read.
 template <bool bf16, bool split>
@@ -404,8 +416,7 @@ __device__ __forceinline__ void jax_qla_invert(const void* products, const float
   jax_qla_substitute(scratch);
   const unsigned from =
       jax_qla_address(scratch) + ((lane >> 4) * 8 + (lane & 7)) * 32 + ((((lane >> 3) ^ (lane >> 2)) & 1) << 4);
-  const unsigned within = (lane & 15) * 128 + (((lane >> 4) ^ (lane & 7)) << 4);
-  const unsigned to = jax_qla_address(tile) + within, to_low = split ? jax_qla_address(tile_low) + within : 0;
+  const unsigned to = jax_qla_address(tile), to_low = split ? jax_qla_address(tile_low) : 0;
   Split before, behind;    // inverted blocks as a left and a right operand
   Split x[6];              // blocks of a below the diagonal as left operands, numbered as those of L^T
   unsigned rounded[6][4];  // the same in the dtype of a
@@ -458,14 +469,10 @@ __device__ __forceinline__ void jax_qla_invert(const void* products, const float
   }
 }
 
-// The first `rows` rows of a swizzled tile to `out`, whose rows are `pitch` elements apart; one warp.
-template <typename T>
-__device__ __forceinline__ void jax_qla_store_rows(T* out, const void* tile, int pitch, int rows) {
-  for (int i = threadIdx.x & 31; i < rows * 8; i += 32) {
-    const int row = i >> 3, part = i & 7;
-    reinterpret_cast<uint4*>(out + static_cast<long long>(row) * pitch)[part] =
-        static_cast<const uint4*>(tile)[row * 8 + (part ^ (row & 7))];
-  }
+// The inverse of `rows` rows to element `element` of a; one warp.
+template <unsigned long long kept, typename T>
+__device__ __forceinline__ void jax_qla_store_inverse(T* a, long long element, const void* tile, int rows) {
+  if (tl::tl_shuffle_elect<32>()) jax_qla_store_bytes<kept>(a + element, tile, jax_qla_blocks(rows) * 128);
 }
 """
 )
@@ -514,7 +521,7 @@ def program(config: Config):
         g: T.Tensor((tokens, value_heads), "float32"),
         beta: T.Tensor((tokens, value_heads), "float32"),
         bounds: T.Tensor((sequences, 2), "int32"),
-        a: T.Tensor((tokens, value_heads, C * (1 + split)), dtype),
+        a: T.Tensor((value_heads, tokens, C * (1 + split)), "int16"),
         gamma: T.Tensor((tokens, value_heads), "float32"),
         lengths: T.Tensor((tokens, key_heads), "float32"),  # 1 / |k|, with `l2norm` only, and so
         query_lengths: T.Tensor((tokens, key_heads), "float32"),  # 1 / |q|
@@ -592,7 +599,7 @@ def program(config: Config):
             gamma_s = T.alloc_shared((4, C), "float32")
             log2_gamma_s = T.alloc_shared((4, C), "float32")  # gamma in units of log2
             beta_s = T.alloc_shared((4, C), "float32")
-            parts = ((0, tiles_s), (C, low_s)) if split else ((0, tiles_s),)  # columns of a, and where they lie
+            parts = (tiles_s, low_s) if split else (tiles_s,)  # of a
             loaded = T.alloc_barrier([32] * 2)
             T.annotate_layout({x: make_full_bank_swizzled_layout(x) for x in (tiles_s, low_s)})
 
@@ -702,23 +709,16 @@ def program(config: Config):
                     )
                     T.fence_proxy_async()
                     T.sync_warp()
-                    for first_column, part_s in parts:
-                        if rows == C:
-                            T.tma_copy(
-                                part_s[warp, :, :],
-                                a[row : row + C, head, first_column : first_column + C],
-                                leader_scope_threads=32,
-                                eviction_policy=LONG,
-                            )
-                        else:
-                            T.call_extern(
-                                "handle",
-                                "jax_qla_store_rows",
-                                T.address_of(a[row, head, first_column]),
-                                T.address_of(part_s[warp, 0, 0]),
-                                value_heads * (C * len(parts)),
-                                rows,
-                            )
+                    of_row = T.cast(head, "int64") * tokens + row
+                    for part, part_s in enumerate(parts):
+                        T.call_extern(
+                            "handle",
+                            f"jax_qla_store_inverse<{KEPT[LONG]}>",
+                            T.address_of(a[0, 0, 0]),
+                            of_row * (C * len(parts)) + part * rows * C,
+                            T.access_ptr(part_s[warp, 0, 0], "r"),
+                            rows,
+                        )
                     T.tma_store_wait(0)
             T.pdl_sync()  # ends after what came before, for what follows waits for this kernel alone
 
@@ -736,7 +736,7 @@ def specification(
     l2norm: int = 0,
     split: int = 0,
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-    """(a [tokens, Hv, 64] in k's dtype, or with `split` [tokens, Hv, 128], gamma [tokens, Hv], lengths and query_lengths [tokens, Hk]) of sequences
+    """(a [Hv, tokens, 64], or with `split` [Hv, tokens, 128], of bits of k's dtype, gamma [tokens, Hv], lengths and query_lengths [tokens, Hk]) of sequences
     `bounds` [N, 2], query_lengths of all rows; `o` is not a result, only its unused rows are zeroed."""
     from jax_qla.segments import chunk_table  # which takes the constants of kernels/common.py
 
@@ -755,7 +755,7 @@ def specification(
     inverse = jnp.moveaxis(inverse, 1, 2)
     if split:
         inverse = part_columns(inverse)
-    a = scatter_chunks(inverse, chunks, k.shape[0], k.dtype)
+    a = pack_inverses(inverse, chunks, k.shape[0], k.dtype)
     stretches = jnp.any(strength * jnp.einsum("sihk,sihk->sih", keys, keys) > 2.001, axis=1)
     is_last = jnp.arange(CHUNK) == chunks[:, 2, None] - 1
     gamma = jnp.where(is_last[..., None], mark(gamma, stretches[:, None]), gamma)

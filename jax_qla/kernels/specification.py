@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jax_qla import l2norm as l2norm_module
 from jax_qla.kernels.common import CHUNK, FORGOTTEN, STRETCHES, map_block, map_blocks_shape, state_tile_rows
@@ -51,6 +52,52 @@ def gather_parts(x: jax.Array, chunks: jax.Array, columns: int) -> jax.Array:
     """`gather_chunks` of what may be a high and a low part side by side, [tokens, heads, 2 columns]: their sum."""
     found = gather_chunks(x, chunks)
     return jnp.sum(found.reshape(*found.shape[:-1], -1, columns), axis=-2)
+
+
+def pack_inverses(inverse: jax.Array, chunks: jax.Array, tokens: int, dtype: Any) -> jax.Array:
+    """Lower triangular inverses of all slots [slots, 64, Hv, 64], or their high and low parts side by side [slots, 64, Hv, 128], as kernels/prepare.py
+    writes them (kernels/inverse.py): the bits of `dtype`, [Hv, tokens, 64] or [Hv, tokens, 128]; zero where it writes nothing."""
+    slots, _, heads, columns = inverse.shape
+    parts, rows = columns // CHUNK, chunks[:, 2]
+    blocks = inverse.reshape(slots, _BLOCKS, CHUNK // _BLOCKS, heads, parts, _BLOCKS, CHUNK // _BLOCKS)
+    blocks = blocks.transpose(0, 4, 1, 5, 3, 2, 6).reshape(slots, parts, _BLOCKS**2, heads, CHUNK)
+    blocks = blocks[:, :, _below()]  # [slots, parts, 36, heads, 64]
+    count = (rows + 7) // 8 * ((rows + 7) // 8 + 1) // 2
+    number = jnp.arange(blocks.shape[2])
+    # A row of `a` has one block, or two, of the high parts or the low ones or both.
+    place = chunks[:, 1, None, None] * parts + jnp.arange(parts)[:, None] * rows[:, None, None] + number
+    place = jnp.where(number < count[:, None, None], place, tokens * parts)
+    found = jnp.zeros((tokens * parts, heads, CHUNK), dtype).at[place].set(blocks.astype(dtype), mode="drop")
+    found = found.swapaxes(0, 1).reshape(heads, tokens, columns)
+    return jax.lax.bitcast_convert_type(found, f"int{8 * jnp.dtype(dtype).itemsize}")
+
+
+def unpack_inverses(a: jax.Array, chunks: jax.Array, dtype: Any) -> jax.Array:
+    """`pack_inverses` undone, [slots, 64, Hv, 64], in at least float32; of two parts their sum."""
+    heads, _, columns = a.shape
+    parts, rows = columns // CHUNK, chunks[:, 2]
+    x = jax.lax.bitcast_convert_type(a, dtype).reshape(heads, -1, CHUNK).swapaxes(0, 1)
+    below = _below()
+    count = (rows + 7) // 8 * ((rows + 7) // 8 + 1) // 2
+    number = jnp.arange(below.size)
+    place = chunks[:, 1, None, None] * parts + jnp.arange(parts)[:, None] * rows[:, None, None] + number
+    there = number < count[:, None, None]
+    found = jnp.where(there[..., None, None], x[jnp.minimum(place, x.shape[0] - 1)], 0)
+    found = jnp.sum(found.astype(jnp.promote_types(dtype, jnp.float32)), axis=1)  # [slots, 36, heads, 64]
+    blocks = jnp.zeros((found.shape[0], _BLOCKS**2, *found.shape[2:]), found.dtype).at[:, below].set(found)
+    blocks = blocks.reshape(-1, _BLOCKS, _BLOCKS, heads, CHUNK // _BLOCKS, CHUNK // _BLOCKS)
+    inverse = blocks.transpose(0, 1, 4, 3, 2, 5).reshape(-1, CHUNK, heads, CHUNK)
+    row = jnp.arange(CHUNK)
+    return jnp.where((row < rows[:, None])[..., None, None], inverse, 0)
+
+
+_BLOCKS = 8
+"""Rows, and columns, of blocks of an inverse."""
+
+
+def _below() -> np.ndarray:
+    """Numbers of the blocks on and below the diagonal among all."""
+    return np.flatnonzero(np.tril(np.ones((_BLOCKS, _BLOCKS), bool)))
 
 
 def of_heads(x: jax.Array, first: int, count: int) -> jax.Array:

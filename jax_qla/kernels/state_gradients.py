@@ -46,19 +46,28 @@ from types import SimpleNamespace
 import jax
 import jax.numpy as jnp
 
-from jax_qla.kernels.common import CHUNK, FAINT, LENGTH_PRELUDE, P_PRELUDE, PASS_CONFIGS, SHORT, macros
+from jax_qla.kernels.common import (
+    CHUNK,
+    FAINT,
+    LENGTH_PRELUDE,
+    P_PRELUDE,
+    PASS_CONFIGS,
+    SHORT,
+    macros,
+)
+from jax_qla.kernels.inverse import INVERSE_PRELUDE
 from jax_qla.kernels.specification import (
     among_heads,
     decay,
     gather_chunks,
     gather_lengths,
-    gather_parts,
     last_row,
     of_chunk_slots,
     of_heads,
     scan_slots,
     scatter_chunks,
     state_tiles,
+    unpack_inverses,
 )
 
 __all__ = ["NOTHING", "PASS_CONFIGS", "STATE", "Config", "program", "specification"]
@@ -67,6 +76,9 @@ __all__ = ["NOTHING", "PASS_CONFIGS", "STATE", "Config", "program", "specificati
 STATE, NOTHING = range(2)
 """What a block awaits of the kernel launched before. It is `compose`, and has the gradient that the state's warpgroups begin with: all else was
 there before that kernel let this one begin. Or all is there."""
+
+
+PRELUDE = P_PRELUDE + INVERSE_PRELUDE + LENGTH_PRELUDE
 
 
 @dataclass(frozen=True)
@@ -105,7 +117,7 @@ def program(config: Config):
         q: T.Tensor((tokens, key_heads, K), dtype),
         k: T.Tensor((tokens, key_heads, K), dtype),
         do: T.Tensor((tokens, value_heads, V), dtype),
-        a: T.Tensor((tokens, value_heads, C * (1 + split)), dtype),
+        a: T.Tensor((value_heads, tokens, C * (1 + split)), "int16"),
         gamma: T.Tensor((tokens, value_heads), "float32"),
         beta: T.Tensor((tokens, value_heads), "float32"),
         lengths: T.Tensor((tokens, key_heads), "float32"),  # 1 / |k|, with `l2norm` only, and so
@@ -122,7 +134,7 @@ def program(config: Config):
         first_head: T.int32,
         awaits: T.int32,
     ):
-        with T.Kernel(sequences * heads * tiles, threads=S + 256, prelude=P_PRELUDE + LENGTH_PRELUDE) as block:
+        with T.Kernel(sequences * heads * tiles, threads=S + 256, prelude=PRELUDE) as block:
             T.annotate_min_blocks_per_sm(1)
             place = T.alloc_var("int32")  # among the sequences
             place = T.truncdiv(block, heads * tiles)
@@ -194,7 +206,7 @@ def program(config: Config):
             if tx >= S + 128:
                 T.set_max_nreg(24, 0)
                 if tx < S + 160:
-                    m.load_last_first(q, k, a, do, start, count, key_head, head, first, stages, shared)
+                    m.load_last_first(q, k, a, do, start, end, count, key_head, head, first, stages, shared)
                 elif tx < S + 224:
                     m.gates_last_first(
                         gamma,
@@ -288,10 +300,10 @@ def program(config: Config):
                             # dX = A^T dVd, on the diagonal (of ones), which a_s lacks, without the rounding of dVd
                             if split:
                                 m.keep_low(u, dvd_b, low)
-                            T.wgmma_gemm(dvd_b, a_s[at, :, :], u)
+                            m.multiply_inverse(dvd_b, a_s, at, u, True, False)
                             if split:
-                                T.wgmma_gemm(low, a_s[at, :, :], u)
-                                T.wgmma_gemm(dvd_b, low_s[at, :, :], u)
+                                m.multiply_inverse(low, a_s, at, u, True, False)
+                                m.multiply_inverse(dvd_b, low_s, at, u, True, False)
                             whole = rise_s[at, lines - 1]
                             for i, j in T.Parallel(64, K):
                                 d[i, j] = d[i, j] * whole
@@ -355,10 +367,10 @@ def specification(
     all_heads = do.shape[1]
     heads = all_heads if heads is None else heads
     q, k = (of_heads(x, first_head // ratio, heads // ratio) for x in (q, k))
-    do, a, gamma, beta, d_final_state = (of_heads(x, first_head, heads) for x in (do, a, gamma, beta, d_final_state))
+    inverse = unpack_inverses(a, chunks, k.dtype)[:, :, first_head : first_head + heads]
+    do, gamma, beta, d_final_state = (of_heads(x, first_head, heads) for x in (do, gamma, beta, d_final_state))
     keys, queries = (jnp.repeat(gather_chunks(x, chunks), ratio, axis=2) for x in (k, q))
     output, gates, strength = (gather_chunks(x, chunks) for x in (do, gamma, beta))
-    inverse = gather_parts(a, chunks, CHUNK)
     factor, scales = jnp.where(jnp.abs(strength) < FAINT, 1, strength), jnp.full_like(strength, scale)
     if l2norm:
         of_key, of_query = (

@@ -26,11 +26,19 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 
-from jax_qla.kernels.common import CHUNK, LENGTH_PRELUDE, LONG, PASS_CONFIGS, SHORT, TILE_PRELUDE, macros
+from jax_qla.kernels.common import (
+    CHUNK,
+    LENGTH_PRELUDE,
+    LONG,
+    PASS_CONFIGS,
+    SHORT,
+    TILE_PRELUDE,
+    macros,
+)
+from jax_qla.kernels.inverse import INVERSE_PRELUDE
 from jax_qla.kernels.specification import (
     gather_chunks,
     gather_lengths,
-    gather_parts,
     last_row,
     of_chunk_slots,
     of_heads,
@@ -38,6 +46,7 @@ from jax_qla.kernels.specification import (
     scan_slots,
     scatter_chunks,
     state_tiles,
+    unpack_inverses,
 )
 
 __all__ = ["EVERYTHING", "NOTHING", "PASS_CONFIGS", "Config", "program", "specification"]
@@ -46,6 +55,9 @@ EVERYTHING, NOTHING = range(2)
 """What a block awaits of the kernel launched before: that it has ended, before anything else. Or nothing: it is `adjoint_summaries`, blocks of this
 begin where blocks of that end, and the next kernel is `compose`, which needs that one's results. So each block waits for it half-way, and then
 lets `compose` begin."""
+
+
+PRELUDE = TILE_PRELUDE + INVERSE_PRELUDE + LENGTH_PRELUDE
 
 
 @dataclass(frozen=True)
@@ -83,7 +95,7 @@ def program(config: Config):
     def states(
         k: T.Tensor((tokens, key_heads, K), dtype),
         v: T.Tensor((tokens, value_heads, V), dtype),
-        a: T.Tensor((tokens, value_heads, C * (1 + split)), dtype),
+        a: T.Tensor((value_heads, tokens, C * (1 + split)), "int16"),
         gamma: T.Tensor((tokens, value_heads), "float32"),
         beta: T.Tensor((tokens, value_heads), "float32"),
         lengths: T.Tensor((tokens, key_heads), "float32"),  # 1 / |k|, with `l2norm` only
@@ -95,7 +107,7 @@ def program(config: Config):
         first_head: T.int32,
         awaits: T.int32,
     ):
-        with T.Kernel(sequences * heads * tiles, threads=S + 128, prelude=TILE_PRELUDE + LENGTH_PRELUDE) as block:
+        with T.Kernel(sequences * heads * tiles, threads=S + 128, prelude=PRELUDE) as block:
             T.annotate_min_blocks_per_sm(1)
             if awaits == EVERYTHING:
                 T.pdl_sync()
@@ -139,6 +151,8 @@ def program(config: Config):
                 fetched = T.alloc_local((3,), "float32")  # gates of the chunk after
                 gates = T.alloc_local((3,), "float32")
                 T.clear(gates)
+                m.zero_above(a_s, stages, tx - S, 128)
+                T.fence_proxy_async()
                 if l2norm:
                     of_key = T.alloc_local((2,), "float32")  # 1 / |k| of these, and of the chunk after
                     T.clear(of_key)
@@ -159,9 +173,10 @@ def program(config: Config):
                             T.barrier_wait(free[step % stages], (step // stages + 1) % 2)
                         if tx < S + 32:
                             m.load_rows(k, start + step * C, key_head, 0, K, k_s, step % stages, loaded, LONG)
-                            m.load_rows(a, start + step * C, head, 0, C, a_s, step % stages, loaded, LONG)
+                            rows = T.min(end - (start + step * C), C)
+                            m.load_inverse(a, head, start + step * C, rows, 0, a_s, step % stages, loaded, LONG)
                             if split:
-                                m.load_rows(a, start + step * C, head, C, C, low_s, step % stages, loaded, LONG)
+                                m.load_inverse(a, head, start + step * C, rows, 1, low_s, step % stages, loaded, LONG)
                             m.load_rows(v, start + step * C, head, first, W, v_s, step % stages, loaded, LONG)
                             T.barrier_arrive(loaded[step % stages])
                     if step > 0:
@@ -180,9 +195,12 @@ def program(config: Config):
                         if rows < C:
                             m.zero_tail(k_s, stage, rows, K, tx - S, 128)
                             m.zero_tail(v_s, stage, rows, W, tx - S, 128)
-                            m.zero_tail(a_s, stage, rows, C, tx - S, 128)
+                            m.zero_beyond(a_s, stage, rows, tx - S, 128)
                             if split:
-                                m.zero_tail(low_s, stage, rows, C, tx - S, 128)
+                                m.zero_beyond(low_s, stage, rows, tx - S, 128)
+                            T.fence_proxy_async()
+                        if split:  # Vd's low part has been there
+                            T.call_extern("handle", "jax_qla_zero_above", T.address_of(low_s[stage, 0, 0]), tx - S, 128)
                             T.fence_proxy_async()
                         T.barrier_arrive(ready[stage])
                     for x in T.unroll(3):
@@ -301,10 +319,10 @@ def specification(
     `first_head` on, or of all; h of a slot without rows is not defined."""
     heads = v.shape[1] if heads is None else heads
     k = of_heads(k, first_head // ratio, heads // ratio)
-    v, a, gamma, beta, initial_state = (of_heads(x, first_head, heads) for x in (v, a, gamma, beta, initial_state))
+    inverse = unpack_inverses(a, chunks, k.dtype)[:, :, first_head : first_head + heads]
+    v, gamma, beta, initial_state = (of_heads(x, first_head, heads) for x in (v, gamma, beta, initial_state))
     keys = jnp.repeat(gather_chunks(k, chunks), ratio, axis=2)
     values, gates, strength = (gather_chunks(x, chunks) for x in (v, gamma, beta))
-    inverse = gather_parts(a, chunks, CHUNK)
     if l2norm:
         of_key = gather_lengths(of_heads(lengths, first_head // ratio, heads // ratio), chunks, ratio)
         strength, values = strength * of_key**2, values / of_key[..., None]

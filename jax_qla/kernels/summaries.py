@@ -45,14 +45,15 @@ from jax_qla.kernels.common import (
     macros,
     map_blocks_shape,
 )
+from jax_qla.kernels.inverse import INVERSE_PRELUDE
 from jax_qla.kernels.specification import (
     gather_chunks,
     gather_lengths,
-    gather_parts,
     last_row,
     map_blocks,
     reach,
     scan_slots,
+    unpack_inverses,
 )
 
 __all__ = ["PASS_CONFIGS", "Config", "program", "specification"]
@@ -124,7 +125,7 @@ def program(config: Config):
     def summaries(
         k: T.Tensor((tokens, key_heads, K), dtype),
         v: T.Tensor((tokens, value_heads, V), dtype),
-        a: T.Tensor((tokens, value_heads, C * (1 + split)), dtype),
+        a: T.Tensor((value_heads, tokens, C * (1 + split)), "int16"),
         gamma: T.Tensor((tokens, value_heads), "float32"),
         beta: T.Tensor((tokens, value_heads), "float32"),
         lengths: T.Tensor((tokens, key_heads), "float32"),  # 1 / |k|, with `l2norm` only
@@ -136,7 +137,9 @@ def program(config: Config):
         ratio: T.int32,
     ):
         with T.Kernel(
-            parts * tiles * value_heads, threads=256, prelude=PRELUDE + REACH_PRELUDE + ITEM_PRELUDE + MAP_PRELUDE
+            parts * tiles * value_heads,
+            threads=256,
+            prelude=PRELUDE + INVERSE_PRELUDE + REACH_PRELUDE + ITEM_PRELUDE + MAP_PRELUDE,
         ) as block:
             T.annotate_min_blocks_per_sm(2)
             T.pdl_sync()  # `prepare` has ended
@@ -217,14 +220,19 @@ def program(config: Config):
                         if c >= stages:
                             T.barrier_wait(free[c % stages], (c // stages + 1) % 2)
                         m.load_rows(k, start + c * C, key_head, 0, K, k_s, c % stages, loaded)
-                        m.load_rows(a, start + c * C, head, 0, C, a_s, c % stages, loaded)
+                        rows = T.min(end - (start + c * C), C)
+                        m.load_inverse(a, head, start + c * C, rows, 0, a_s, c % stages, loaded)
                         if split:
-                            m.load_rows(a, start + c * C, head, C, C, low_s, c % stages, loaded)
+                            m.load_inverse(a, head, start + c * C, rows, 1, low_s, c % stages, loaded)
                         if tile < value_tiles:
                             m.load_rows(v, start + c * C, head, tile * 64, 64, v_s, c % stages, loaded)
                         T.barrier_arrive(loaded[c % stages])
                 elif tx >= 192:
                     i = tx - 192
+                    m.zero_above(a_s, stages, i, 64)
+                    if split:
+                        m.zero_above(low_s, stages, i, 64)
+                    T.fence_proxy_async()
                     fetched = T.alloc_local((3,), "float32")  # gates of the chunk to come
                     of_key = T.alloc_local((1,), "float32")  # and 1 / |k|
                     m.fetch_gates(gamma, beta, start, T.min(end - start, C), head, i, fetched)
@@ -251,9 +259,9 @@ def program(config: Config):
                         if rows < C:
                             m.zero_tail(k_s, at, rows, K, i, 64)
                             m.zero_tail(v_s, at, rows, 64, i, 64)
-                            m.zero_tail(a_s, at, rows, C, i, 64)
+                            m.zero_beyond(a_s, at, rows, i, 64)
                             if split:
-                                m.zero_tail(low_s, at, rows, C, i, 64)
+                                m.zero_beyond(low_s, at, rows, i, 64)
                             T.fence_proxy_async()
                         T.barrier_arrive(ready[at])
             else:
@@ -349,7 +357,7 @@ def specification(
     """
     keys = jnp.repeat(gather_chunks(k, chunks), ratio, axis=2)
     values, gates, strength = (gather_chunks(x, chunks) for x in (v, gamma, beta))
-    inverse = gather_parts(a, chunks, CHUNK)
+    inverse = unpack_inverses(a, chunks, k.dtype)
     if l2norm:
         of_key = gather_lengths(lengths, chunks, ratio)
         strength, values = strength * of_key**2, values / of_key[..., None]

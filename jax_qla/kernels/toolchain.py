@@ -62,7 +62,8 @@ def compile_cubin(source: str, include: list[Path]) -> tuple[bytes, dict[str, in
         include: folders of TileLang's headers and of CUTLASS'.
 
     Returns:
-        The cubin, and what ptxas reports of it: registers, spill_stores and spill_loads in bytes.
+        The cubin, and what ptxas reports of it: registers, spill_stores and spill_loads in bytes, and, if it has made
+        every wgmma wait for the one before, `serialized`.
 
     Raises:
         FileNotFoundError: as `find_nvrtc`.
@@ -120,8 +121,9 @@ def _resources(report: str) -> dict[str, int]:
         found = re.search(pattern, report)
         return int(found.group(1)) if found else 0
 
-    return {
+    found = {
         "registers": number(r"Used (\d+) registers"),
         "spill_stores": number(r"(\d+) bytes spill stores"),
         "spill_loads": number(r"(\d+) bytes spill loads"),
     }
+    return found | ({"serialized": 1} if "instructions are serialized" in report else {})
