@@ -13,8 +13,8 @@ Vd^T stay in registers as the A operands of the next wgmma:
     warpgroup       registers  work
     0 (and 1)       216        64 value columns each: S^T in float32; h leaves through a tile of its own while K S runs, Vd
                                through V's tile
-    last            40         warp 0 loads K, V, a with TMA; all: gates
-    (barriers as in kernels/forward.py, but that `ready`, at which the last arrives, says what `gated` does there; only the last waits for `loaded`)
+    last            40         warp 0 loads K, V, a, by itself, as in kernels/summaries.py; 2 and 3: gates, a thread a row
+    (barriers as in kernels/forward.py, but that `ready`, at which the gates' warps arrive, says what `gated` does there; only they wait for `loaded`)
 
 A launch computes as many value heads as h and Vd have room for, from `first_head` on (policy.head_groups).
 
@@ -143,70 +143,64 @@ def program(config: Config):
             beta_s = T.alloc_shared((stages, C), "float32")
             drop_s = T.alloc_shared((stages, C), "float32")  # -exp(gamma) beta
             loaded = T.alloc_barrier([32] * stages)
-            ready = T.alloc_barrier([128] * stages)
+            ready = T.alloc_barrier([64] * stages)
             free = T.alloc_barrier([S] * stages)
 
             if tx >= S:
                 T.set_max_nreg(40, 0)
-                fetched = T.alloc_local((3,), "float32")  # gates of the chunk after
-                gates = T.alloc_local((3,), "float32")
-                T.clear(gates)
-                m.zero_above(a_s, stages, tx - S, 128)
-                T.fence_proxy_async()
-                if l2norm:
-                    of_key = T.alloc_local((2,), "float32")  # 1 / |k| of these, and of the chunk after
-                    T.clear(of_key)
-                for step in T.serial(count + 1):
-                    if step == (count + 1) // 2:
-                        if awaits == NOTHING:
-                            T.pdl_sync()
-                            T.pdl_trigger()
-                    if step < count:
-                        # load a chunk as soon as the state has left the stage
-                        m.fetch_gates(
-                            gamma, beta, start + step * C, T.min(end - (start + step * C), C), head, tx - S, fetched
-                        )
-                        if l2norm:
-                            if tx - S < T.min(end - (start + step * C), C):
-                                of_key[1] = lengths[start + step * C + tx - S, key_head]
+                if tx < S + 32:
+                    for step in T.serial(count):
                         if step >= stages:
                             T.barrier_wait(free[step % stages], (step // stages + 1) % 2)
-                        if tx < S + 32:
-                            m.load_rows(k, start + step * C, key_head, 0, K, k_s, step % stages, loaded, LONG)
-                            rows = T.min(end - (start + step * C), C)
-                            m.load_inverse(a, head, start + step * C, rows, 0, a_s, step % stages, loaded, LONG)
-                            if split:
-                                m.load_inverse(a, head, start + step * C, rows, 1, low_s, step % stages, loaded, LONG)
-                            m.load_rows(v, start + step * C, head, first, W, v_s, step % stages, loaded, LONG)
-                            T.barrier_arrive(loaded[step % stages])
-                    if step > 0:
-                        # prepare the chunk before, which has arrived
-                        stage = (step + stages - 1) % stages
-                        rows = T.min(end - (start + (step - 1) * C), C)
-                        m.store_gates(gates, rows, tx - S, stage, gamma_s, rise_s, fall_s, beta_s)
-                        if tx < S + C:
-                            drop_s[stage, tx - S] = -(rise_s[stage, tx - S] * beta_s[stage, tx - S])
+                        rows = T.min(end - (start + step * C), C)
+                        m.load_rows(k, start + step * C, key_head, 0, K, k_s, step % stages, loaded, LONG)
+                        m.load_inverse(a, head, start + step * C, rows, 0, a_s, step % stages, loaded, LONG)
+                        if split:
+                            m.load_inverse(a, head, start + step * C, rows, 1, low_s, step % stages, loaded, LONG)
+                        m.load_rows(v, start + step * C, head, first, W, v_s, step % stages, loaded, LONG)
+                        T.barrier_arrive(loaded[step % stages])
+                elif tx >= S + 64:
+                    i = tx - (S + 64)
+                    m.zero_above(a_s, stages, i, 64)
+                    T.fence_proxy_async()
+                    fetched = T.alloc_local((3,), "float32")  # gates of the chunk to come
+                    of_key = T.alloc_local((1,), "float32")  # and 1 / |k|
+                    m.fetch_gates(gamma, beta, start, T.min(end - start, C), head, i, fetched)
+                    if l2norm:
+                        if i < T.min(end - start, C):
+                            of_key[0] = lengths[start + i, key_head]
+                    for c in T.serial(count):
+                        stage = c % stages
+                        rows = T.min(end - (start + c * C), C)
+                        after = T.min(end - (start + (c + 1) * C), C)
+                        if c == count // 2:
+                            if awaits == NOTHING:
+                                T.pdl_sync()
+                                T.pdl_trigger()
+                        if c >= stages:
+                            T.barrier_wait(free[stage], (c // stages + 1) % 2)
+                        m.store_gates(fetched, rows, i, stage, gamma_s, rise_s, fall_s, beta_s)
+                        drop_s[stage, i] = -(rise_s[stage, i] * beta_s[stage, i])
                         if l2norm:
-                            if tx - S < rows:
-                                # X = beta / |k| V - exp(gamma) beta / |k|^2 K S
-                                beta_s[stage, tx - S] = beta_s[stage, tx - S] * of_key[0]
-                                drop_s[stage, tx - S] = drop_s[stage, tx - S] * (of_key[0] * of_key[0])
-                        T.barrier_wait(loaded[stage], (step - 1) // stages % 2)
+                            # X = beta / |k| V - exp(gamma) beta / |k|^2 K S
+                            if i < rows:
+                                beta_s[stage, i] = beta_s[stage, i] * of_key[0]
+                                drop_s[stage, i] = drop_s[stage, i] * (of_key[0] * of_key[0])
+                            if i < after:
+                                of_key[0] = lengths[start + (c + 1) * C + i, key_head]
+                        m.fetch_gates(gamma, beta, start + (c + 1) * C, after, head, i, fetched)
+                        T.barrier_wait(loaded[stage], c // stages % 2)
                         if rows < C:
-                            m.zero_tail(k_s, stage, rows, K, tx - S, 128)
-                            m.zero_tail(v_s, stage, rows, W, tx - S, 128)
-                            m.zero_beyond(a_s, stage, rows, tx - S, 128)
+                            m.zero_tail(k_s, stage, rows, K, i, 64)
+                            m.zero_tail(v_s, stage, rows, W, i, 64)
+                            m.zero_beyond(a_s, stage, rows, i, 64)
                             if split:
-                                m.zero_beyond(low_s, stage, rows, tx - S, 128)
+                                m.zero_beyond(low_s, stage, rows, i, 64)
                             T.fence_proxy_async()
                         if split:  # Vd's low part has been there
-                            T.call_extern("handle", "jax_qla_zero_above", T.address_of(low_s[stage, 0, 0]), tx - S, 128)
+                            T.call_extern("handle", "jax_qla_zero_above", T.address_of(low_s[stage, 0, 0]), i, 64)
                             T.fence_proxy_async()
                         T.barrier_arrive(ready[stage])
-                    for x in T.unroll(3):
-                        gates[x] = fetched[x]
-                    if l2norm:
-                        of_key[0] = of_key[1]
             else:
                 for wg in tuple(range(W // 64)):
                     part = wg * 64  # first of this warpgroup's columns
