@@ -211,10 +211,10 @@ def _with_rows(rows: Any, batch: int, tokens: int) -> Any:
     def change(x: Any) -> Any:
         if isinstance(x, Residuals):
             a = x.a.reshape(x.a.shape[0], batch, tokens, *x.a.shape[3:])
-            return jax.tree.map(change, x._replace(a=None))._replace(a=a)
+            return Residuals(a, *jax.tree.map(change, x[1:]))
         return x.reshape(batch, tokens, *x.shape[2:])
 
-    return jax.tree.map(change, rows, is_leaf=lambda x: isinstance(x, Residuals) and x.a is not None)
+    return jax.tree.map(change, rows, is_leaf=lambda x: isinstance(x, Residuals))
 
 
 def _of_rows(residuals: Residuals | None) -> Residuals | None:

@@ -144,8 +144,8 @@ def test_heads_of_a_block_of_prepare() -> None:
             results = dict(zip(("a", "gamma", *of_rows), expected, strict=True))
             chunks = jnp.asarray(tables.chunk_table(jnp.asarray(bounds), tokens))
             unpack = functools.partial(specification.unpack_inverses, chunks=chunks, dtype=jnp.bfloat16)
-            ours, right = unpack(jnp.asarray(found["a"])), unpack(results.pop("a"))
-            np.testing.assert_allclose(ours, right, rtol=2e-2, atol=1e-3, err_msg="a")
+            inverse, correct = (np.asarray(unpack(jnp.asarray(x))) for x in (found["a"], results.pop("a")))
+            np.testing.assert_allclose(inverse, correct, rtol=2e-2, atol=1e-3, err_msg="a")
             for name, reference in results.items():
                 which = slice(None) if name == "query_lengths" else rows
                 ours, right = (np.asarray(x, np.float32)[which] for x in (found[name], reference))
