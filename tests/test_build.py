@@ -282,10 +282,10 @@ def test_kernels_fit_the_calls_of_the_implementation(
 
     o, final_state, (a, gamma), gradients, without = jax.eval_shape(both, q, v, g, state, segments)
     described = [(x.dtype, x.shape) for x in (o, final_state, a, gamma, *gradients, *without[:5])]
-    states = shape(jnp.bfloat16, batch, tokens, value_heads, 64)
+    inverses = shape(jnp.int16, value_heads, batch, tokens, 64)
     per_call = [(x.dtype, x.shape) for x in (q, q, v, g, g)]
     assert described == [
-        *((x.dtype, x.shape) for x in (v, state, states, g)),
+        *((x.dtype, x.shape) for x in (v, state, inverses, g)),
         *per_call,
         (state.dtype, state.shape),
         *per_call,
