@@ -544,10 +544,12 @@ class _Call:
 
     def prepared_shapes(self, v: jax.Array, precision: Any) -> dict[str, jax.ShapeDtypeStruct]:
         """What `prepare` writes."""
-        found = Residuals.shapes(v, precision)
-        a, of_key_heads = found["a"], jax.ShapeDtypeStruct((self.tokens, self.key_heads), jnp.float32)
-        found["a"] = jax.ShapeDtypeStruct((self.value_heads, self.tokens, a.shape[3]), a.dtype)
-        found["gamma"] = jax.ShapeDtypeStruct((self.tokens, self.value_heads), jnp.float32)
+        a, gamma = Residuals.shapes(v, precision).values()
+        found = {
+            "a": a.update(shape=(self.value_heads, self.tokens, a.shape[3])),
+            "gamma": gamma.update(shape=(self.tokens, self.value_heads)),
+        }
+        of_key_heads = jax.ShapeDtypeStruct((self.tokens, self.key_heads), jnp.float32)
         return found | (dict.fromkeys(_LENGTHS, of_key_heads) if self.l2norm else {})
 
     def prepared(self, residuals: Residuals, *, queries: bool = True) -> dict[str, jax.Array]:

@@ -58,15 +58,12 @@ def pack_inverses(inverse: jax.Array, chunks: jax.Array, tokens: int, dtype: Any
     """Lower triangular inverses of all slots [slots, 64, Hv, 64], or their high and low parts side by side [slots, 64, Hv, 128], as kernels/prepare.py
     writes them (kernels/inverse.py): the bits of `dtype`, [Hv, tokens, 64] or [Hv, tokens, 128]; zero where it writes nothing."""
     slots, _, heads, columns = inverse.shape
-    parts, rows = columns // CHUNK, chunks[:, 2]
+    parts = columns // CHUNK
     blocks = inverse.reshape(slots, _BLOCKS, CHUNK // _BLOCKS, heads, parts, _BLOCKS, CHUNK // _BLOCKS)
     blocks = blocks.transpose(0, 4, 1, 5, 3, 2, 6).reshape(slots, parts, _BLOCKS**2, heads, CHUNK)
     blocks = blocks[:, :, _below()]  # [slots, parts, 36, heads, 64]
-    count = (rows + 7) // 8 * ((rows + 7) // 8 + 1) // 2
-    number = jnp.arange(blocks.shape[2])
-    # A row of `a` has one block, or two, of the high parts or the low ones or both.
-    place = chunks[:, 1, None, None] * parts + jnp.arange(parts)[:, None] * rows[:, None, None] + number
-    place = jnp.where(number < count[:, None, None], place, tokens * parts)
+    place, there = _places(chunks, parts)
+    place = jnp.where(there, place, tokens * parts)
     found = jnp.zeros((tokens * parts, heads, CHUNK), dtype).at[place].set(blocks.astype(dtype), mode="drop")
     found = found.swapaxes(0, 1).reshape(heads, tokens, columns)
     return jax.lax.bitcast_convert_type(found, f"int{8 * jnp.dtype(dtype).itemsize}")
@@ -75,20 +72,15 @@ def pack_inverses(inverse: jax.Array, chunks: jax.Array, tokens: int, dtype: Any
 def unpack_inverses(a: jax.Array, chunks: jax.Array, dtype: Any) -> jax.Array:
     """`pack_inverses` undone, [slots, 64, Hv, 64], in at least float32; of two parts their sum."""
     heads, _, columns = a.shape
-    parts, rows = columns // CHUNK, chunks[:, 2]
     x = jax.lax.bitcast_convert_type(a, dtype).reshape(heads, -1, CHUNK).swapaxes(0, 1)
-    below = _below()
-    count = (rows + 7) // 8 * ((rows + 7) // 8 + 1) // 2
-    number = jnp.arange(below.size)
-    place = chunks[:, 1, None, None] * parts + jnp.arange(parts)[:, None] * rows[:, None, None] + number
-    there = number < count[:, None, None]
+    place, there = _places(chunks, columns // CHUNK)
     found = jnp.where(there[..., None, None], x[jnp.minimum(place, x.shape[0] - 1)], 0)
     found = jnp.sum(found.astype(jnp.promote_types(dtype, jnp.float32)), axis=1)  # [slots, 36, heads, 64]
-    blocks = jnp.zeros((found.shape[0], _BLOCKS**2, *found.shape[2:]), found.dtype).at[:, below].set(found)
+    blocks = jnp.zeros((found.shape[0], _BLOCKS**2, *found.shape[2:]), found.dtype).at[:, _below()].set(found)
     blocks = blocks.reshape(-1, _BLOCKS, _BLOCKS, heads, CHUNK // _BLOCKS, CHUNK // _BLOCKS)
     inverse = blocks.transpose(0, 1, 4, 3, 2, 5).reshape(-1, CHUNK, heads, CHUNK)
     row = jnp.arange(CHUNK)
-    return jnp.where((row < rows[:, None])[..., None, None], inverse, 0)
+    return jnp.where((row < chunks[:, 2, None])[..., None, None], inverse, 0)
 
 
 _BLOCKS = 8
@@ -98,6 +90,14 @@ _BLOCKS = 8
 def _below() -> np.ndarray:
     """Numbers of the blocks on and below the diagonal among all."""
     return np.flatnonzero(np.tril(np.ones((_BLOCKS, _BLOCKS), bool)))
+
+
+def _places(chunks: jax.Array, parts: int) -> tuple[jax.Array, jax.Array]:
+    """Where every block of every part of a slot's inverse is among all, [slots, parts, 36], one or two being a row of `a`; and whether it is there."""
+    start, rows = (chunks[:, column, None, None] for column in (1, 2))
+    number = jnp.arange(_below().size)
+    in_use = (rows + _BLOCKS - 1) // _BLOCKS  # rows of blocks
+    return start * parts + jnp.arange(parts)[:, None] * rows + number, number < in_use * (in_use + 1) // 2
 
 
 def of_heads(x: jax.Array, first: int, count: int) -> jax.Array:
