@@ -84,13 +84,17 @@ class JaxQla:
 
     def device_time(self, row: Row, arguments: tuple[Any, ...], warm_up: float = WARM_UP) -> float:
         """Milliseconds of one call on the device."""
-        chain = self._chains[row].result()
+        chain = self.chain(row)
         jax.block_until_ready(chain(*arguments))
         return repeat(partial(_seconds, chain, arguments), self._calls, warm_up)
 
+    def chain(self, row: Row) -> Any:
+        """The compiled function of `calls` calls."""
+        return self._chains[row].result()
+
     def numbers(self, row: Row, arguments: tuple[Any, ...]) -> list[np.ndarray]:
         """Some numbers of each result of the calls that are timed."""
-        return [np.asarray(x) for x in self._chains[row].result()(*arguments)]
+        return [np.asarray(x) for x in self.chain(row)(*arguments)]
 
     def _memory_found(self, row: Row) -> dict[str, int]:
         future = self._memory[row.both]

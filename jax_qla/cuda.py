@@ -692,4 +692,6 @@ class _Call:
         config = kernel.Config(**{field: values[field] for field in fields})
         scalars = {name: x for name, x in options.items() if name not in fields}
         scalars["ratio"] = self.value_heads // self.key_heads
-        return Step(kernel.__name__.rpartition(".")[2], config, scalars, rename or {})
+        name = kernel.__name__.rpartition(".")[2]
+        neighbours = policy.neighbours(name, getattr(config, "value_tile", self.value_dim), self.value_dim)
+        return Step(name, config, scalars, rename or {}, neighbours=neighbours)

@@ -68,6 +68,9 @@ class Step:
     """Names of its operands in the call, where they differ from the parameters'."""
     shared_at_least: int = 0
     """Bytes of dynamic shared memory that a block has at the least, so that no more than fit share a multiprocessor."""
+    neighbours: int = 1
+    """Blocks with consecutive numbers that the device is to put side by side, if the grid is a multiple of them: as a
+    cluster, though they know nothing of each other."""
 
 
 def launch(
@@ -224,7 +227,10 @@ def _numbers(
     def buffer(operand: str) -> int:
         return buffers[step.rename.get(operand, operand)]
 
-    numbers = [*values(plan["grid"]), *values(plan["block"]), *values(plan["cluster"])]
+    grid, cluster = values(plan["grid"]), values(plan["cluster"])
+    if cluster == [1, 1, 1] and grid[0] % step.neighbours == 0:
+        cluster[0] = step.neighbours
+    numbers = [*grid, *values(plan["block"]), *cluster]
     numbers += [
         max(evaluate(plan["shared"], sizes), step.shared_at_least),
         int(plan["pdl"] and early),

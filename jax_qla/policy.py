@@ -119,6 +119,22 @@ def whole_heads(sequences: int, heads: int, value_dim: int) -> int:
     return full if full > 0 and halves <= MULTIPROCESSORS else heads
 
 
+def neighbours(kernel: str, value_tile: int, value_dim: int) -> int:
+    """Blocks of a recurrence that the device is to put side by side (`launch.Step.neighbours`), because they load the
+    same: otherwise it spreads consecutive blocks over its parts, and each part fetches for itself.
+
+    The two halves of a head in the backward pass, which run beside each other's kernel, are 10 to 14 % faster for it,
+    whole heads in `forward`, which share key heads, 1 to 2 %; of other recurrences nothing was gained
+    (docs/performance.md).
+
+    Args:
+        kernel: module of jax_qla.kernels.
+        value_tile, value_dim: value columns of a block, and V.
+    """
+    halves = value_tile < value_dim
+    return 2 if kernel in (("states", "state_gradients") if halves else ("forward",)) else 1
+
+
 def summarised_alone(responses: int, transitions: int, heads: int, key_dim: int, value_dim: int) -> bool:
     """Whether each block of kernels/summaries.py is to have a multiprocessor to itself.
 

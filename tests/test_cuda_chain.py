@@ -676,6 +676,31 @@ def test_blocks_that_do_not_share_a_multiprocessor(alone: bool, monkeypatch: pyt
     )
 
 
+@pytest.mark.parametrize(
+    ("sequences", "expected"),
+    [
+        (1, {"prepare": 1, "forward": 1, "states": 2, "state_gradients": 2, "gradients": 1}),
+        (64, {"prepare": 1, "forward": 2, "states": 1, "state_gradients": 1, "gradients": 1}),
+    ],
+    ids=["halves of heads", "whole heads"],
+)
+def test_blocks_that_load_the_same_are_neighbours(
+    sequences: int, expected: Mapping[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = _steps(monkeypatch)
+    kernels: Any = cuda
+    x, gate = (jax.ShapeDtypeStruct((sequences, 64, 4, *rest), jnp.bfloat16) for rest in ((128,), ()))
+
+    def both(q: jax.Array, k: jax.Array, v: jax.Array, g: jax.Array, beta: jax.Array) -> jax.Array:
+        gates = (g.astype(jnp.float32), beta.astype(jnp.float32))
+        options = {"scale": 0.25, "output_final_state": False, "with_residuals": True}
+        o, _, residuals = kernels.forward(q, k, v, *gates, None, None, **options)
+        return kernels.backward(q, k, v, *gates, None, None, residuals, o, None, scale=0.25)[0]
+
+    jax.eval_shape(both, x, x, x, gate, gate)
+    assert {step.kernel: step.neighbours for step in given} == expected
+
+
 @pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
 def test_heads_in_halves(packed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where the policy says so, a second launch of `forward` computes the last heads, and waits for nothing."""

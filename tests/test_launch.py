@@ -161,6 +161,21 @@ def test_a_block_may_ask_for_more_shared_memory_than_it_needs(least: int, shared
     assert numbers == [*PLAN_NUMBERS[:9], shared, *PLAN_NUMBERS[10:]]
 
 
+@pytest.mark.parametrize(("blocks", "neighbours", "cluster"), [(4, 2, 2), (3, 2, 1), (6, 3, 3), (4, 1, 1)])
+def test_blocks_may_be_neighbours_where_the_grid_is_a_multiple(
+    monkeypatch: pytest.MonkeyPatch, blocks: int, neighbours: int, cluster: int
+) -> None:
+    use(monkeypatch, {"scale": PLAN | {"cluster": [1, 1, 1]}})
+    numbers = call(lambda x: run(x, (step(neighbours=neighbours),)), tokens(blocks * 64))["plan"].tolist()[2:]
+    assert (numbers[0], numbers[6:9]) == (blocks, [cluster, 1, 1])
+
+
+@pytest.mark.usefixtures("one_kernel")
+def test_a_cluster_that_a_kernel_needs_stays() -> None:
+    numbers = call(lambda x: run(x, (step(neighbours=2),)), tokens(256))["plan"].tolist()[2:]
+    assert (numbers[0], numbers[6:9]) == (4, [1, 2, 1])
+
+
 @pytest.mark.parametrize(
     ("dtype", "value", "bits"),
     [("int32", -1, 2**32 - 1), ("int32", 2**31 - 1, 2**31 - 1), ("int64", -1, -1), ("int64", -(2**63), -(2**63))],

@@ -15,6 +15,7 @@ sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
 
 import measurement
 import rows
+import timeline
 import versions
 
 START = 1e-3
@@ -106,3 +107,47 @@ def test_rows_of_uneven_batches() -> None:
     assert row.offsets[-1] == row.tokens == sum(row.lengths)
     assert [b - a for a, b in itertools.pairwise(row.offsets)] == row.lengths
     assert rows.parse("forward/2,8/4x8192").lengths == [8192] * 4
+
+
+def chain(start: float, calls: int, parts: int) -> list[timeline.Event]:
+    """Of calls of three kernels, 41 us apart: one at the beginning, and two that overlap once a part."""
+    found = []
+    for number in range(calls):
+        at = start + number * 41e3
+        found.append(timeline.Event(at + 1e3, at + 3e3, "segments"))
+        for part in range(parts):
+            begin = at + 4e3 + part * 36e3 / parts
+            found += [
+                timeline.Event(begin, begin + 9e3, "states_kernel"),
+                timeline.Event(begin + 1e3, begin + 36e3 / parts, "gradients_kernel"),
+            ]
+    return found
+
+
+@pytest.mark.parametrize(
+    ("parts", "expected"),
+    [
+        (1, [("segments", 2, 4), ("states_kernel", 5, 14), ("gradients_kernel", 6, 41)]),
+        (
+            2,
+            [
+                *[("segments", 2, 4), ("states_kernel", 5, 14), ("gradients_kernel", 6, 23)],
+                *[("states_kernel", 23, 32), ("gradients_kernel", 24, 41)],
+            ],
+        ),
+    ],
+)
+def test_when_kernels_of_a_call_begin_and_end(parts: int, expected: list[tuple[str, float, float]]) -> None:
+    """Of calls in two chains, between which the host is waited for and other kernels run."""
+    events = [*chain(0, 5, parts), timeline.Event(206e3, 207e3, "probe"), *chain(9e6, 5, parts)]
+    assert timeline.of_a_call(events, "gradients_kernel", 10) == [pytest.approx(x) for x in expected]
+
+
+def test_a_profile_that_lacks_calls() -> None:
+    events = chain(0, 3, 1)
+    with pytest.raises(ValueError, match="3 times gradients_kernel, expected a multiple of 2 calls"):
+        timeline.of_a_call(events, "gradients_kernel", 2)
+    with pytest.raises(ValueError, match="0 times forward_kernel"):
+        timeline.of_a_call(events, "forward_kernel", 3)
+    with pytest.raises(ValueError, match="no call of the profile follows another at once"):
+        timeline.of_a_call(events[:3], "gradients_kernel", 1)

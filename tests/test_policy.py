@@ -126,6 +126,24 @@ def test_long_blocks_of_summaries_do_not_share(sequences: int, pieces: int, head
 
 
 @pytest.mark.parametrize(
+    ("kernel", "value_tile", "value_dim", "side_by_side"),
+    [
+        ("states", 64, 128, 2),  # 0.87 with `state_gradients` (docs/performance.md)
+        ("state_gradients", 64, 128, 2),
+        ("states", 128, 128, 1),
+        ("state_gradients", 64, 64, 1),  # heads, not halves of one
+        ("forward", 128, 128, 2),
+        ("forward", 64, 128, 1),
+        ("adjoint_summaries", 128, 128, 1),
+    ],
+)
+def test_blocks_that_load_the_same_are_neighbours(
+    kernel: str, value_tile: int, value_dim: int, side_by_side: int
+) -> None:
+    assert policy.neighbours(kernel, value_tile, value_dim) == side_by_side
+
+
+@pytest.mark.parametrize(
     ("sequences", "heads", "whole"),
     [
         (4, 48, 33),  # 132 blocks, and 120 halves instead of a second round of 60

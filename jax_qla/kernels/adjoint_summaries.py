@@ -15,7 +15,7 @@ kernels/state_gradients.py:
     warpgroup  registers  work
     0          240        dS^T in float32, in registers
     1          152        P into shared memory, a without its diagonal of ones
-    2          24         warp 8 loads Q, K, dO, a with TMA, 9 and 10 fetch the gates, a row a lane
+    2          24         warp 8 loads Q, K, dO with TMA, 11 the inverses, 9 and 10 fetch the gates, a row a lane
     (barriers there too)
 """
 
@@ -143,7 +143,7 @@ def program(config: Config):
             drop_s = T.alloc_shared((stages, C), "float32")  # -exp(gamma) beta, over |k|^2 if keys are normalised
             lift_s = T.alloc_shared((stages, C), "float32")  # scale exp(gamma), over |q| if queries are normalised
             query_s = T.alloc_shared((stages, C), "float32") if l2norm else gamma_s  # 1 / |q|, else not needed
-            loaded = T.alloc_barrier([32] * stages)
+            loaded = T.alloc_barrier([64] * stages)
             gated = T.alloc_barrier([64] * stages)
             ready = T.alloc_barrier([128] * stages)
             free = T.alloc_barrier([128] * stages)
@@ -173,7 +173,7 @@ def program(config: Config):
             if tx >= 256:
                 T.set_max_nreg(24, 0)
                 if tx < 288:
-                    m.load_last_first(q, k, a, do, start, end, count, key_head, head, tile * 64, stages, shared)
+                    m.load_last_first(q, k, do, start, count, key_head, head, tile * 64, stages, shared)
                 elif tx < 352:
                     m.gates_last_first(
                         gamma,
@@ -191,6 +191,8 @@ def program(config: Config):
                         l2norm,
                         shared,
                     )
+                else:
+                    m.load_inverses(a, start, end, count, head, True, stages, shared)
             elif tx >= 128:
                 T.set_max_nreg(152, 0)
                 m.prepare_last_first(start, end, count, scale, tx - 128, stages, l2norm, shared)

@@ -472,6 +472,25 @@ def macros():
         )
 
     @T.macro
+    def load_inverses(a, start, end, count, head, last_first, stages, shared, low_free=None):
+        """One warp, which does nothing else, has the inverses of a sequence's chunks loaded, in their order or the last one first. `shared`
+        holds a kernel's tiles and barriers by their names; `low_s`, unless it is None, is for the low parts, when `free` or, unless that is
+        None, `low_free`."""
+        for c in T.serial(count):
+            at = c % stages
+            row = start + (count - 1 - c) * C if last_first else start + c * C
+            rows = T.min(end - row, C)
+            if c >= stages:
+                T.barrier_wait(shared.free[at], (c // stages + 1) % 2)
+            load_inverse(a, head, row, rows, 0, shared.a_s, at, shared.loaded, LONG)
+            if shared.low_s is not None:
+                if low_free is not None:
+                    if c >= stages:
+                        T.barrier_wait(low_free[at], (c // stages + 1) % 2)
+                load_inverse(a, head, row, rows, 1, shared.low_s, at, shared.loaded, LONG)
+            T.barrier_arrive(shared.loaded[at])
+
+    @T.macro
     def multiply_inverse(x, tiles, stage, u, transposed, clear):
         """Begins u += x a^T, with `transposed` u += x a, with `clear` u = ..., of an inverse in tile `stage` of `tiles`. The fragments must have
         `accumulator_layout`."""
@@ -485,15 +504,19 @@ def macros():
         )
 
     @T.macro
-    def zero_above(tiles, stages, thread, threads):
-        """What of tiles of inverses no load writes becomes zero."""
+    def zero_above(tiles, low, stages, thread, threads):
+        """What of tiles of inverses, and of those of their low parts unless `low` is None, no load writes becomes zero."""
         for x in T.unroll(stages):
             T.call_extern("handle", "jax_qla_zero_above", T.address_of(tiles[x, 0, 0]), thread, threads)
+            if low is not None:
+                T.call_extern("handle", "jax_qla_zero_above", T.address_of(low[x, 0, 0]), thread, threads)
 
     @T.macro
-    def zero_beyond(tiles, stage, rows, thread, threads):
-        """`zero_tail` of an inverse."""
+    def zero_beyond(tiles, low, stage, rows, thread, threads):
+        """`zero_tail` of an inverse, and of its low part unless `low` is None."""
         T.call_extern("handle", "jax_qla_zero_beyond", T.address_of(tiles[stage, 0, 0]), rows, thread, threads)
+        if low is not None:
+            T.call_extern("handle", "jax_qla_zero_beyond", T.address_of(low[stage, 0, 0]), rows, thread, threads)
 
     @T.macro
     def zero_tail(tiles, stage, rows, width, thread, threads):
@@ -568,8 +591,60 @@ def macros():
         )
 
     @T.macro
-    def load_last_first(q, k, a, do, start, end, count, key_head, head, first, stages, shared):
-        """One warp has TMA load the tiles of a sequence's chunks, the last chunk first, of dO the columns from `first` on."""
+    def prepare_in_order(
+        gamma, beta, lengths, start, end, count, head, key_head, thread, stages, normed, halfway, shared
+    ):
+        """64 threads, a row each, fetch the gates of a sequence's chunks and make ready for the state what is `loaded`: rows beyond the sequence become
+        0. `shared` holds a kernel's tiles, vectors and barriers by their names: of the gates drop = -exp(gamma) beta, over |k|^2 if keys are
+        `normed`, and beta, over |k| if they are. All of it is there when `ready`, so that who waits for that need not wait for `loaded`. `low_s`,
+        unless it is None, holds the low part of `a`; with `low_returned` only until it is `free`. Where `halfway`, unless it is None, is true, half of
+        the chunks come before the kernel launched before has ended, and the next one may begin behind them."""
+        zero_above(shared.a_s, None if shared.low_returned else shared.low_s, stages, thread, 64)
+        T.fence_proxy_async()
+        fetched = T.alloc_local((3,), "float32")  # gates of the chunk to come
+        of_key = T.alloc_local((1,), "float32")  # and 1 / |k|
+        # Variables, for TileLang would write these out wherever they are used, for which there are no registers.
+        rows = T.alloc_var("int32")  # of the chunk
+        after = T.alloc_var("int32")  # and of the one to come
+        fetch_gates(gamma, beta, start, T.min(end - start, C), head, thread, fetched)
+        if normed:
+            if thread < T.min(end - start, C):
+                of_key[0] = lengths[start + thread, key_head]
+        for c in T.serial(count):
+            at = c % stages
+            rows = T.min(end - (start + c * C), C)
+            after = T.min(end - (start + (c + 1) * C), C)
+            if halfway is not None:
+                if c == count // 2:
+                    if halfway:
+                        T.pdl_sync()
+                        T.pdl_trigger()
+            if c >= stages:
+                T.barrier_wait(shared.free[at], (c // stages + 1) % 2)
+            store_gates(fetched, rows, thread, at, shared.gamma_s, shared.rise_s, shared.fall_s, shared.beta_s)
+            shared.drop_s[at, thread] = -(shared.rise_s[at, thread] * shared.beta_s[at, thread])
+            if normed:
+                # X = beta / |k| V - exp(gamma) beta / |k|^2 K S
+                if thread < rows:
+                    shared.beta_s[at, thread] = shared.beta_s[at, thread] * of_key[0]
+                    shared.drop_s[at, thread] = shared.drop_s[at, thread] * (of_key[0] * of_key[0])
+                if thread < after:
+                    of_key[0] = lengths[start + (c + 1) * C + thread, key_head]
+            fetch_gates(gamma, beta, start + (c + 1) * C, after, head, thread, fetched)
+            T.barrier_wait(shared.loaded[at], c // stages % 2)
+            if rows < C:
+                zero_tail(shared.k_s, at, rows, shared.k_s.shape[2], thread, 64)
+                zero_tail(shared.v_s, at, rows, shared.v_s.shape[2], thread, 64)
+                zero_beyond(shared.a_s, shared.low_s, at, rows, thread, 64)
+                T.fence_proxy_async()
+            if shared.low_returned:
+                T.call_extern("handle", "jax_qla_zero_above", T.address_of(shared.low_s[at, 0, 0]), thread, 64)
+                T.fence_proxy_async()
+            T.barrier_arrive(shared.ready[at])
+
+    @T.macro
+    def load_last_first(q, k, do, start, count, key_head, head, first, stages, shared):
+        """One warp has TMA load the tiles of a sequence's chunks but the inverse, the last chunk first, of dO the columns from `first` on."""
         for c in T.serial(count):
             if c >= stages:
                 T.barrier_wait(shared.free[c % stages], (c // stages + 1) % 2)
@@ -596,12 +671,6 @@ def macros():
                 shared.loaded,
                 LONG,
             )
-            rows = T.min(end - (start + (count - 1 - c) * C), C)
-            load_inverse(a, head, start + (count - 1 - c) * C, rows, 0, shared.a_s, c % stages, shared.loaded, LONG)
-            if shared.low_s is not None:
-                load_inverse(
-                    a, head, start + (count - 1 - c) * C, rows, 1, shared.low_s, c % stages, shared.loaded, LONG
-                )
             load_rows(
                 do,
                 start + (count - 1 - c) * C,
@@ -682,9 +751,7 @@ def macros():
         0, and P, of the gates that `gates_last_first` fetches. P has two stages, free when `taken`. All of it is there when `ready`, so that
         who waits for that need not wait for `loaded` or `gated`. `low_s`, unless it is None, holds the low part of `a`, whose diagonal is 0."""
         p = T.alloc_fragment((C, C), "float32")
-        zero_above(shared.a_s, stages, thread, 128)
-        if shared.low_s is not None:
-            zero_above(shared.low_s, stages, thread, 128)
+        zero_above(shared.a_s, shared.low_s, stages, thread, 128)
         for c in T.serial(count):
             at = c % stages
             rows = T.min(end - (start + (count - 1 - c) * C), C)
@@ -696,9 +763,7 @@ def macros():
             if rows < C:
                 zero_tail(shared.q_s, at, rows, shared.q_s.shape[2], thread, 128)
                 zero_tail(shared.k_s, at, rows, shared.k_s.shape[2], thread, 128)
-                zero_beyond(shared.a_s, at, rows, thread, 128)
-                if shared.low_s is not None:
-                    zero_beyond(shared.low_s, at, rows, thread, 128)
+                zero_beyond(shared.a_s, shared.low_s, at, rows, thread, 128)
                 zero_tail(shared.do_s, at, rows, shared.do_s.shape[2], thread, 128)
                 T.fence_proxy_async()
                 T.sync_threads(3, 128)
@@ -722,6 +787,7 @@ def macros():
         store_gates=store_gates,
         load_rows=load_rows,
         load_inverse=load_inverse,
+        load_inverses=load_inverses,
         multiply_inverse=multiply_inverse,
         zero_above=zero_above,
         zero_beyond=zero_beyond,
@@ -731,6 +797,7 @@ def macros():
         begin_update=begin_update,
         send_rows=send_rows,
         send_state=send_state,
+        prepare_in_order=prepare_in_order,
         load_last_first=load_last_first,
         gates_last_first=gates_last_first,
         prepare_last_first=prepare_last_first,

@@ -41,6 +41,7 @@ all begin at once. Blocks of 64 columns load elements: where V is 128 they are f
 
 Where the sequences are pieces of longer ones, only the state after a sequence's last piece is a final state.
 
+Whole heads are neighbours on the card by two, which load the same Q and K as a rule (policy.neighbours).
 A block begins while the kernel before it still runs elsewhere (STATE, PREPARED, NOTHING). Where the last round of blocks would leave most of the card idle,
 a second launch computes its heads, in halves of their value columns (policy.whole_heads).
 
@@ -342,9 +343,7 @@ def program(config: Config):
                 if awaits == PREPARED:
                     T.pdl_sync()
                 T.pdl_trigger()  # another launch, of other heads, may begin where blocks of this end
-                m.zero_above(a_s, stages, tx - S, 128)
-                if split:
-                    m.zero_above(low_s, stages, tx - S, 128)
+                m.zero_above(a_s, low_s if split else None, stages, tx - S, 128)
                 T.fence_proxy_async()
                 for c in T.serial(count):
                     at = c % stages
@@ -354,9 +353,7 @@ def program(config: Config):
                         m.zero_tail(k_s, at, rows, K, tx - S, 128)
                         for part in T.unroll(parts):
                             m.zero_tail(v_s, at * parts + part, rows, 64, tx - S, 128)
-                        m.zero_beyond(a_s, at, rows, tx - S, 128)
-                        if split:
-                            m.zero_beyond(low_s, at, rows, tx - S, 128)
+                        m.zero_beyond(a_s, low_s if split else None, at, rows, tx - S, 128)
                         T.fence_proxy_async()
                         T.sync_threads(3, 128)
                     T.barrier_arrive(gated[at])

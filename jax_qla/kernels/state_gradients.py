@@ -17,7 +17,7 @@ memory as a transposed A operand:
     0 (and 1)       208        64 value columns each: dS^T in float32; dh leaves through a tile of its own while P^T dO and K dS
                                run, dv through dO's tile. 240 where there is one
     last but one    72         P into shared memory, a without its diagonal of ones. 152 where the state has one warpgroup
-    last            24         warp 0 loads Q, K, dO, a with TMA, 1 and 2 fetch the gates, a row a lane
+    last            24         warp 0 loads Q, K, dO with TMA, 3 the inverses, 1 and 2 fetch the gates, a row a lane
 
     barrier         arrives       waits                    says
     loaded[stage]   TMA           last but one             the tiles are there
@@ -28,7 +28,8 @@ memory as a transposed A operand:
     free[stage]     state         last                     dv has left: the stage may be overwritten
 
 The loads have a warp to themselves, and P's tile is free before its chunk's stage: when the warpgroup of P issued the loads, it
-waited for a stage, then issued, then prepared the next chunk, and the state waited for it.
+waited for a stage, then issued, then prepared the next chunk, and the state waited for it. The two halves of a head, which load the same Q, K and a,
+are neighbours on the card (policy.neighbours).
 
 dX is not needed as such outside: kernels/gradients.py takes dv, and writes the rows that are dX once more. With `l2norm` dX is that of
 |k| V, so that dv = diag(beta / |k|) dX.
@@ -176,7 +177,7 @@ def program(config: Config):
             query_s = T.alloc_shared((stages, C), "float32") if l2norm else gamma_s  # 1 / |q|, else not needed
             out_s = T.alloc_shared((stages, C), "float32")  # factor of dX in dv
             lift_s = T.alloc_shared((stages, C), "float32")  # scale exp(gamma), over |q| if queries are normalised
-            loaded = T.alloc_barrier([32] * stages)
+            loaded = T.alloc_barrier([64] * stages)
             gated = T.alloc_barrier([64] * stages)
             ready = T.alloc_barrier([128] * stages)
             free = T.alloc_barrier([S] * stages)
@@ -206,7 +207,7 @@ def program(config: Config):
             if tx >= S + 128:
                 T.set_max_nreg(24, 0)
                 if tx < S + 160:
-                    m.load_last_first(q, k, a, do, start, end, count, key_head, head, first, stages, shared)
+                    m.load_last_first(q, k, do, start, count, key_head, head, first, stages, shared)
                 elif tx < S + 224:
                     m.gates_last_first(
                         gamma,
@@ -224,6 +225,8 @@ def program(config: Config):
                         l2norm,
                         shared,
                     )
+                else:
+                    m.load_inverses(a, start, end, count, head, True, stages, shared)
             elif tx >= S:
                 T.set_max_nreg(72 if W == 128 else 152, 0)
                 m.prepare_last_first(start, end, count, scale, tx - S, stages, l2norm, shared)

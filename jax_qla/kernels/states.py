@@ -13,8 +13,11 @@ Vd^T stay in registers as the A operands of the next wgmma:
     warpgroup       registers  work
     0 (and 1)       216        64 value columns each: S^T in float32; h leaves through a tile of its own while K S runs, Vd
                                through V's tile
-    last            40         warp 0 loads K, V, a, by itself, as in kernels/summaries.py; 2 and 3: gates, a thread a row
-    (barriers as in kernels/forward.py, but that `ready`, at which the gates' warps arrive, says what `gated` does there; only they wait for `loaded`)
+    last            40         warp 0 loads K and V, 1 the inverses, each by itself; 2 and 3: gates, a thread a row
+    (barriers as in kernels/forward.py, but that `ready`, at which the gates' warps arrive, says what `gated` does there; only they wait for `loaded`;
+    and `left`: Vd has left, and V's tile may be overwritten)
+
+The two halves of a head, which load the same K and a, are neighbours on the card (policy.neighbours).
 
 A launch computes as many value heads as h and Vd have room for, from `first_head` on (policy.head_groups).
 
@@ -22,6 +25,7 @@ With `split` Vd leaves in two parts, the low one by way of the tile that held a'
 """
 
 from dataclasses import dataclass
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -142,9 +146,25 @@ def program(config: Config):
             fall_s = T.alloc_shared((stages, C), "float32")
             beta_s = T.alloc_shared((stages, C), "float32")
             drop_s = T.alloc_shared((stages, C), "float32")  # -exp(gamma) beta
-            loaded = T.alloc_barrier([32] * stages)
+            loaded = T.alloc_barrier([64] * stages)
             ready = T.alloc_barrier([64] * stages)
-            free = T.alloc_barrier([S] * stages)
+            free = T.alloc_barrier([S] * stages)  # K, a and the gates
+            left = T.alloc_barrier([S] * stages)  # V's tile, by which Vd leaves, and that of the low part
+            shared = SimpleNamespace(
+                k_s=k_s,
+                v_s=v_s,
+                a_s=a_s,
+                low_s=low_s if split else None,
+                low_returned=split,  # Vd's low part leaves by way of it
+                gamma_s=gamma_s,
+                rise_s=rise_s,
+                fall_s=fall_s,
+                beta_s=beta_s,
+                drop_s=drop_s,
+                loaded=loaded,
+                ready=ready,
+                free=free,
+            )
 
             if tx >= S:
                 T.set_max_nreg(40, 0)
@@ -152,55 +172,29 @@ def program(config: Config):
                     for step in T.serial(count):
                         if step >= stages:
                             T.barrier_wait(free[step % stages], (step // stages + 1) % 2)
-                        rows = T.min(end - (start + step * C), C)
                         m.load_rows(k, start + step * C, key_head, 0, K, k_s, step % stages, loaded, LONG)
-                        m.load_inverse(a, head, start + step * C, rows, 0, a_s, step % stages, loaded, LONG)
-                        if split:
-                            m.load_inverse(a, head, start + step * C, rows, 1, low_s, step % stages, loaded, LONG)
+                        if step >= stages:
+                            T.barrier_wait(left[step % stages], (step // stages + 1) % 2)
                         m.load_rows(v, start + step * C, head, first, W, v_s, step % stages, loaded, LONG)
                         T.barrier_arrive(loaded[step % stages])
-                elif tx >= S + 64:
-                    i = tx - (S + 64)
-                    m.zero_above(a_s, stages, i, 64)
-                    T.fence_proxy_async()
-                    fetched = T.alloc_local((3,), "float32")  # gates of the chunk to come
-                    of_key = T.alloc_local((1,), "float32")  # and 1 / |k|
-                    m.fetch_gates(gamma, beta, start, T.min(end - start, C), head, i, fetched)
-                    if l2norm:
-                        if i < T.min(end - start, C):
-                            of_key[0] = lengths[start + i, key_head]
-                    for c in T.serial(count):
-                        stage = c % stages
-                        rows = T.min(end - (start + c * C), C)
-                        after = T.min(end - (start + (c + 1) * C), C)
-                        if c == count // 2:
-                            if awaits == NOTHING:
-                                T.pdl_sync()
-                                T.pdl_trigger()
-                        if c >= stages:
-                            T.barrier_wait(free[stage], (c // stages + 1) % 2)
-                        m.store_gates(fetched, rows, i, stage, gamma_s, rise_s, fall_s, beta_s)
-                        drop_s[stage, i] = -(rise_s[stage, i] * beta_s[stage, i])
-                        if l2norm:
-                            # X = beta / |k| V - exp(gamma) beta / |k|^2 K S
-                            if i < rows:
-                                beta_s[stage, i] = beta_s[stage, i] * of_key[0]
-                                drop_s[stage, i] = drop_s[stage, i] * (of_key[0] * of_key[0])
-                            if i < after:
-                                of_key[0] = lengths[start + (c + 1) * C + i, key_head]
-                        m.fetch_gates(gamma, beta, start + (c + 1) * C, after, head, i, fetched)
-                        T.barrier_wait(loaded[stage], c // stages % 2)
-                        if rows < C:
-                            m.zero_tail(k_s, stage, rows, K, i, 64)
-                            m.zero_tail(v_s, stage, rows, W, i, 64)
-                            m.zero_beyond(a_s, stage, rows, i, 64)
-                            if split:
-                                m.zero_beyond(low_s, stage, rows, i, 64)
-                            T.fence_proxy_async()
-                        if split:  # Vd's low part has been there
-                            T.call_extern("handle", "jax_qla_zero_above", T.address_of(low_s[stage, 0, 0]), i, 64)
-                            T.fence_proxy_async()
-                        T.barrier_arrive(ready[stage])
+                elif tx < S + 64:
+                    m.load_inverses(a, start, end, count, head, False, stages, shared, left)
+                else:
+                    m.prepare_in_order(
+                        gamma,
+                        beta,
+                        lengths,
+                        start,
+                        end,
+                        count,
+                        head,
+                        key_head,
+                        tx - (S + 64),
+                        stages,
+                        l2norm,
+                        awaits == NOTHING,
+                        shared,
+                    )
             else:
                 for wg in tuple(range(W // 64)):
                     part = wg * 64  # first of this warpgroup's columns
@@ -253,7 +247,7 @@ def program(config: Config):
                             # by now the previous chunk's Vd has left too, and its stage may be overwritten
                             T.tma_store_wait(K // 64)
                             if c > 0:
-                                T.barrier_arrive(free[(c - 1) % stages])
+                                T.barrier_arrive(left[(c - 1) % stages])
                             for i, j in T.Parallel(64, C):
                                 v_beta[i, j] = T.cast(v_t[i, j], "float32") * beta_s[at, j]
                             for j in T.Parallel(C):
@@ -287,6 +281,7 @@ def program(config: Config):
                             if split:
                                 m.send_rows(low_s, at, 0, vd, line, lines, number, V + first, tx, SHORT)
                             T.wait_wgmma(0)
+                            T.barrier_arrive(free[at])
                         T.tma_store_wait(0)
             T.pdl_sync()  # ends after what came before, for what follows waits for this kernel alone
 

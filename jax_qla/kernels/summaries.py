@@ -29,6 +29,7 @@ M leaves as the sum of two bf16 numbers, 16 bits of mantissa, in the order in wh
 """
 
 from dataclasses import dataclass
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -212,6 +213,21 @@ def program(config: Config):
             loaded = T.alloc_barrier([32] * stages)
             ready = T.alloc_barrier([64] * stages)
             free = T.alloc_barrier([128] * stages)
+            shared = SimpleNamespace(
+                k_s=k_s,
+                v_s=v_s,
+                a_s=a_s,
+                low_s=low_s if split else None,
+                low_returned=False,
+                gamma_s=gamma_s,
+                rise_s=rise_s,
+                fall_s=fall_s,
+                beta_s=beta_s,
+                drop_s=drop_s,
+                loaded=loaded,
+                ready=ready,
+                free=free,
+            )
 
             if tx >= 128:
                 T.set_max_nreg(40, 0)
@@ -228,42 +244,21 @@ def program(config: Config):
                             m.load_rows(v, start + c * C, head, tile * 64, 64, v_s, c % stages, loaded)
                         T.barrier_arrive(loaded[c % stages])
                 elif tx >= 192:
-                    i = tx - 192
-                    m.zero_above(a_s, stages, i, 64)
-                    if split:
-                        m.zero_above(low_s, stages, i, 64)
-                    T.fence_proxy_async()
-                    fetched = T.alloc_local((3,), "float32")  # gates of the chunk to come
-                    of_key = T.alloc_local((1,), "float32")  # and 1 / |k|
-                    m.fetch_gates(gamma, beta, start, T.min(end - start, C), head, i, fetched)
-                    if l2norm:
-                        if i < T.min(end - start, C):
-                            of_key[0] = lengths[start + i, key_head]
-                    for c in T.serial(count):
-                        at = c % stages
-                        rows = T.min(end - (start + c * C), C)
-                        after = T.min(end - (start + (c + 1) * C), C)
-                        if c >= stages:
-                            T.barrier_wait(free[at], (c // stages + 1) % 2)
-                        m.store_gates(fetched, rows, i, at, gamma_s, rise_s, fall_s, beta_s)
-                        drop_s[at, i] = -(rise_s[at, i] * beta_s[at, i])
-                        if l2norm:
-                            # X = beta / |k| (V - exp(gamma) / |k| K S)
-                            if i < rows:
-                                beta_s[at, i] = beta_s[at, i] * of_key[0]
-                                drop_s[at, i] = drop_s[at, i] * (of_key[0] * of_key[0])
-                            if i < after:
-                                of_key[0] = lengths[start + (c + 1) * C + i, key_head]
-                        m.fetch_gates(gamma, beta, start + (c + 1) * C, after, head, i, fetched)
-                        T.barrier_wait(loaded[at], c // stages % 2)
-                        if rows < C:
-                            m.zero_tail(k_s, at, rows, K, i, 64)
-                            m.zero_tail(v_s, at, rows, 64, i, 64)
-                            m.zero_beyond(a_s, at, rows, i, 64)
-                            if split:
-                                m.zero_beyond(low_s, at, rows, i, 64)
-                            T.fence_proxy_async()
-                        T.barrier_arrive(ready[at])
+                    m.prepare_in_order(
+                        gamma,
+                        beta,
+                        lengths,
+                        start,
+                        end,
+                        count,
+                        head,
+                        key_head,
+                        tx - 192,
+                        stages,
+                        l2norm,
+                        None,
+                        shared,
+                    )
             else:
                 T.set_max_nreg(216, 1)
                 state = T.alloc_fragment((64, K), "float32")
