@@ -20,6 +20,8 @@ WARM_UP = 1.0
 until then it is up to 10 % faster after a pause, which favours whoever comes first, and slower after other load."""
 SHORT_WARM_UP = 0.3
 """The same where versions are timed in turn, and of calls as a user sees them, which precede what the device takes."""
+STEADY_WARM_UP, STEADY_INTERVAL = 0.5, 0.1
+"""The same, and for `INTERVAL`, of versions at a steady state: seven timings are 0.7 s then."""
 USER_CALLS = 20
 
 
@@ -57,16 +59,18 @@ class Library(Protocol):
         ...
 
 
-def repeat(run: Callable[[int], float], calls: int, warm_up: float = WARM_UP) -> float:
+def repeat(run: Callable[[int], float], calls: int, warm_up: float = WARM_UP, interval: float = INTERVAL) -> float:
     """Median milliseconds of one call, where `run(times)` takes seconds for `times` runs of `calls` calls each."""
-    (found,) = in_turn([run], calls, warm_up)
+    (found,) = in_turn([run], calls, warm_up, interval)
     return statistics.median(found)
 
 
-def in_turn(runs: Sequence[Callable[[int], float]], calls: int, warm_up: float = WARM_UP) -> list[list[float]]:
+def in_turn(
+    runs: Sequence[Callable[[int], float]], calls: int, warm_up: float = WARM_UP, interval: float = INTERVAL
+) -> list[list[float]]:
     """Milliseconds of one call of each, all timings; as `repeat` takes them, but of all runs in turn, for a card's
     clocks drift by more than what tells them apart."""
-    times = [max(1, round(INTERVAL / _warmed_up(run, warm_up))) for run in runs]
+    times = [max(1, round(interval / _warmed_up(run, warm_up))) for run in runs]
     rounds = [
         [1e3 * run(count) / count / calls for run, count in zip(runs, times, strict=True)] for _ in range(REPETITIONS)
     ]

@@ -13,7 +13,7 @@ import inputs
 import jax
 import jax.numpy as jnp
 import numpy as np
-from measurement import CALLS, WARM_UP, Measurement, repeat, repeat_calls, sampled_rows
+from measurement import CALLS, INTERVAL, WARM_UP, Measurement, repeat, repeat_calls, sampled_rows
 from rows import Row
 
 import jax_qla
@@ -82,11 +82,13 @@ class JaxQla:
         residuals = jax.block_until_ready(jax.jit(self._forward)(*_pick(operands, FORWARD))[2])
         return _pick({**operands, "residuals": residuals}, BACKWARD)
 
-    def device_time(self, row: Row, arguments: tuple[Any, ...], warm_up: float = WARM_UP) -> float:
+    def device_time(
+        self, row: Row, arguments: tuple[Any, ...], warm_up: float = WARM_UP, interval: float = INTERVAL
+    ) -> float:
         """Milliseconds of one call on the device."""
         chain = self.chain(row)
         jax.block_until_ready(chain(*arguments))
-        return repeat(partial(_seconds, chain, arguments), self._calls, warm_up)
+        return repeat(partial(_seconds, chain, arguments), self._calls, warm_up, interval)
 
     def chain(self, row: Row) -> Any:
         """The compiled function of `calls` calls."""

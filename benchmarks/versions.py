@@ -9,6 +9,10 @@ pause, while versions compile, is up to 10 % faster on a full card, and what com
 count. Rows are those of benchmarks/compare.py. Prints device milliseconds
 of every version (medians of the rounds), its time relative to the first one's (median of the rounds' ratios, and the
 smallest and largest of them), and whether the numbers it samples of its results are the first one's bit for bit.
+
+A full card is at its power limit a second after a pause, and its clock settles there. With --steady each turn begins
+with 0.5 s of the version's own calls and times 0.7 s of them: a version is then within 1 % of itself, and the table has
+its watts.
 """
 
 from __future__ import annotations
@@ -25,7 +29,7 @@ from typing import Any
 
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
-from measurement import CALLS, SHORT_WARM_UP
+from measurement import CALLS, SHORT_WARM_UP, STEADY_INTERVAL, STEADY_WARM_UP
 from rows import Row, parse, select
 
 
@@ -41,7 +45,8 @@ class Version:
         )
 
     def ask(self, question: str) -> None:
-        """Begins to answer: "begin ROW" (compiles it, and returns sampled numbers) or "time"."""
+        """Begins to answer: "begin ROW" (compiles it, and returns sampled numbers), "time" (milliseconds) or "steady"
+        (milliseconds and, where something counts them, watts)."""
         assert self._process.stdin
         self._process.stdin.write(question + "\n")
         self._process.stdin.flush()
@@ -69,6 +74,7 @@ def serve(folder: Path, implementation: str, calls: int, saving: bool) -> None:
     os.dup2(2, 1)  # who prints meanwhile does not answer
     import inputs
     from ours import JaxQla
+    from power import Meter
 
     import jax_qla
 
@@ -85,30 +91,39 @@ def serve(folder: Path, implementation: str, calls: int, saving: bool) -> None:
             library.prepare([row], memory=False)
             arguments = library.arguments(row, inputs.make(row))
             answer = [x.tobytes().hex() for x in library.numbers(row, arguments)]
+        elif question == "steady":
+            library.device_time(row, arguments, STEADY_WARM_UP)
+            meter = Meter()
+            answer = [library.device_time(row, arguments, 0, STEADY_INTERVAL), meter.watts()]
         else:
             answer = library.device_time(row, arguments, SHORT_WARM_UP)
         answers.write(json.dumps(answer) + "\n")
         answers.flush()
 
 
-def measure(row: Row, versions: Sequence[Version], rounds: int) -> dict[str, Any]:
-    """Milliseconds of each version, a list of rounds, and which versions' numbers are the first one's."""
+def measure(row: Row, versions: Sequence[Version], rounds: int, steady: bool = False) -> dict[str, Any]:
+    """Milliseconds of each version, a list of rounds, if `steady` at a steady state and with watts, and which versions'
+    numbers are the first one's."""
     for version in versions:
         version.ask(f"begin {row.name}")  # all compile at once
     numbers = {version.name: version.answer() for version in versions}
     times: dict[str, list[float]] = {version.name: [] for version in versions}
+    watts: dict[str, list[float | None]] = {version.name: [] for version in versions}
     for turn in range(rounds + 1):
         for version in reversed(versions) if turn % 2 else versions:
-            version.ask("time")
-            milliseconds = version.answer()
+            version.ask("steady" if steady else "time")
+            milliseconds, power = version.answer() if steady else (version.answer(), None)
             if turn > 0:
                 times[version.name].append(milliseconds)
+                watts[version.name].append(power)
     first = numbers[versions[0].name]
-    return {"ms": times, "same": [name for name, x in numbers.items() if x == first]}
+    same = [name for name, x in numbers.items() if x == first]
+    return {"ms": times, "same": same} | ({"watts": watts} if steady else {})
 
 
 def table(found: Mapping[str, Mapping[str, Any]]) -> Iterable[str]:
-    """Rows of Markdown: milliseconds, ratios to the first version, their range; * where its numbers are others."""
+    """Rows of Markdown: milliseconds, watts if they were counted, ratios to the first version, their range; * where its
+    numbers are others."""
     names = list(next(iter(found.values()))["ms"])
     yield "| row | " + " | ".join(names) + " |"
     yield "|---" * (len(names) + 1) + "|"
@@ -117,6 +132,8 @@ def table(found: Mapping[str, Mapping[str, Any]]) -> Iterable[str]:
         for name in names:
             times, first = x["ms"][name], x["ms"][names[0]]
             cell = f"{statistics.median(times):.4f}"
+            if power := [watts for watts in x.get("watts", {}).get(name, ()) if watts is not None]:
+                cell += f", {statistics.median(power):.0f} W"
             if name != names[0]:
                 ratios = sorted(a / b for a, b in zip(times, first, strict=True))
                 cell += f" = {statistics.median(ratios):.3f} ({ratios[0]:.3f} to {ratios[-1]:.3f})"
@@ -133,6 +150,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--implementation", default="cuda")
     parser.add_argument("--calls", type=int, default=CALLS, help="calls in one jitted function")
     parser.add_argument("--saving", action="store_true", help="with save_chunk_states")
+    parser.add_argument("--steady", action="store_true", help="turns of 1.2 s, and watts")
     parser.add_argument("--output", type=Path, default=Path("runs/versions"), metavar="DIR")
     options = parser.parse_args(arguments)
     pairs = [x.partition("=") for x in options.versions]
@@ -149,7 +167,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     found: dict[str, dict[str, Any]] = {}
     try:
         for row in rows:
-            found[row.name] = measure(row, versions, options.rounds)
+            found[row.name] = measure(row, versions, options.rounds, options.steady)
             print([*table({row.name: found[row.name]})][-1], flush=True)
             (options.output / "versions.json").write_text(json.dumps(found, indent=1))
     finally:

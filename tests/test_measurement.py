@@ -14,6 +14,7 @@ import pytest
 sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
 
 import measurement
+import power
 import rows
 import timeline
 import versions
@@ -73,7 +74,7 @@ class Version:
 
     def ask(self, question: str) -> None:
         self.asked.append(question)
-        if question == "time":
+        if question in ("time", "steady"):
             self._order.append(self.name)
 
     def answer(self) -> Any:
@@ -96,6 +97,25 @@ def test_versions_take_turns_and_are_compared_round_by_round() -> None:
     assert line == (
         "| forward/1,2/1x64 | 2.0000 | 1.0000 = 0.500 (0.500 to 0.550) | 2.0000 = 1.000 (1.000 to 1.000) * |"
     )
+
+
+def test_versions_at_a_steady_state() -> None:
+    row, order = rows.parse("forward/1,2/1x64"), list[str]()
+    before: Any = Version("before", ["00"], *[[9.0, 500.0], [2.0, 690.0], [2.0, 692.0]], order=order)  # type: ignore[arg-type]
+    after: Any = Version("after", ["00"], *[[9.0, None], [1.0, None], [1.5, None]], order=order)  # type: ignore[arg-type]
+    found = versions.measure(row, [before, after], rounds=2, steady=True)
+    assert order == ["before", "after", "after", "before", "before", "after"]
+    *_, line = versions.table({row.name: found})
+    assert line == "| forward/1,2/1x64 | 2.0000, 691 W | 1.2500 = 0.625 (0.500 to 0.750) |"
+
+
+@pytest.mark.parametrize("counts", [True, False])
+def test_watts_are_joules_by_seconds(counts: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = iter([1000.0, 1070.0] if counts else [None, None])
+    clock = iter([5.0, 5.1])
+    monkeypatch.setattr(power, "joules", lambda: next(found))
+    monkeypatch.setattr("power.time.perf_counter", lambda: next(clock))
+    assert power.Meter().watts() == (pytest.approx(700.0) if counts else None)
 
 
 def test_rows_of_uneven_batches() -> None:
