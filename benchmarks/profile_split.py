@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import re
 from pathlib import Path
+from typing import NamedTuple
 
 import jax
 
@@ -17,6 +18,18 @@ _INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%?([\w.-]+) = ")
 _CALLS = re.compile(r"calls=%?([\w.-]+)")
 _OP_NAME = re.compile(r'op_name="([^"]*)"')
 _MATMUL = re.compile(r"dot_general|gemm|matmul|cublas", re.IGNORECASE)
+
+
+class Kernel(NamedTuple):
+    """One run of a kernel."""
+
+    begin: float
+    """Nanoseconds of the profile's clock, ..."""
+    end: float
+    """... as this."""
+    name: str
+    operation: str
+    """The HLO operation, or "" if the profile does not say."""
 
 
 def read(folder: Path, hlo: str, steps: int) -> tuple[dict[str, float], list[tuple[str, float]]]:
@@ -34,9 +47,9 @@ def read(folder: Path, hlo: str, steps: int) -> tuple[dict[str, float], list[tup
     names = operation_names(hlo)
     parts: dict[str, float] = collections.defaultdict(float)
     operations: dict[str, float] = collections.defaultdict(float)
-    for operation, kernel, nanoseconds in _kernels(folder):
+    for begin, end, kernel, operation in kernels(folder):
         name = names.get(operation, "") if operation else ""
-        milliseconds = nanoseconds / 1e6 / steps
+        milliseconds = (end - begin) / 1e6 / steps
         parts[_part(operation, kernel, name)] += milliseconds
         operations[f"{operation or kernel[:60]}  {name[-100:]}"] += milliseconds
     return dict(parts), sorted(operations.items(), key=lambda item: -item[1])[:SLOWEST]
@@ -63,12 +76,12 @@ def operation_names(hlo: str) -> dict[str, str]:
     return names
 
 
-def _kernels(folder: Path) -> list[tuple[str, str, float]]:
-    """(HLO operation or "", kernel, nanoseconds) of everything that ran on the device, or on the CPU without one."""
+def kernels(folder: Path) -> list[Kernel]:
+    """Everything that ran on the device, or on the CPU without one, of a profile that `jax.profiler.trace` wrote."""
     (file,) = folder.glob("plugins/profile/*/*.xplane.pb")
     planes = list(jax.profiler.ProfileData.from_file(str(file)).planes)
     devices = [plane for plane in planes if plane.name.startswith("/device:GPU")]
-    kernels = []
+    found = []
     for plane in devices or [plane for plane in planes if plane.name == "/host:CPU"]:
         for line in plane.lines:
             # A GPU's other lines (XLA Ops, Steps, ...) repeat what its streams did.
@@ -78,8 +91,8 @@ def _kernels(folder: Path) -> list[tuple[str, str, float]]:
                 stats = {key: value for key, value in event.stats if key is not None}
                 operation = str(stats.get("hlo_op", ""))
                 if devices or operation:
-                    kernels.append((operation, event.name, float(event.duration_ns)))
-    return kernels
+                    found.append(Kernel(event.start_ns, event.start_ns + event.duration_ns, event.name, operation))
+    return found
 
 
 def _part(operation: str, kernel: str, name: str) -> str:

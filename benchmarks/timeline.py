@@ -15,10 +15,8 @@ import itertools
 import os
 import statistics
 import tempfile
-import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
@@ -26,6 +24,7 @@ import inputs
 import jax
 from measurement import CALLS, SHORT_WARM_UP
 from ours import JaxQla
+from profile_split import Kernel, kernels
 from rows import Row, select
 
 RUNS = 3
@@ -36,15 +35,7 @@ PAUSE = 20e3
 """Nanoseconds between two calls of which the second did not follow the first at once: the host was waited for."""
 
 
-class Event(NamedTuple):
-    """A kernel that ran, in nanoseconds of the device's clock."""
-
-    begin: float
-    end: float
-    name: str
-
-
-def of_a_call(events: Sequence[Event], last: str, calls: int) -> list[tuple[str, float, float]]:
+def of_a_call(events: Sequence[Kernel], last: str, calls: int) -> list[tuple[str, float, float]]:
     """(name, beginning, end) of the kernels of a call, microseconds from the end of the call before, medians.
 
     Args:
@@ -61,10 +52,10 @@ def of_a_call(events: Sequence[Event], last: str, calls: int) -> list[tuple[str,
     ends = ends[len(ends) // calls - 1 :: len(ends) // calls]
     found: dict[tuple[str, ...], list[list[tuple[float, float]]]] = collections.defaultdict(list)
     for before, end in itertools.pairwise(ends):
-        kernels, since = events[before + 1 : end + 1], events[before].end
-        if kernels[0].begin - since < PAUSE:
-            times = [((kernel.begin - since) / 1e3, (kernel.end - since) / 1e3) for kernel in kernels]
-            found[tuple(kernel.name for kernel in kernels)].append(times)
+        of_call, since = events[before + 1 : end + 1], events[before].end
+        if of_call[0].begin - since < PAUSE:
+            times = [((kernel.begin - since) / 1e3, (kernel.end - since) / 1e3) for kernel in of_call]
+            found[tuple(kernel.name for kernel in of_call)].append(times)
     if not found:
         raise ValueError("no call of the profile follows another at once")
     names, of_calls = max(found.items(), key=lambda item: len(item[1]))
@@ -75,35 +66,21 @@ def of_a_call(events: Sequence[Event], last: str, calls: int) -> list[tuple[str,
 
 
 def profile(row: Row) -> list[tuple[str, float, float]]:
-    """`of_a_call` of jax_qla's calls of a row, by the kernels, after 0.3 s of the same calls.
+    """`of_a_call` of jax_qla's calls of a row, by the kernels, after 0.3 s of the same calls and more.
 
     Raises:
-        RuntimeError: there is no NVIDIA GPU, or its kernels are not in the profile.
+        ValueError: as `of_a_call`; the kernels of a GPU are not in the profile.
     """
     library = JaxQla("jax_qla", "cuda")
     library.prepare([row], memory=False)
     arguments = library.arguments(row, inputs.make(row))
+    library.device_time(row, arguments, SHORT_WARM_UP)
     chain = library.chain(row)
-    end = time.monotonic() + SHORT_WARM_UP
-    while time.monotonic() < end:
-        jax.block_until_ready(chain(*arguments))
     with tempfile.TemporaryDirectory() as folder:
         with jax.profiler.trace(folder):
             for _ in range(RUNS):
                 jax.block_until_ready(chain(*arguments))
-        (file,) = Path(folder).glob("plugins/profile/*/*.xplane.pb")
-        planes = list(jax.profiler.ProfileData.from_file(str(file)).planes)
-    events = [
-        Event(event.start_ns, event.start_ns + event.duration_ns, event.name)
-        for plane in planes
-        if plane.name.startswith("/device:GPU")
-        for line in plane.lines
-        if line.name.startswith("Stream")
-        for event in line.events
-    ]
-    if not events:
-        raise RuntimeError("the profile has no kernels of a GPU")
-    return of_a_call(sorted(events), LAST[row.direction], RUNS * CALLS)
+        return of_a_call(sorted(kernels(Path(folder))), LAST[row.direction], RUNS * CALLS)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -18,6 +18,7 @@ import power
 import rows
 import timeline
 import versions
+from profile_split import Kernel
 
 START = 1e-3
 """Seconds that starting and ending a run take, ..."""
@@ -66,10 +67,10 @@ def test_runs_take_turns() -> None:
 
 
 class Version:
-    """In place of `versions.Version`: numbers, and milliseconds of round after round."""
+    """In place of `versions.Version`: numbers, and what it answers round after round."""
 
-    def __init__(self, name: str, numbers: list[str], *milliseconds: float, order: list[str]) -> None:
-        self.name, self._answers, self._order = name, [numbers, *milliseconds], order
+    def __init__(self, name: str, numbers: list[str], *answers: Any, order: list[str]) -> None:
+        self.name, self._answers, self._order = name, [numbers, *answers], order
         self.asked: list[str] = []
 
     def ask(self, question: str) -> None:
@@ -101,8 +102,8 @@ def test_versions_take_turns_and_are_compared_round_by_round() -> None:
 
 def test_versions_at_a_steady_state() -> None:
     row, order = rows.parse("forward/1,2/1x64"), list[str]()
-    before: Any = Version("before", ["00"], *[[9.0, 500.0], [2.0, 690.0], [2.0, 692.0]], order=order)  # type: ignore[arg-type]
-    after: Any = Version("after", ["00"], *[[9.0, None], [1.0, None], [1.5, None]], order=order)  # type: ignore[arg-type]
+    before: Any = Version("before", ["00"], [9.0, 500.0], [2.0, 690.0], [2.0, 692.0], order=order)
+    after: Any = Version("after", ["00"], [9.0, None], [1.0, None], [1.5, None], order=order)
     found = versions.measure(row, [before, after], rounds=2, steady=True)
     assert order == ["before", "after", "after", "before", "before", "after"]
     *_, line = versions.table({row.name: found})
@@ -129,17 +130,17 @@ def test_rows_of_uneven_batches() -> None:
     assert rows.parse("forward/2,8/4x8192").lengths == [8192] * 4
 
 
-def chain(start: float, calls: int, parts: int) -> list[timeline.Event]:
+def chain(start: float, calls: int, parts: int) -> list[Kernel]:
     """Of calls of three kernels, 41 us apart: one at the beginning, and two that overlap once a part."""
     found = []
     for number in range(calls):
         at = start + number * 41e3
-        found.append(timeline.Event(at + 1e3, at + 3e3, "segments"))
+        found.append(Kernel(at + 1e3, at + 3e3, "segments", ""))
         for part in range(parts):
             begin = at + 4e3 + part * 36e3 / parts
             found += [
-                timeline.Event(begin, begin + 9e3, "states_kernel"),
-                timeline.Event(begin + 1e3, begin + 36e3 / parts, "gradients_kernel"),
+                Kernel(begin, begin + 9e3, "states_kernel", ""),
+                Kernel(begin + 1e3, begin + 36e3 / parts, "gradients_kernel", ""),
             ]
     return found
 
@@ -159,7 +160,7 @@ def chain(start: float, calls: int, parts: int) -> list[timeline.Event]:
 )
 def test_when_kernels_of_a_call_begin_and_end(parts: int, expected: list[tuple[str, float, float]]) -> None:
     """Of calls in two chains, between which the host is waited for and other kernels run."""
-    events = [*chain(0, 5, parts), timeline.Event(206e3, 207e3, "probe"), *chain(9e6, 5, parts)]
+    events = [*chain(0, 5, parts), Kernel(206e3, 207e3, "probe", ""), *chain(9e6, 5, parts)]
     assert timeline.of_a_call(events, "gradients_kernel", 10) == [pytest.approx(x) for x in expected]
 
 
