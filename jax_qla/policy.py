@@ -25,7 +25,7 @@ MULTIPROCESSORS = 132
 # Measured on an H200, microseconds (docs/performance.md).
 _STEP = {64: 1.4, 128: 2.2}
 """A chunk step of the forward kernel by value columns of its block; one block runs on a multiprocessor."""
-_STEP_BACK, _STEP_OF_BOTH = {64: 1.75, 128: 3.2}, 1.9
+_STEP_BACK, _STEP_OF_BOTH = {64: 1.75, 128: 3.2}, 1.65
 """A chunk step of kernels/states.py or state_gradients.py where one has the card, and of both where that has room for
 them side by side."""
 _ADJOINT_STEP = 1.9
@@ -123,9 +123,8 @@ def neighbours(kernel: str, value_tile: int, value_dim: int) -> int:
     """Blocks of a recurrence that the device is to put side by side (`launch.Step.neighbours`), because they load the
     same: otherwise it spreads consecutive blocks over its parts, and each part fetches for itself.
 
-    The two halves of a head in the backward pass, which run beside each other's kernel, are 10 to 14 % faster for it,
-    whole heads in `forward`, which share key heads, 1 to 2 %; of other recurrences nothing was gained
-    (docs/performance.md).
+    Halves of heads in `states`, beside those in `state_gradients`, are 10 to 14 % faster for it, whole heads in
+    `forward`, which share key heads, 1 to 2 %; of other recurrences nothing was gained (docs/performance.md).
 
     Args:
         kernel: module of jax_qla.kernels.

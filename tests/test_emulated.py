@@ -248,9 +248,10 @@ def test_decoding(case: decoding.Case) -> None:
 
 
 @functools.cache
-def _states() -> tuple[emulator.Emulated, list[str]]:
-    """`states` with a variable `removed`, the number of a statement to leave out, and what these are."""
-    source, plan = emulator.lowered("states", states.Config(key_dim=64, value_dim=64, value_tile=64))
+def _states(value_dim: int) -> tuple[emulator.Emulated, list[str]]:
+    """`states` in blocks of `value_dim` columns, with a variable `removed`, the number of a statement to leave out, and
+    what these are."""
+    source, plan = emulator.lowered("states", states.Config(key_dim=64, value_dim=value_dim, value_tile=value_dim))
     ordering: list[str] = []
 
     def numbered(found: re.Match[str]) -> str:
@@ -262,9 +263,9 @@ def _states() -> tuple[emulator.Emulated, list[str]]:
     return emulator.Emulated('extern "C" int removed; int removed;\n' + source, plan), ordering
 
 
-def _run_states(removed: tuple[str, int] | None, tokens: int = 230) -> dict[str, np.ndarray]:
+def _run_states(removed: tuple[str, int] | None, value_dim: int = 64, tokens: int = 230) -> dict[str, np.ndarray]:
     """Results for one head, without one of the statements that have a text in them (text, which one)."""
-    kernel, ordering = _states()
+    kernel, ordering = _states(value_dim)
     number = -1 if removed is None else [n for n, text in enumerate(ordering) if removed[0] in text][removed[1]]
     ctypes.c_int.in_dll(kernel.library, "removed").value = number
     random = np.random.default_rng(0)
@@ -275,47 +276,69 @@ def _run_states(removed: tuple[str, int] | None, tokens: int = 230) -> dict[str,
 
     arrays = {
         "k": rows(64),
-        "v": rows(64),
+        "v": rows(value_dim),
         "a": rows(64).transpose(1, 0, 2).copy().view(np.int16),
         "gamma": -random.uniform(size=(tokens, heads)).astype(np.float32),
         "beta": random.uniform(size=(tokens, heads)).astype(np.float32),
-        "initial_state": np.zeros((0, heads, 64, 64), np.float32),
+        "initial_state": np.zeros((0, heads, 64, value_dim), np.float32),
         "segments": np.array([[0, tokens]], np.int32),
-        "h": np.full((tokens // 64 + 1, heads, 1, 64, 64), np.nan, jnp.bfloat16),
-        "vd": np.full((tokens, heads, 64), np.nan, jnp.bfloat16),
+        "h": np.full((tokens // 64 + 1, heads, 1, value_dim, 64), np.nan, jnp.bfloat16),
+        "vd": np.full((tokens, heads, value_dim), np.nan, jnp.bfloat16),
     }
     kernel(arrays, {"ratio": 1, "first_head": 0, "awaits": states.EVERYTHING}, seed=1, late=400)
     return arrays
 
 
-REMOVED: dict[str, tuple[str, int, str | None]] = {
-    "the wait for a stage": ("free[", 0, None),
-    "the helper's wait for a chunk": ("loaded[", 0, r"k_s is written by a bulk load .* read by wgmma .*, in no order"),
-    "the state's wait for the helper": ("ready[", 0, r"k_s is read by wgmma .* written by a bulk load .*, in no order"),
-    "the fence behind rows that are zero": ("fence", -3, r"k_s is written by .* wgmma .*, without a proxy fence"),
-    "the wait for h to have left": ("tma_store_wait<1", 0, r"h_s is read by a bulk store .* written by thread"),
-    "the meeting before h is written": ("thread_partial(4", 0, r"h_s is read by a bulk store .* written by thread"),
-    "the fence behind h": ("fence", -2, r"h_s is written by .* a bulk store .*, without a proxy fence"),
-    "the wait for Vd to have left": ("tma_store_wait<1", -1, r"v_s is read by a bulk store .* written by a bulk load"),
-    "the meeting behind Vd": ("thread_partial(4", -1, r"v_s is written by .* a bulk store .*, in no order"),
-    "the wait for the last product": ("wgmma<0", -1, r"k_s is read by wgmma .* and written by a bulk load"),
+REMOVED: dict[str, tuple[int, str, int, str | None]] = {
+    "the wait for a stage": (64, "free[", 0, None),
+    "the helper's wait for a chunk": (
+        64,
+        "loaded[",
+        0,
+        r"k_s is .*(bulk load .* wgmma|wgmma .* bulk load) .*, in no order",
+    ),
+    "the state's wait for the helper": (
+        64,
+        "ready[",
+        0,
+        r"k_s is .*(bulk load .* wgmma|wgmma .* bulk load) .*, in no order",
+    ),
+    "the fence behind rows that are zero": (64, "fence", -1, r"k_s is written by .* wgmma .*, without a proxy fence"),
+    "the wait for the last product": (64, "wgmma<0", -1, r"k_s is read by wgmma .* and written by a bulk load"),
+    "the wait for h": (64, "h_full", 0, r"h_s is .* a bulk store"),
+    "the fence before h leaves": (64, "fence", 0, r"h_s is written by .* a bulk store .*, without a proxy fence"),
+    "the wait for h to have been read": (
+        64,
+        "tma_store_wait<0",
+        0,
+        r"h_s is read by a bulk store .* written by thread",
+    ),
+    "the wait for h to have left": (64, "h_free", 0, r"h_s is .* a bulk store .*, in no order"),
+    "the wait for Vd": (64, "vd_full", 0, r"vd_s is .* a bulk store"),
+    "the fence before Vd leaves": (64, "fence", 1, r"vd_s is written by .* a bulk store .*, without a proxy fence"),
+    "two, the wait for h to have left": (128, "wait<1, true", 0, r"h_s is read by a bulk store .* written by thread"),
+    "two, the meeting before h is written": (128, "partial(4", 0, r"h_s is read by a bulk store .* written by thread"),
+    "two, the fence behind h": (128, "fence", -4, r"h_s is written by .* a bulk store .*, without a proxy fence"),
+    "two, the wait for Vd to have left": (128, "wait<1, true", 1, r"v_s is read by a bulk store .* a bulk load"),
+    "two, the meeting behind Vd": (128, "partial(4", -1, r"v_s is written by .* a bulk store .*, in no order"),
 }
-"""Statements of `states`: part of the text, which of those that have it, what is wrong without it (None: anything)."""
+"""Statements of `states` with one or two warpgroups of state: columns of a block, part of the text, which of those that
+have it, what is wrong without it (None: anything)."""
 
 
 @pytest.mark.parametrize("removed", REMOVED)
 def test_what_orders_accesses_is_missed(removed: str) -> None:
-    text, which, wrong = REMOVED[removed]
+    value_dim, text, which, wrong = REMOVED[removed]
     with pytest.raises(RuntimeError, match=wrong):
-        _run_states((text, which))
+        _run_states((text, which), value_dim)
 
 
 def test_what_orders_threads_is_missed() -> None:
     """Less than a chunk: threads send Vd, which other threads have written, themselves."""
-    _run_states(None, tokens=30)
+    _run_states(None, 128, tokens=30)
     either = r"v_s is (written by thread \d+ and read|read by thread \d+ and written) by thread \d+, in no order"
     with pytest.raises(RuntimeError, match=either):
-        _run_states(("thread_partial(4", -1), tokens=30)
+        _run_states(("thread_partial(4", -1), 128, tokens=30)
 
 
 def test_products_come_late() -> None:

@@ -464,7 +464,7 @@ def macros():
         T.call_extern(
             "handle",
             f"jax_qla_fetch_inverse<{KEPT[kept]}>",
-            T.access_ptr(tiles[stage, 0, 0], "w"),
+            T.access_ptr(tiles[stage, 0, 0], "r"),  # else TileLang puts a fence before each load that follows
             loaded[stage],
             T.address_of(a[0, 0, 0]),
             (T.cast(head, "int64") * a.shape[1] + row) * a.shape[2] + part * rows * C,
@@ -472,10 +472,9 @@ def macros():
         )
 
     @T.macro
-    def load_inverses(a, start, end, count, head, last_first, stages, shared, low_free=None):
+    def load_inverses(a, start, end, count, head, last_first, stages, shared):
         """One warp, which does nothing else, has the inverses of a sequence's chunks loaded, in their order or the last one first. `shared`
-        holds a kernel's tiles and barriers by their names; `low_s`, unless it is None, is for the low parts, when `free` or, unless that is
-        None, `low_free`."""
+        holds a kernel's tiles and barriers by their names; `low_s`, unless it is None, is for the low parts."""
         for c in T.serial(count):
             at = c % stages
             row = start + (count - 1 - c) * C if last_first else start + c * C
@@ -484,9 +483,6 @@ def macros():
                 T.barrier_wait(shared.free[at], (c // stages + 1) % 2)
             load_inverse(a, head, row, rows, 0, shared.a_s, at, shared.loaded, LONG)
             if shared.low_s is not None:
-                if low_free is not None:
-                    if c >= stages:
-                        T.barrier_wait(low_free[at], (c // stages + 1) % 2)
                 load_inverse(a, head, row, rows, 1, shared.low_s, at, shared.loaded, LONG)
             T.barrier_arrive(shared.loaded[at])
 
@@ -562,33 +558,73 @@ def macros():
             T.wgmma_gemm(low, k[at, :, :], state)
 
     @T.macro
-    def send_rows(tiles, stage, column, target, row, rows, head, first, thread, kept=None):
-        """A warpgroup writes columns column..column + 64 of tile `stage` of tiles [stages, 64, width] in shared memory to `target[row.., head, first..]`:
+    def send_rows(tiles, stage, column, target, row, rows, head, first, thread, kept=None, threads=128):
+        """`threads` threads write columns column..column + 64 of tile `stage` of tiles [stages, 64, width] in shared memory to `target[row.., head, first..]`:
         the whole tile by TMA, with `kept` as in `load_rows`, or if there are less than 64 `rows`, these, by ordinary stores."""
         if rows >= C:
             T.tma_copy(
                 tiles[stage, :, column : column + 64],
                 target[row : row + C, head, first : first + 64],
-                leader_scope_threads=128,
+                leader_scope_threads=threads,
                 eviction_policy=kept,
             )
         else:
-            for x in T.serial(T.ceildiv(rows, 2)):
-                if x * 2 + thread // 64 < rows:
-                    target[row + x * 2 + thread // 64, head, first + thread % 64] = tiles[
-                        stage, x * 2 + thread // 64, column + thread % 64
-                    ]
+            for x in T.serial(T.ceildiv(rows * C, threads)):
+                place = x * threads + thread
+                if place < rows * C:
+                    target[row + place // C, head, first + place % C] = tiles[stage, place // C, column + place % C]
 
     @T.macro
-    def send_state(tiles, stage, column, target, slot, head, part, first):
-        """A warpgroup has TMA write columns column..column + 64, rows of K, of tile `stage` of tiles [stages, 64, width] in shared memory, whose rows
-        are value columns, to tile `part` of a slot's state in `target`, h or dh, from value column `first` on."""
+    def put_state(rounded, tiles, stage):
+        """A warpgroup's `rounded` [64, K], the left operand of a wgmma in registers, becomes tile `stage` of tiles [stages, 64, K] in shared memory. ("r":
+        else TileLang puts a fence, 0.1 us, before the next wgmma. Who sends the tile has one.)"""
+        for x in T.unroll(rounded.shape[1] // 64):
+            T.call_extern(
+                "handle", "jax_qla_store_operand<false>", rounded.data, x, T.access_ptr(tiles[stage, 0, x * 64], "r")
+            )
+
+    @T.macro
+    def put_rows(x, tiles, stage, column):
+        """A warpgroup's x, a wgmma accumulator [64 columns, 64 rows], becomes columns column..column + 64 of tile `stage` of tiles [stages, 64, width] in shared
+        memory. As `put_state`."""
+        T.call_extern("handle", "jax_qla_store_transposed", x.data, T.access_ptr(tiles[stage, 0, column], "r"))
+
+    @T.macro
+    def send_state(tiles, stage, column, target, slot, head, part, first, threads=128):
+        """`threads` threads have TMA write columns column..column + 64, rows of K, of tile `stage` of tiles [stages, 64, width] in shared memory, whose
+        rows are value columns, to tile `part` of a slot's state in `target`, h or dh, from value column `first` on."""
         T.tma_copy(
             tiles[stage, :, column : column + 64],
             target[slot, head, part, first : first + 64, 0:64],
-            leader_scope_threads=128,
+            leader_scope_threads=threads,
             eviction_policy=SHORT,
         )
+
+    @T.macro
+    def send_results(states, rows, low, start, end, count, slot, held, head, first, last_first, lane, sent):
+        """One warp, which does nothing else, sends what a recurrence leaves of a sequence's chunks, in their order or the last one first: the state, unless
+        `states` is None, to that, h or dh, of which `slot` is the first chunk's, for its head `held`, and O, Vd or dv to `rows`, for its head `head`, from
+        value column `first` on. The low part's columns, unless `low` is None, begin there. `sent` holds by their names the tiles by which these leave,
+        [1, 64, K] and [2, 64, 64], and their barriers, of 128 arrivals when they are there, and of 32 when they have left: when a state has left, so
+        have the rows of the chunk before. So the state's warpgroup neither waits for what it sends nor for all its warps."""
+        for c in T.serial(count):
+            chunk = count - 1 - c if last_first else c
+            row = start + chunk * C
+            if states is not None:
+                T.barrier_wait(sent.state_full[0], c % 2)
+                T.fence_proxy_async()
+                for x in T.unroll(sent.state_s.shape[2] // 64):
+                    send_state(sent.state_s, 0, x * 64, states, slot + chunk, held, x, first, 32)
+                T.tma_store_wait(0)
+                T.barrier_arrive(sent.state_free[0])
+            T.barrier_wait(sent.rows_full[c % 2], c // 2 % 2)
+            T.fence_proxy_async()
+            send_rows(sent.rows_s, c % 2, 0, rows, row, T.min(end - row, C), head, first, lane, SHORT, 32)
+            if low is not None:
+                send_rows(sent.low_s, c % 2, 0, rows, row, T.min(end - row, C), head, low + first, lane, SHORT, 32)
+            T.tma_store_wait(0)
+            if states is None:
+                T.barrier_arrive(sent.rows_free[c % 2])
 
     @T.macro
     def prepare_in_order(
@@ -597,9 +633,9 @@ def macros():
         """64 threads, a row each, fetch the gates of a sequence's chunks and make ready for the state what is `loaded`: rows beyond the sequence become
         0. `shared` holds a kernel's tiles, vectors and barriers by their names: of the gates drop = -exp(gamma) beta, over |k|^2 if keys are
         `normed`, and beta, over |k| if they are. All of it is there when `ready`, so that who waits for that need not wait for `loaded`. `low_s`,
-        unless it is None, holds the low part of `a`; with `low_returned` only until it is `free`. Where `halfway`, unless it is None, is true, half of
-        the chunks come before the kernel launched before has ended, and the next one may begin behind them."""
-        zero_above(shared.a_s, None if shared.low_returned else shared.low_s, stages, thread, 64)
+        unless it is None, holds the low part of `a`. Where `halfway`, unless it is None, is true, half of the chunks come before the kernel launched
+        before has ended, and the next one may begin behind them."""
+        zero_above(shared.a_s, shared.low_s, stages, thread, 64)
         T.fence_proxy_async()
         fetched = T.alloc_local((3,), "float32")  # gates of the chunk to come
         of_key = T.alloc_local((1,), "float32")  # and 1 / |k|
@@ -636,9 +672,6 @@ def macros():
                 zero_tail(shared.k_s, at, rows, shared.k_s.shape[2], thread, 64)
                 zero_tail(shared.v_s, at, rows, shared.v_s.shape[2], thread, 64)
                 zero_beyond(shared.a_s, shared.low_s, at, rows, thread, 64)
-                T.fence_proxy_async()
-            if shared.low_returned:
-                T.call_extern("handle", "jax_qla_zero_above", T.address_of(shared.low_s[at, 0, 0]), thread, 64)
                 T.fence_proxy_async()
             T.barrier_arrive(shared.ready[at])
 
@@ -759,7 +792,8 @@ def macros():
                 T.barrier_wait(shared.taken[c % 2], (c // 2 + 1) % 2)
             T.barrier_wait(shared.loaded[at], (c // stages) % 2)
             if thread < C:
-                T.call_extern("handle", "jax_qla_zero_diagonal", T.address_of(shared.a_s[at, 0, 0]), thread)
+                # "r": else TileLang puts a fence, 0.1 us, before the next wgmma. There is one before all is `ready`.
+                T.call_extern("handle", "jax_qla_zero_diagonal", T.access_ptr(shared.a_s[at, 0, 0], "r"), thread)
             if rows < C:
                 zero_tail(shared.q_s, at, rows, shared.q_s.shape[2], thread, 128)
                 zero_tail(shared.k_s, at, rows, shared.k_s.shape[2], thread, 128)
@@ -796,7 +830,10 @@ def macros():
         begin_correction=begin_correction,
         begin_update=begin_update,
         send_rows=send_rows,
+        put_state=put_state,
+        put_rows=put_rows,
         send_state=send_state,
+        send_results=send_results,
         prepare_in_order=prepare_in_order,
         load_last_first=load_last_first,
         gates_last_first=gates_last_first,

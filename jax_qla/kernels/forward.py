@@ -14,19 +14,19 @@ the A operands of the next wgmma, and neither the state nor an intermediate goes
 Plan, one block per (sequence, value head, tile of `value_tile` value columns), long sequences first, three stages of chunk tiles:
 
     warpgroup      registers  work
-    0 (and 1)      208        64 value columns each: S^T in float32, the five products above that contain S or Vd
-    last but one   72         P = scale Q K^T o G into shared memory, ahead of the state
-    last           24         warp 0 loads Q, K, V, a with TMA, 1 and 2 fetch the gates, a row a lane
+    0 (and 1)      208        "state": 64 value columns each: S^T in float32, the five products above that contain S or Vd. 240 where there is one
+    then           72         "P": P = scale Q K^T o G into shared memory, ahead of the state
+    then           24         "loads": warp 0 loads Q, K, V, a with TMA, 1 and 2 fetch the gates, a row a lane
+    last           40         beside one warpgroup of state, without `keep`: warp 0 sends O (macros().send_results)
 
-    barrier         arrives       waits                    says
-    loaded[stage]   TMA           last but one             the tiles are there
-    gated[stage]    last (gates), last but one, then state tiles and gates are there, rows beyond the sequence are zero in K, V and a
-                    last but one
-    ready[stage]    last but one  state                    P is there, which only the last of the five products needs
-    free[stage]     state         last, then with `keep`   the products of the chunk are done: the stage may be overwritten, and so may its P
-                                  last but one
-    taken           state         last                     the initial state has left the second and third stage of K and Q, by way of which a
-                                                           block of 128 columns takes it
+    barrier         arrives   waits          says
+    loaded[stage]   TMA       P              the tiles are there
+    gated[stage]    loads, P  P, then state  tiles and gates are there, rows beyond the sequence are zero in K, V and a
+    ready[stage]    P         state          P is there, which only the last of the five products needs
+    free[stage]     state     loads, then    the products of the chunk are done: the stage may be overwritten, and so may its P
+                              with `keep` P
+    taken           state     loads          the initial state has left the second and third stage of K and Q, by way of which a block of 128 columns
+                                             takes it
 
 The state need not wait for `loaded` itself: P's warpgroup has waited for it before it arrives at `gated`, and what is there for who arrives (which
 releases) is there for who waits (which acquires).
@@ -57,6 +57,7 @@ Operations a chunk and head at K = V = 128: 10.5 MFLOP, 1.75 us of an SM's share
 """
 
 from dataclasses import dataclass
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -166,6 +167,7 @@ def program(config: Config):
     stages = 3
     l2norm, split, keep = config.l2norm, config.split, config.keep
     p_stages = 2 if keep and parts > 1 else stages
+    sends = W == 64 and not keep  # a warp of its own sends O
     # How long the second-level cache is to keep what other blocks or kernels read too, and what nobody does soon.
     kept, passed, written = (LONG, LONG, None) if keep else (None, SHORT, SHORT)
     S = 128 * parts  # threads that hold the state
@@ -206,7 +208,7 @@ def program(config: Config):
         heads: T.int32,  # of this launch, from first_head on
         awaits: T.int32,
     ):
-        with T.Kernel(sequences * heads * tiles, threads=S + 256, prelude=PRELUDE) as block:
+        with T.Kernel(sequences * heads * tiles, threads=S + 256 + 128 * sends, prelude=PRELUDE) as block:
             T.annotate_min_blocks_per_sm(1)
             place = T.alloc_var("int32")  # among the sequences
             place = T.truncdiv(block, heads * tiles)
@@ -234,7 +236,7 @@ def program(config: Config):
             q_s = T.alloc_shared((stages, C, K), dtype)
             k_s = T.alloc_shared((stages, C, K), dtype)
             v_s = T.alloc_shared((stages * parts, C, 64), dtype)
-            o_s = T.alloc_shared((parts, C, 64), dtype)
+            o_s = T.alloc_shared((2 if sends else parts, C, 64), dtype)
             # which nothing else here asks for
             T.annotate_layout({x: make_full_bank_swizzled_layout(x) for x in (v_s, o_s)})
             if keep:
@@ -260,7 +262,17 @@ def program(config: Config):
             free = T.alloc_barrier([S] * stages)
             taken = T.alloc_barrier([S])
 
-            if tx >= S + 128:
+            if sends:
+                o_full = T.alloc_barrier([128] * 2)
+                o_free = T.alloc_barrier([32] * 2)
+                sent = SimpleNamespace(rows_s=o_s, rows_full=o_full, rows_free=o_free)
+
+            if tx >= S + 256:
+                T.set_max_nreg(40, 0)
+                if sends:
+                    if tx < S + 288:
+                        m.send_results(None, o, None, start, end, count, 0, 0, head, first, False, tx - (S + 256), sent)
+            elif tx >= S + 128:
                 T.set_max_nreg(24, 0)
                 if tx < S + 160:
                     for c in T.serial(count):
@@ -460,8 +472,9 @@ def program(config: Config):
                             whole = whole_s[at]
                             for i, j in T.Parallel(64, K):
                                 state[i, j] = state[i, j] * whole
-                            T.tma_store_wait(0)
-                            T.sync_threads(4 + wg, 128)  # by now the previous chunk's outputs have left
+                            if not sends:
+                                T.tma_store_wait(0)
+                                T.sync_threads(4 + wg, 128)  # by now the previous chunk's outputs have left
                             if keep and K > 64:
                                 put(state_b, 1, "false", h_s, wg)
                                 T.fence_proxy_async()
@@ -508,18 +521,19 @@ def program(config: Config):
                                 T.sync_threads(4 + wg, 128)  # by now Vd and the second half of h have
                                 if c + 1 < count:
                                     put(state_b, 0, "false", h_s, wg)
-                            T.call_extern(
-                                "handle",
-                                "jax_qla_store_transposed",
-                                T.address_of(acc[0, 0]),
-                                T.address_of(o_s[wg, 0, 0]),
-                            )
-                            T.fence_proxy_async()
-                            T.sync_threads(4 + wg, 128)
-                            if keep:
-                                if c + 1 < count:
-                                    m.send_state(h_s, wg, 0, h, start // C + n + c + 1, head, 0, first + part)
-                            m.send_rows(o_s, wg, 0, o, line, lines, head, first + part, tx - wg * 128, written)
+                            if sends:
+                                if c >= 2:
+                                    T.barrier_wait(o_free[c % 2], (c // 2 + 1) % 2)
+                                m.put_rows(acc, sent.rows_s, c % 2, 0)
+                                T.barrier_arrive(sent.rows_full[c % 2])
+                            else:
+                                m.put_rows(acc, o_s, wg, 0)
+                                T.fence_proxy_async()
+                                T.sync_threads(4 + wg, 128)
+                                if keep:
+                                    if c + 1 < count:
+                                        m.send_state(h_s, wg, 0, h, start // C + n + c + 1, head, 0, first + part)
+                                m.send_rows(o_s, wg, 0, o, line, lines, head, first + part, tx - wg * 128, written)
                             T.call_extern(
                                 "handle",
                                 "jax_qla_load_transposed",

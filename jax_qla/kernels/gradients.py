@@ -574,7 +574,7 @@ def program(config: Config):
                 T.call_extern(
                     "handle",
                     "jax_qla_find_chunk",
-                    T.address_of(chunk_s[0]),
+                    T.access_ptr(chunk_s[0], "r"),
                     T.address_of(segments[0, 0]),
                     sequences,
                     tokens,
@@ -1024,7 +1024,7 @@ def program(config: Config):
                             "handle",
                             f"jax_qla_write_tile<{ctype}, {K}>",
                             T.address_of(dk_f[0, 0]),
-                            T.address_of(dk[row, first + key_k, 0]),
+                            T.access_ptr(dk[row, first + key_k, 0], "r"),
                             rows,
                             key_heads * K,
                         )
@@ -1146,7 +1146,7 @@ def program(config: Config):
                             "handle",
                             f"jax_qla_write_tile<{ctype}, {K}>",
                             T.address_of(dq_f[0, 0]),
-                            T.address_of(dq[row, first + key_q, 0]),
+                            T.access_ptr(dq[row, first + key_q, 0], "r"),
                             rows,
                             key_heads * K,
                         )

@@ -14,18 +14,19 @@ dVd^T, dX^T and dO^T diag(scale exp(gamma)) are, in registers, the A operands of
 memory as a transposed A operand:
 
     warpgroup       registers  work
-    0 (and 1)       208        64 value columns each: dS^T in float32; dh leaves through a tile of its own while P^T dO and K dS
-                               run, dv through dO's tile. 240 where there is one
-    last but one    72         P into shared memory, a without its diagonal of ones. 152 where the state has one warpgroup
-    last            24         warp 0 loads Q, K, dO with TMA, 3 the inverses, 1 and 2 fetch the gates, a row a lane
+    0 (and 1)       208        "state": 64 value columns each: dS^T in float32; dh leaves through a tile of its own while P^T dO and K dS
+                               run. 240 where there is one
+    then            72         "P": P into shared memory, a without its diagonal of ones. 152 where the state has one warpgroup
+    then            24         "loads": warp 0 loads Q, K, dO with TMA, 3 the inverses, 1 and 2 fetch the gates, a row a lane
+    last            40         beside one warpgroup of state: warp 0 sends dh and dv, which has tiles of its own (macros().send_results)
 
-    barrier         arrives       waits                    says
-    loaded[stage]   TMA           last but one             the tiles are there
-    gated[stage]    last          last but one             gates are there
-    ready[stage]    last but one  state                    tiles, gates and P are there, a has lost its diagonal, rows beyond the sequence are
-                                                           zero in Q, K, a and dO
-    taken[tile]     state         last but one             P^T dO is done: P's tile may be overwritten
-    free[stage]     state         last                     dv has left: the stage may be overwritten
+    barrier         arrives  waits  says
+    loaded[stage]   TMA      P      the tiles are there
+    gated[stage]    loads    P      gates are there
+    ready[stage]    P        state  tiles, gates and P are there, a has lost its diagonal, rows beyond the sequence are zero in Q, K, a and dO
+    taken[tile]     state    P      P^T dO is done: P's tile may be overwritten
+    free[stage]     state    loads  the stage may be overwritten; beside two warpgroups of state, which send their results themselves, dv by way of
+                                    dO's tile: dv has left
 
 The loads have a warp to themselves, and P's tile is free before its chunk's stage: when the warpgroup of P issued the loads, it
 waited for a stage, then issued, then prepared the next chunk, and the state waited for it. The two halves of a head, which load the same Q, K and a,
@@ -104,6 +105,7 @@ def program(config: Config):
     tiles = V // W  # blocks a head
     l2norm, split = config.l2norm, config.split
     stages = 3
+    sends = W == 64  # a warp of its own sends dh and dv
     S = 2 * W  # threads that hold the gradient: one warpgroup for every 64 value columns
     m = macros()
     tokens, key_heads, value_heads, sequences, state_slots = T.dynamic(
@@ -135,7 +137,7 @@ def program(config: Config):
         first_head: T.int32,
         awaits: T.int32,
     ):
-        with T.Kernel(sequences * heads * tiles, threads=S + 256, prelude=PRELUDE) as block:
+        with T.Kernel(sequences * heads * tiles, threads=S + 256 + 128 * sends, prelude=PRELUDE) as block:
             T.annotate_min_blocks_per_sm(1)
             place = T.alloc_var("int32")  # among the sequences
             place = T.truncdiv(block, heads * tiles)
@@ -163,7 +165,7 @@ def program(config: Config):
 
             q_s = T.alloc_shared((stages, C, K), dtype)
             k_s = T.alloc_shared((stages, C, K), dtype)
-            do_s = T.alloc_shared((stages, C, W), dtype)  # dO, then dv on its way out
+            do_s = T.alloc_shared((stages, C, W), dtype)  # dO, then, unless it `sends`, dv on its way out
             a_s = T.alloc_shared((stages, C, C), dtype)  # without its diagonal
             if split:
                 low_s = T.alloc_shared((stages, C, C), dtype)  # its low part
@@ -204,7 +206,28 @@ def program(config: Config):
                 free=free,
             )
 
-            if tx >= S + 128:
+            if sends:
+                dh_full = T.alloc_barrier([128])
+                dh_free = T.alloc_barrier([32])
+                dv_s = T.alloc_shared((2, C, 64), dtype)  # dv on its way out
+                dv_full = T.alloc_barrier([128] * 2)
+                sent = SimpleNamespace(
+                    state_s=dh_s,
+                    state_full=dh_full,
+                    state_free=dh_free,
+                    rows_s=dv_s,
+                    rows_full=dv_full,
+                )
+
+            if tx >= S + 256:
+                T.set_max_nreg(40, 0)
+                if sends:
+                    if tx < S + 288:
+                        m.send_results(
+                            *(dh, dv, None, start, end, count, start // C + n, number, head, first),
+                            *(True, tx - (S + 256), sent),
+                        )
+            elif tx >= S + 128:
                 T.set_max_nreg(24, 0)
                 if tx < S + 160:
                     m.load_last_first(q, k, do, start, count, key_head, head, first, stages, shared)
@@ -228,13 +251,13 @@ def program(config: Config):
                 else:
                     m.load_inverses(a, start, end, count, head, True, stages, shared)
             elif tx >= S:
-                T.set_max_nreg(72 if W == 128 else 152, 0)
+                T.set_max_nreg(152 if sends else 72, int(sends))  # of 128
                 m.prepare_last_first(start, end, count, scale, tx - S, stages, l2norm, shared)
             else:
                 for wg in tuple(range(W // 64)):
                     part = wg * 64  # first of this warpgroup's columns
                     if tx < 128 if wg == 0 else tx >= 128:
-                        T.set_max_nreg(208 if W == 128 else 240, 1)
+                        T.set_max_nreg(240 if sends else 208, 1)
                         d = T.alloc_fragment((64, K), "float32")
                         d_b = T.alloc_fragment((64, K), dtype)
                         u = T.alloc_fragment((64, C), "float32")
@@ -276,17 +299,23 @@ def program(config: Config):
                             )
                             T.wgmma_gemm(d_b, k_s[at, :, :], u, transpose_B=True, clear_accum=True)
                             # the gradient of the state after the chunk leaves while the product runs; the one before has left
-                            T.tma_store_wait(1)
-                            T.sync_threads(4 + wg, 128)
-                            T.copy(d_b, dh_s[wg, :, :])
-                            T.fence_proxy_async()
-                            T.sync_threads(4 + wg, 128)
-                            for x in T.unroll(K // 64):
-                                m.send_state(dh_s, wg, x * 64, dh, slot, number, x, first + part)
-                            # by now the previous chunk's dv has left too, and its stage may be overwritten
-                            T.tma_store_wait(K // 64)
-                            if c > 0:
-                                T.barrier_arrive(free[(c - 1) % stages])
+                            if sends:
+                                if c > 0:
+                                    T.barrier_wait(sent.state_free[0], (c - 1) % 2)
+                                m.put_state(d_b, dh_s, wg)
+                                T.barrier_arrive(sent.state_full[0])
+                            else:
+                                T.tma_store_wait(1)
+                                T.sync_threads(4 + wg, 128)
+                                m.put_state(d_b, dh_s, wg)
+                                T.fence_proxy_async()
+                                T.sync_threads(4 + wg, 128)
+                                for x in T.unroll(K // 64):
+                                    m.send_state(dh_s, wg, x * 64, dh, slot, number, x, first + part)
+                                # by now the previous chunk's dv has left too, and its stage may be overwritten
+                                T.tma_store_wait(K // 64)
+                                if c > 0:
+                                    T.barrier_arrive(free[(c - 1) % stages])
                             T.call_extern(
                                 "handle",
                                 "jax_qla_load_transposed",
@@ -295,6 +324,9 @@ def program(config: Config):
                             )
                             for i, j in T.Parallel(64, C):
                                 do_b[i, j] = T.cast(do_t[i, j], "float32") * lift_s[at, j]
+                            whole = rise_s[at, lines - 1]
+                            for i, j in T.Parallel(64, K):
+                                d[i, j] = d[i, j] * whole
                             T.wait_wgmma(0)
                             T.barrier_arrive(taken[c % 2])
                             for i, j in T.Parallel(64, C):
@@ -307,31 +339,31 @@ def program(config: Config):
                             if split:
                                 m.multiply_inverse(low, a_s, at, u, True, False)
                                 m.multiply_inverse(dvd_b, low_s, at, u, True, False)
-                            whole = rise_s[at, lines - 1]
-                            for i, j in T.Parallel(64, K):
-                                d[i, j] = d[i, j] * whole
                             for j in T.Parallel(C):
                                 of_column[j] = drop_s[at, j]
                             # dS = exp(gamma_C) dS + Q^T scale exp(gamma) dO - K^T exp(gamma) beta dX
                             T.wgmma_gemm(do_b, q_s[at, :, :], d)
                             T.wait_wgmma(1)
                             m.begin_update(d, u, of_column, dw_b, k_s, at, low if split else None)
-                            T.wait_wgmma(1 + split)  # dO is no longer needed
-                            for i, j in T.Parallel(64, C):
-                                u[i, j] = u[i, j] * out_s[at, j]
-                            T.sync_threads(4 + wg, 128)
-                            T.call_extern(
-                                "handle",
-                                "jax_qla_store_transposed",
-                                u.data,
-                                T.address_of(do_s[at, 0, part]),
-                            )
-                            T.fence_proxy_async()
-                            T.sync_threads(4 + wg, 128)
-                            m.send_rows(do_s, at, part, dv, line, lines, head, first + part, tx - wg * 128, SHORT)
-                            if lines < C:
-                                T.tma_store_wait(0)  # one group less than the waits above count on
-                            T.wait_wgmma(0)
+                            if sends:
+                                for i, j in T.Parallel(64, C):
+                                    u[i, j] = u[i, j] * out_s[at, j]
+                                m.put_rows(u, sent.rows_s, c % 2, 0)
+                                T.barrier_arrive(sent.rows_full[c % 2])
+                                T.wait_wgmma(0)
+                                T.barrier_arrive(free[at])
+                            else:
+                                T.wait_wgmma(1)  # dO is no longer needed
+                                for i, j in T.Parallel(64, C):
+                                    u[i, j] = u[i, j] * out_s[at, j]
+                                T.sync_threads(4 + wg, 128)
+                                m.put_rows(u, do_s, at, part)
+                                T.fence_proxy_async()
+                                T.sync_threads(4 + wg, 128)
+                                m.send_rows(do_s, at, part, dv, line, lines, head, first + part, tx - wg * 128, SHORT)
+                                if lines < C:
+                                    T.tma_store_wait(0)  # one group less than the waits above count on
+                                T.wait_wgmma(0)
                         T.tma_store_wait(0)
                         if initial_states > 0 and target >= 0:
                             for i, j in T.Parallel(64, K):

@@ -11,17 +11,17 @@ Plan, one block per (sequence, value head, tile of `value_tile` value columns), 
 Vd^T stay in registers as the A operands of the next wgmma:
 
     warpgroup       registers  work
-    0 (and 1)       216        64 value columns each: S^T in float32; h leaves through a tile of its own while K S runs, Vd
-                               through V's tile
-    last            40         warp 0 loads K and V, 1 the inverses, each by itself; 2 and 3: gates, a thread a row
+    0 (and 1)       216        64 value columns each: S^T in float32; h leaves through a tile of its own while K S runs
+    then            56         warp 0 loads K and V, 1 the inverses, each by itself; 2 and 3: gates, a thread a row
+    last            40         beside one warpgroup of state: warp 0 sends h and Vd, which has tiles of its own (macros().send_results)
     (barriers as in kernels/forward.py, but that `ready`, at which the gates' warps arrive, says what `gated` does there; only they wait for `loaded`;
-    and `left`: Vd has left, and V's tile may be overwritten)
+    and beside two warpgroups of state, which send their results themselves, Vd by way of V's tile, `left`: V's tile may be overwritten)
 
 The two halves of a head, which load the same K and a, are neighbours on the card (policy.neighbours).
 
 A launch computes as many value heads as h and Vd have room for, from `first_head` on (policy.head_groups).
 
-With `split` Vd leaves in two parts, the low one by way of the tile that held a's.
+With `split` Vd leaves in two parts.
 """
 
 from dataclasses import dataclass
@@ -87,6 +87,7 @@ def program(config: Config):
     tiles = V // W  # blocks a head
     l2norm, split = config.l2norm, config.split
     stages = 3
+    sends = W == 64  # a warp of its own sends h and Vd
     S = 2 * W  # threads that hold the state: one warpgroup for every 64 value columns
     m = macros()
     tokens, key_heads, value_heads, sequences, state_slots = T.dynamic(
@@ -111,7 +112,7 @@ def program(config: Config):
         first_head: T.int32,
         awaits: T.int32,
     ):
-        with T.Kernel(sequences * heads * tiles, threads=S + 128, prelude=PRELUDE) as block:
+        with T.Kernel(sequences * heads * tiles, threads=S + 128 + 128 * sends, prelude=PRELUDE) as block:
             T.annotate_min_blocks_per_sm(1)
             if awaits == EVERYTHING:
                 T.pdl_sync()
@@ -135,7 +136,7 @@ def program(config: Config):
             tx = T.get_thread_binding()
 
             k_s = T.alloc_shared((stages, C, K), dtype)
-            v_s = T.alloc_shared((stages, C, W), dtype)  # V, then Vd on its way out
+            v_s = T.alloc_shared((stages, C, W), dtype)  # V, then, unless it `sends`, Vd on its way out
             T.annotate_layout({v_s: make_full_bank_swizzled_layout(v_s)})  # with `split` nothing else here asks for it
             a_s = T.alloc_shared((stages, C, C), dtype)
             if split:
@@ -148,14 +149,14 @@ def program(config: Config):
             drop_s = T.alloc_shared((stages, C), "float32")  # -exp(gamma) beta
             loaded = T.alloc_barrier([64] * stages)
             ready = T.alloc_barrier([64] * stages)
-            free = T.alloc_barrier([S] * stages)  # K, a and the gates
-            left = T.alloc_barrier([S] * stages)  # V's tile, by which Vd leaves, and that of the low part
+            free = T.alloc_barrier([S] * stages)  # all of a stage, but V's tile where `left` says that
+            if not sends:
+                left = T.alloc_barrier([S] * stages)  # V's tile
             shared = SimpleNamespace(
                 k_s=k_s,
                 v_s=v_s,
                 a_s=a_s,
                 low_s=low_s if split else None,
-                low_returned=split,  # Vd's low part leaves by way of it
                 gamma_s=gamma_s,
                 rise_s=rise_s,
                 fall_s=fall_s,
@@ -166,19 +167,44 @@ def program(config: Config):
                 free=free,
             )
 
-            if tx >= S:
+            if sends:
+                h_full = T.alloc_barrier([128])
+                h_free = T.alloc_barrier([32])
+                vd_s = T.alloc_shared((2, C, 64), dtype)  # Vd on its way out
+                vd_full = T.alloc_barrier([128] * 2)
+                if split:
+                    vd_low_s = T.alloc_shared((2, C, 64), dtype)
+                sent = SimpleNamespace(
+                    state_s=h_s,
+                    state_full=h_full,
+                    state_free=h_free,
+                    rows_s=vd_s,
+                    low_s=vd_low_s if split else None,
+                    rows_full=vd_full,
+                )
+
+            if tx >= S + 128:
                 T.set_max_nreg(40, 0)
+                if sends:
+                    if tx < S + 160:
+                        m.send_results(
+                            *(h, vd, V if split else None, start, end, count, start // C + n, number, number, first),
+                            *(False, tx - (S + 128), sent),
+                        )
+            elif tx >= S:
+                T.set_max_nreg(56, 0)
                 if tx < S + 32:
                     for step in T.serial(count):
                         if step >= stages:
                             T.barrier_wait(free[step % stages], (step // stages + 1) % 2)
                         m.load_rows(k, start + step * C, key_head, 0, K, k_s, step % stages, loaded, LONG)
-                        if step >= stages:
-                            T.barrier_wait(left[step % stages], (step // stages + 1) % 2)
+                        if not sends:
+                            if step >= stages:
+                                T.barrier_wait(left[step % stages], (step // stages + 1) % 2)
                         m.load_rows(v, start + step * C, head, first, W, v_s, step % stages, loaded, LONG)
                         T.barrier_arrive(loaded[step % stages])
                 elif tx < S + 64:
-                    m.load_inverses(a, start, end, count, head, False, stages, shared, left)
+                    m.load_inverses(a, start, end, count, head, False, stages, shared)
                 else:
                     m.prepare_in_order(
                         gamma,
@@ -234,52 +260,56 @@ def program(config: Config):
                                 "handle",
                                 "jax_qla_load_transposed",
                                 v_t.data,
-                                T.address_of(v_s[at, 0, part]),
+                                T.access_ptr(v_s[at, 0, part], "r"),
                             )
                             # the state before the chunk leaves while the product runs; the one before has left
-                            T.tma_store_wait(1 + split)
-                            T.sync_threads(4 + wg, 128)
-                            T.copy(state_b, h_s[wg, :, :])
-                            T.fence_proxy_async()
-                            T.sync_threads(4 + wg, 128)
-                            for x in T.unroll(K // 64):
-                                m.send_state(h_s, wg, x * 64, h, slot, number, x, first + part)
-                            # by now the previous chunk's Vd has left too, and its stage may be overwritten
-                            T.tma_store_wait(K // 64)
-                            if c > 0:
-                                T.barrier_arrive(left[(c - 1) % stages])
+                            if sends:
+                                if c > 0:
+                                    T.barrier_wait(sent.state_free[0], (c - 1) % 2)
+                                m.put_state(state_b, h_s, wg)
+                                T.barrier_arrive(sent.state_full[0])
+                            else:
+                                T.tma_store_wait(1)
+                                T.sync_threads(4 + wg, 128)
+                                m.put_state(state_b, h_s, wg)
+                                T.fence_proxy_async()
+                                T.sync_threads(4 + wg, 128)
+                                for x in T.unroll(K // 64):
+                                    m.send_state(h_s, wg, x * 64, h, slot, number, x, first + part)
+                                # by now the previous chunk's Vd has left too, and its stage may be overwritten
+                                T.tma_store_wait(K // 64)
+                                if c > 0:
+                                    T.barrier_arrive(left[(c - 1) % stages])
                             for i, j in T.Parallel(64, C):
                                 v_beta[i, j] = T.cast(v_t[i, j], "float32") * beta_s[at, j]
                             for j in T.Parallel(C):
                                 of_column[j] = drop_s[at, j]
+                            whole = rise_s[at, lines - 1]
+                            for i, j in T.Parallel(64, K):
+                                state[i, j] = state[i, j] * whole
                             T.wait_wgmma(0)
                             # X = beta V^T - beta exp(gamma) U, Vd = X A^T
                             m.begin_correction(
                                 u, v_beta, of_column, x_b, a_s, at, low if split else None, low_s if split else None
                             )
-                            whole = rise_s[at, lines - 1]
-                            for i, j in T.Parallel(64, K):
-                                state[i, j] = state[i, j] * whole
                             for j in T.Parallel(C):
                                 of_column[j] = fall_s[at, j]
                             T.wait_wgmma(0)
                             # S = exp(gamma_C) S + (exp(gamma_C - gamma) Vd) K
                             m.begin_update(state, u, of_column, vk_b, k_s, at, low if split else None)
-                            T.sync_warp()  # V was read by other lanes
-                            T.call_extern("handle", "jax_qla_store_transposed", u.data, T.address_of(v_s[at, 0, part]))
-                            if split:
-                                # Vd's low part takes the place of a's, when no warp's product reads that any more
-                                for i, j in T.Parallel(64, C):
-                                    u[i, j] = u[i, j] - T.cast(T.cast(u[i, j], dtype), "float32")
+                            if sends:
+                                m.put_rows(u, sent.rows_s, c % 2, 0)
+                                if split:
+                                    for i, j in T.Parallel(64, C):
+                                        u[i, j] = u[i, j] - T.cast(T.cast(u[i, j], dtype), "float32")
+                                    m.put_rows(u, sent.low_s, c % 2, 0)
+                                T.barrier_arrive(sent.rows_full[c % 2])
+                            else:
+                                T.sync_warp()  # V was read by other lanes
+                                m.put_rows(u, v_s, at, part)
+                                T.fence_proxy_async()
                                 T.sync_threads(4 + wg, 128)
-                                T.call_extern(
-                                    "handle", "jax_qla_store_transposed", u.data, T.address_of(low_s[at, 0, 0])
-                                )
-                            T.fence_proxy_async()
-                            T.sync_threads(4 + wg, 128)
-                            m.send_rows(v_s, at, part, vd, line, lines, number, first + part, tx - wg * 128, SHORT)
-                            if split:
-                                m.send_rows(low_s, at, 0, vd, line, lines, number, V + first, tx, SHORT)
+                                m.send_rows(v_s, at, part, vd, line, lines, number, first + part, tx - wg * 128, SHORT)
                             T.wait_wgmma(0)
                             T.barrier_arrive(free[at])
                         T.tma_store_wait(0)

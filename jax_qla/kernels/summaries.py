@@ -218,7 +218,6 @@ def program(config: Config):
                 v_s=v_s,
                 a_s=a_s,
                 low_s=low_s if split else None,
-                low_returned=False,
                 gamma_s=gamma_s,
                 rise_s=rise_s,
                 fall_s=fall_s,
