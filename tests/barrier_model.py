@@ -233,6 +233,7 @@ class Language(types.ModuleType):
     if_then_else = Select = staticmethod(lambda condition, a, b: a if condition else b)
     cast = staticmethod(lambda x, *_: x)
     address_of = staticmethod(lambda x: x)  # of an array that nothing is known of: the array
+    access_ptr = staticmethod(lambda x, *_: x)
     Tensor = staticmethod(lambda shape, dtype: tuple(shape))
 
     def __init__(self, sizes: Mapping[str, Any]) -> None:
