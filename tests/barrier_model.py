@@ -38,7 +38,7 @@ class Value:
         """Of an operand, once `run` has given it to a program."""
 
     def __getitem__(self, index: Any) -> Any:
-        if self.name and _here.warp.number not in _here.warp.block.waited:
+        if self.name and _here.warp.number not in _here.warp.block.aware:
             _here.warp.block.early.add(self.name)
         return self if self.numbers is None else int(self.numbers[index])
 
@@ -74,8 +74,10 @@ class Barrier:
 
     def __init__(self, count: int) -> None:
         self.count, self.left, self.loads, self.phase = count, count, 0, 0
+        self._aware, self._aware_since = False, sys.maxsize
 
     def arrive(self, threads: int) -> None:
+        self._aware |= _here.warp.number in _here.warp.block.aware
         self.left -= threads
         if self.left < 0:
             raise AssertionError(f"{-self.left} arrivals more than the {self.count} of a phase")
@@ -84,6 +86,13 @@ class Barrier:
     def complete(self) -> None:
         if self.left == 0 and self.loads == 0:
             self.left, self.phase = self.count, self.phase + 1
+            if self._aware:
+                self._aware_since = min(self._aware_since, self.phase)
+
+    def tell(self) -> None:
+        """The warp goes on behind the phase that is complete, and so behind what those who arrived had waited for."""
+        if self.phase >= self._aware_since:
+            _here.warp.block.aware.add(_here.warp.number)
 
     def passed(self, parity: int) -> bool:
         return self.phase % 2 != parity
@@ -102,9 +111,11 @@ class Block:
         self.error: BaseException | None = None
         self._over = threading.Event()
         self.waited: set[int] = set()
-        """Warps that have waited for the kernel before this one."""
+        """Warps that have waited for the kernel before this one, ..."""
+        self.aware: set[int] = set()
+        """... and who has gone on behind such a warp: a phase of a barrier is not complete before all have arrived."""
         self.early: set[str] = set()
-        """Operands that some warp has used before it waited for that kernel."""
+        """Operands that some warp has used before it was aware of that kernel's end."""
         self.hasty: set[int] = set()
         """Warps that let the next kernel begin before that."""
 
@@ -301,6 +312,7 @@ class Language(types.ModuleType):
             return f"phase {parity} of barrier {which}, which is in phase {found.phase}"
 
         warp.wait(lambda: found.passed(parity), what)
+        found.tell()
 
     def sync_threads(self, number: int = 0, threads: int | None = None) -> None:
         block = _here.warp.block
@@ -308,6 +320,7 @@ class Language(types.ModuleType):
         phase = barrier.phase
         barrier.arrive(WARP)
         _here.warp.wait(lambda: barrier.phase > phase, lambda: f"named barrier {number}")
+        barrier.tell()
 
     def tma_copy(self, source: Any, target: Any, barrier: Any = None, **_: Any) -> None:
         if barrier is not None:
@@ -318,6 +331,7 @@ class Language(types.ModuleType):
 
     def pdl_sync(self) -> None:
         _here.warp.block.waited.add(_here.warp.number)
+        _here.warp.block.aware.add(_here.warp.number)
 
     def pdl_trigger(self) -> None:
         if _here.warp.number not in _here.warp.block.waited:

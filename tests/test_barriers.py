@@ -39,7 +39,7 @@ KERNELS = {
     "adjoint_summaries": 384,
     "compose": 288,
 }
-"""Kernels with barriers, and threads of a block with two warpgroups of state where a kernel has as many."""
+"""Kernels with barriers, and threads of a block."""
 
 THREADS = {**KERNELS, "layout": 128}
 """Of a block of these, and of the one that has no barriers."""
@@ -65,9 +65,8 @@ def configurations() -> list[Any]:
         if name == "forward":
             options += [{"keep": True, **option} for option in options]
         for option in options:
-            size = threads - 128 * (option.get("value_tile") == 64)  # one warpgroup of state less, ...
-            if name in ("forward", "states", "state_gradients") and not option.get("keep"):
-                size = threads  # ... and one with a warp that sends what it leaves
+            # Beside one warpgroup of state there is one with a warp that sends, but where the states are kept.
+            size = threads - 128 * (option.get("value_tile") == 64 and option.get("keep", False))
             if name == "compose":  # 16 rows a warp
                 size = option.get("key_dim", 128) * 2 + 32
             found.append(pytest.param(name, size, option, id=f"{name} {option}"))
@@ -116,6 +115,9 @@ WAITING = [
     ("states", {}, {"awaits": states.NOTHING}),
     ("state_gradients", {}, {"awaits": state_gradients.STATE}),
     ("state_gradients", {}, {"awaits": state_gradients.NOTHING}),
+    ("forward", {"value_tile": 64}, {"awaits": forward.STATE}),
+    ("states", {"value_tile": 64}, {"awaits": states.NOTHING}),
+    ("state_gradients", {"value_tile": 64}, {"awaits": state_gradients.STATE}),
     ("gradients", {}, {"group": 1}),
 ]
 """Kernels that wait for the one before them, with fields of their Config and values of scalars."""
@@ -157,6 +159,29 @@ def test_who_has_waited_when_the_next_kernel_may_begin(
     step = Step(kernel, config, scalars)
     assert overlap.patient(step) == (not ran.hasty)
     assert not {name for name in ran.early if not overlap.uses_early(step, name)}
+
+
+@pytest.mark.parametrize("arrives_after", [True, False])
+def test_who_is_behind_a_barrier_is_behind_what_others_waited_for(
+    arrives_after: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    barrier_model.replace_tilelang(monkeypatch, {})
+    import tilelang.language as T
+
+    def program(x: Any) -> None:
+        barrier = T.alloc_barrier([32])
+        if T.get_thread_binding() == 0:
+            if arrives_after:
+                T.pdl_sync()
+            T.barrier_arrive(barrier[0])
+            T.pdl_sync()
+        else:
+            T.barrier_wait(barrier[0], 0)
+            x[0] = 1
+
+    ran = barrier_model.run(program, 64, {})
+    assert ran.early == (set() if arrives_after else {"x"})
+    assert ran.waited == {0}
 
 
 def test_a_warp_that_is_late_by_two_phases_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
