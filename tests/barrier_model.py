@@ -245,6 +245,7 @@ class Language(types.ModuleType):
     cast = staticmethod(lambda x, *_: x)
     address_of = staticmethod(lambda x: x)  # of an array that nothing is known of: the array
     access_ptr = staticmethod(lambda x, *_: x)
+    GemmWarpPolicy = types.SimpleNamespace(FullRow=None)
     Tensor = staticmethod(lambda shape, dtype: tuple(shape))
 
     def __init__(self, sizes: Mapping[str, Any]) -> None:

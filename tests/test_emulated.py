@@ -312,15 +312,15 @@ REMOVED: dict[str, tuple[int, str, int, str]] = {
     "the wait for Vd": (64, "vd_full", 0, r"vd_s is written by thread .* and read by a bulk store .*, in no order"),
     "the fence before Vd leaves": (64, "fence", 1, r"vd_s is written by .* a bulk store .*, without a proxy fence"),
     "two, the wait for h to have left": (128, "wait<1, true", 0, H_OVERWRITTEN),
-    "two, the meeting before h is written": (128, "partial(4", 0, H_OVERWRITTEN),
-    "two, the fence behind h": (128, "fence", -4, H_UNFENCED),
+    "two, the meeting before h is written": (128, "thread_partial", 0, H_OVERWRITTEN),
+    "two, the fence behind h": (128, "fence", -2, H_UNFENCED),
     "two, the wait for Vd to have left": (
         128,
         "wait<1, true",
         1,
         r"v_s is read by a bulk store .* written by a bulk load",
     ),
-    "two, the meeting behind Vd": (128, "partial(4", -1, r"v_s is written by .* a bulk store .*, in no order"),
+    "two, the meeting behind Vd": (128, "thread_partial", -1, r"v_s is written by .* a bulk store .*, in no order"),
 }
 """Statements of `states` with one or two warpgroups of state: columns of a block, part of the text, which of those that
 have it, what is wrong without it."""
@@ -338,7 +338,7 @@ def test_what_orders_threads_is_missed() -> None:
     _run_states(None, 128, tokens=30)
     either = r"v_s is (written by thread \d+ and read|read by thread \d+ and written) by thread \d+, in no order"
     with pytest.raises(RuntimeError, match=either):
-        _run_states(("thread_partial(4", -1), 128, tokens=30)
+        _run_states(("thread_partial", -1), 128, tokens=30)
 
 
 def test_products_come_late() -> None:

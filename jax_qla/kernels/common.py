@@ -398,9 +398,9 @@ __device__ __forceinline__ int jax_qla_reach(const float* gamma, int heads, int 
 )
 
 
-def accumulator_layout(columns: int, first_thread: int = 0):
-    """The fragment layout of a wgmma accumulator [64, columns] of the warpgroup that begins at `first_thread`, for a fragment whose
-    registers C++ functions take.
+def accumulator_layout(columns: int, first_thread: int = 0, rows: int = 64):
+    """The fragment layout of a wgmma accumulator [rows, columns] of the warpgroups, one for every 64 rows, that begin at `first_thread`, for a
+    fragment whose registers C++ functions take.
 
     TileLang drops, without a word, a loop that writes or reads such a fragment alone when `first_thread` is wrong, and a loop over
     a part of one's columns beside another: look at the CUDA source (`build --keep-sources`).
@@ -408,7 +408,7 @@ def accumulator_layout(columns: int, first_thread: int = 0):
     from tilelang.layout import Fragment
 
     return Fragment(
-        (64, columns),
+        (rows, columns),
         forward_thread_fn=lambda i, j: first_thread + i // 16 * 32 + i % 8 * 4 + j % 8 // 2,
         forward_index_fn=lambda i, j: j // 8 * 4 + i % 16 // 8 * 2 + j % 2,
     )
@@ -525,8 +525,8 @@ def macros():
 
     @T.macro
     def keep_low(x, high, low):
-        """low = x - high, elements of a fragment [64, 64] in float32 and of its rounding."""
-        for i, j in T.Parallel(64, C):
+        """low = x - high, elements of a fragment [.., 64] in float32 and of its rounding."""
+        for i, j in T.Parallel(x.shape[0], C):
             low[i, j] = T.cast(x[i, j] - T.cast(high[i, j], "float32"), low.dtype)
 
     @T.macro
@@ -534,11 +534,11 @@ def macros():
         """Begins Vd^T = X^T a^T, to `u`, which holds U^T: X^T = of_values + factors U^T, rounded to `x`, a the tile a[at]. Where operands are
         split, `low` becomes X^T's low part and of_low[at] is a's; else both are None."""
         if low is None:
-            for i, j in T.Parallel(64, C):
+            for i, j in T.Parallel(u.shape[0], C):
                 x[i, j] = of_values[i, j] + factors[j] * u[i, j]
             multiply_inverse(x, a, at, u, False, True)
         else:
-            for i, j in T.Parallel(64, C):
+            for i, j in T.Parallel(u.shape[0], C):
                 u[i, j] = of_values[i, j] + factors[j] * u[i, j]
             T.copy(u, x)
             keep_low(u, x, low)
@@ -549,13 +549,13 @@ def macros():
     @T.macro
     def begin_update(state, u, factors, rounded, k, at, low):
         """Begins state += (factors u) k, of the tile k[at], by way of `rounded` and, unless it is None, its low part."""
-        for i, j in T.Parallel(64, C):
+        for i, j in T.Parallel(u.shape[0], C):
             rounded[i, j] = u[i, j] * factors[j]
-        T.wgmma_gemm(rounded, k[at, :, :], state)
+        T.wgmma_gemm(rounded, k[at, :, :], state, policy=T.GemmWarpPolicy.FullRow)
         if low is not None:
-            for i, j in T.Parallel(64, C):
+            for i, j in T.Parallel(u.shape[0], C):
                 low[i, j] = T.cast(u[i, j] * factors[j] - T.cast(rounded[i, j], "float32"), low.dtype)
-            T.wgmma_gemm(low, k[at, :, :], state)
+            T.wgmma_gemm(low, k[at, :, :], state, policy=T.GemmWarpPolicy.FullRow)
 
     @T.macro
     def send_rows(tiles, stage, column, target, row, rows, head, first, thread, kept=None, threads=128):

@@ -172,6 +172,7 @@ def program(config: Config):
     kept, passed, written = (LONG, LONG, None) if keep else (None, SHORT, SHORT)
     S = 128 * parts  # threads that hold the state
     m = macros()
+    by_rows = T.GemmWarpPolicy.FullRow  # a warpgroup has 64 rows, not columns, of a product
     tokens, key_heads, value_heads, sequences = T.dynamic("tokens, key_heads, value_heads, sequences")
     initial_states, final_states = T.dynamic("initial_states, final_states")  # sequences, or 0: not given, not wanted
     state_slots = T.dynamic("state_slots")
@@ -387,164 +388,164 @@ def program(config: Config):
                     T.fence_proxy_async()
                     T.barrier_arrive(ready[at])
             else:
-                for wg in tuple(range(parts)):
-                    part = wg * 64  # first of this warpgroup's columns
-                    if tx < 128 if wg == 0 else tx >= 128:
-                        T.set_max_nreg(208 if W == 128 else 240, 1)
-                        state = T.alloc_fragment((64, K), "float32")
-                        state_b = T.alloc_fragment((64, K), dtype)
-                        u = T.alloc_fragment((64, C), "float32")
-                        x_b = T.alloc_fragment((64, C), dtype)
-                        vd_b = T.alloc_fragment((64, C), dtype)
-                        vk_b = T.alloc_fragment((64, C), dtype)
-                        acc = T.alloc_fragment((64, C), "float32")
-                        v_t = T.alloc_fragment((64, C), dtype)
-                        if split:
-                            low = T.alloc_fragment((64, C), dtype)  # of X, then of Vd
-                            low_vk = T.alloc_fragment((64, C), dtype)
-                        T.annotate_layout({acc: accumulator_layout(C, wg * 128)})
-                        whole = T.alloc_var("float32")
-                        if awaits == STATE:
-                            T.pdl_sync()
-                        if initial_states > 0:
-                            if W == 128:
-                                if tx == 0:
-                                    T.call_extern(
-                                        "handle",
-                                        f"jax_qla_begin_state<{K}>",
-                                        T.address_of(initial_state[n, head, 0, 0]),
-                                        T.access_ptr(k_s[1, 0, 0], "r"),
-                                        T.access_ptr(q_s[1, 0, 0], "r"),
-                                    )
-                                T.sync_threads(6, S)
-                                T.call_extern(
-                                    "handle",
-                                    f"jax_qla_take_state<{K}>",
-                                    state.data,
-                                    T.access_ptr(k_s[1, 0, 0], "r"),
-                                    T.access_ptr(q_s[1, 0, 0], "r"),
-                                    part,
-                                )
-                                T.barrier_arrive(taken[0])
-                            else:
-                                for i, j in T.Parallel(64, K):
-                                    state[i, j] = initial_state[n, head, j, first + part + i]
-                        else:
-                            T.clear(state)
-                        T.copy(state, state_b)
-                        if count > 0:
-                            T.barrier_wait(gated[0], 0)
-                        T.wgmma_gemm(state_b, k_s[0, :, :], u, transpose_B=True, clear_accum=True)
-                        T.call_extern(
-                            "handle",
-                            "jax_qla_load_transposed",
-                            v_t.data,
-                            T.access_ptr(v_s[wg, 0, 0], "r"),
-                        )
-                        if keep:
-                            if count > 0:
-                                put(state_b, 0, "false", h_s, wg)
-                                T.fence_proxy_async()
-                                T.sync_threads(4 + wg, 128)
-                                m.send_state(h_s, wg, 0, h, start // C + n, head, 0, first + part)
-                        T.wait_wgmma(0)
-                        for c in T.serial(count):
-                            at = c % stages
-                            after = (c + 1) % stages
-                            line = start + c * C
-                            lines = end - line
-                            # U = S^T K^T is there. S^T Q^T
-                            T.wgmma_gemm(state_b, q_s[at, :, :], acc, transpose_B=True, clear_accum=True)
-                            # X = beta (V^T - exp(gamma) U)
-                            if split:
-                                for i, j in T.Parallel(64, C):
-                                    u[i, j] = beta_s[at, j] * (T.cast(v_t[i, j], "float32") - rise_s[at, j] * u[i, j])
-                                T.copy(u, x_b)
-                                m.keep_low(u, x_b, low)
-                            else:
-                                for i, j in T.Parallel(64, C):
-                                    x_b[i, j] = beta_s[at, j] * (T.cast(v_t[i, j], "float32") - rise_s[at, j] * u[i, j])
-                            # Vd = X A^T
-                            m.multiply_inverse(x_b, a_s, at, u, False, True)
-                            if split:
-                                m.multiply_inverse(low, a_s, at, u, False, False)
-                                m.multiply_inverse(x_b, low_s, at, u, False, False)
-                            whole = whole_s[at]
-                            for i, j in T.Parallel(64, K):
-                                state[i, j] = state[i, j] * whole
-                            if not sends:
-                                T.tma_store_wait(0)
-                                T.sync_threads(4 + wg, 128)  # by now the previous chunk's outputs have left
-                            if keep and K > 64:
-                                put(state_b, 1, "false", h_s, wg)
-                                T.fence_proxy_async()
-                                T.sync_threads(4 + wg, 128)
-                                m.send_state(h_s, wg, 0, h, start // C + n + c, head, 1, first + part)
-                            T.wait_wgmma(1 + 2 * split)
-                            for i, j in T.Parallel(64, C):
-                                acc[i, j] = acc[i, j] * scaled_s[at, j]
-                            T.wait_wgmma(0)
-                            for i, j in T.Parallel(64, C):
-                                vk_b[i, j] = u[i, j] * fall_s[at, j]
-                            T.copy(u, vd_b)
-                            # S = exp(gamma_C) S + (exp(gamma_C - gamma) Vd) K and O = scale exp(gamma) S^T Q^T + Vd P^T
-                            T.wgmma_gemm(vk_b, k_s[at, :, :], state)
-                            if split:
-                                m.keep_low(u, vd_b, low)
-                                for i, j in T.Parallel(64, C):
-                                    u[i, j] = u[i, j] * fall_s[at, j]
-                                m.keep_low(u, vk_b, low_vk)
-                                T.wgmma_gemm(low_vk, k_s[at, :, :], state)
-                            T.barrier_wait(ready[at], (c // stages) % 2)
-                            T.wgmma_gemm(vd_b, p_s[c % p_stages, :, :], acc, transpose_B=True)
-                            if split:
-                                T.wgmma_gemm(low, p_s[c % p_stages, :, :], acc, transpose_B=True)
-                            if keep:
-                                put(vd_b, 0, "true", o_s, wg)
-                                if split:
-                                    put(low, 0, "true", vd_low_s, wg)
-                                T.fence_proxy_async()
-                                T.sync_threads(4 + wg, 128)
-                                m.send_rows(o_s, wg, 0, vd, line, lines, head, first + part, tx - wg * 128)
-                                if split:
-                                    m.send_rows(vd_low_s, wg, 0, vd, line, lines, head, V + first, tx)
-                            # The next chunk's U begins before O leaves; after the last chunk it is of whatever lies there, and unused.
-                            if c + 1 < count:
-                                T.barrier_wait(gated[after], ((c + 1) // stages) % 2)
-                            T.wait_wgmma(1 + split)
-                            T.copy(state, state_b)
-                            T.wgmma_gemm(state_b, k_s[after, :, :], u, transpose_B=True, clear_accum=True)
-                            T.wait_wgmma(1)
-                            T.barrier_arrive(free[at])
-                            if keep:
-                                T.tma_store_wait(0)
-                                T.sync_threads(4 + wg, 128)  # by now Vd and the second half of h have
-                                if c + 1 < count:
-                                    put(state_b, 0, "false", h_s, wg)
-                            if sends:
-                                if c >= 2:
-                                    T.barrier_wait(o_free[c % 2], (c // 2 + 1) % 2)
-                                m.put_rows(acc, sent.rows_s, c % 2, 0)
-                                T.barrier_arrive(sent.rows_full[c % 2])
-                            else:
-                                m.put_rows(acc, o_s, wg, 0)
-                                T.fence_proxy_async()
-                                T.sync_threads(4 + wg, 128)
-                                if keep:
-                                    if c + 1 < count:
-                                        m.send_state(h_s, wg, 0, h, start // C + n + c + 1, head, 0, first + part)
-                                m.send_rows(o_s, wg, 0, o, line, lines, head, first + part, tx - wg * 128, written)
+                # One program for the warpgroups of the state, whose fragments have 64 rows each: a loop over them TileLang would write out.
+                wg = tx // 128 if parts > 1 else 0
+                part = wg * 64  # first of this warpgroup's columns
+                T.set_max_nreg(208 if W == 128 else 240, 1)
+                state = T.alloc_fragment((W, K), "float32")
+                state_b = T.alloc_fragment((W, K), dtype)
+                u = T.alloc_fragment((W, C), "float32")
+                x_b = T.alloc_fragment((W, C), dtype)
+                vd_b = T.alloc_fragment((W, C), dtype)
+                vk_b = T.alloc_fragment((W, C), dtype)
+                acc = T.alloc_fragment((W, C), "float32")
+                v_t = T.alloc_fragment((W, C), dtype)
+                if split:
+                    low = T.alloc_fragment((W, C), dtype)  # of X, then of Vd
+                    low_vk = T.alloc_fragment((W, C), dtype)
+                T.annotate_layout({acc: accumulator_layout(C, 0, W)})
+                whole = T.alloc_var("float32")
+                if awaits == STATE:
+                    T.pdl_sync()
+                if initial_states > 0:
+                    if W == 128:
+                        if tx == 0:
                             T.call_extern(
                                 "handle",
-                                "jax_qla_load_transposed",
-                                v_t.data,
-                                T.access_ptr(v_s[after * parts + wg, 0, 0], "r"),
+                                f"jax_qla_begin_state<{K}>",
+                                T.address_of(initial_state[n, head, 0, 0]),
+                                T.access_ptr(k_s[1, 0, 0], "r"),
+                                T.access_ptr(q_s[1, 0, 0], "r"),
                             )
-                            T.wait_wgmma(0)
+                        T.sync_threads(6, S)
+                        T.call_extern(
+                            "handle",
+                            f"jax_qla_take_state<{K}>",
+                            state.data,
+                            T.access_ptr(k_s[1, 0, 0], "r"),
+                            T.access_ptr(q_s[1, 0, 0], "r"),
+                            part,
+                        )
+                        T.barrier_arrive(taken[0])
+                    else:
+                        for i, j in T.Parallel(W, K):
+                            state[i, j] = initial_state[n, head, j, first + i]
+                else:
+                    T.clear(state)
+                T.copy(state, state_b)
+                if count > 0:
+                    T.barrier_wait(gated[0], 0)
+                T.wgmma_gemm(state_b, k_s[0, :, :], u, transpose_B=True, clear_accum=True, policy=by_rows)
+                T.call_extern(
+                    "handle",
+                    "jax_qla_load_transposed",
+                    v_t.data,
+                    T.access_ptr(v_s[wg, 0, 0], "r"),
+                )
+                if keep:
+                    if count > 0:
+                        put(state_b, 0, "false", h_s, wg)
+                        T.fence_proxy_async()
+                        T.sync_threads(4 + wg, 128)
+                        m.send_state(h_s, wg, 0, h, start // C + n, head, 0, first + part)
+                T.wait_wgmma(0)
+                for c in T.serial(count):
+                    at = c % stages
+                    after = (c + 1) % stages
+                    line = start + c * C
+                    lines = end - line
+                    # U = S^T K^T is there. S^T Q^T
+                    T.wgmma_gemm(state_b, q_s[at, :, :], acc, transpose_B=True, clear_accum=True, policy=by_rows)
+                    # X = beta (V^T - exp(gamma) U)
+                    if split:
+                        for i, j in T.Parallel(W, C):
+                            u[i, j] = beta_s[at, j] * (T.cast(v_t[i, j], "float32") - rise_s[at, j] * u[i, j])
+                        T.copy(u, x_b)
+                        m.keep_low(u, x_b, low)
+                    else:
+                        for i, j in T.Parallel(W, C):
+                            x_b[i, j] = beta_s[at, j] * (T.cast(v_t[i, j], "float32") - rise_s[at, j] * u[i, j])
+                    # Vd = X A^T
+                    m.multiply_inverse(x_b, a_s, at, u, False, True)
+                    if split:
+                        m.multiply_inverse(low, a_s, at, u, False, False)
+                        m.multiply_inverse(x_b, low_s, at, u, False, False)
+                    whole = whole_s[at]
+                    for i, j in T.Parallel(W, K):
+                        state[i, j] = state[i, j] * whole
+                    if not sends:
                         T.tma_store_wait(0)
-                        if final_states > 0 and target >= 0:
-                            for i, j in T.Parallel(64, K):
-                                final_state[target, head, j, first + part + i] = state[i, j]
+                        T.sync_threads(4 + wg, 128)  # by now the previous chunk's outputs have left
+                    if keep and K > 64:
+                        put(state_b, 1, "false", h_s, wg)
+                        T.fence_proxy_async()
+                        T.sync_threads(4 + wg, 128)
+                        m.send_state(h_s, wg, 0, h, start // C + n + c, head, 1, first + part)
+                    T.wait_wgmma(1 + 2 * split)
+                    for i, j in T.Parallel(W, C):
+                        acc[i, j] = acc[i, j] * scaled_s[at, j]
+                    T.wait_wgmma(0)
+                    for i, j in T.Parallel(W, C):
+                        vk_b[i, j] = u[i, j] * fall_s[at, j]
+                    T.copy(u, vd_b)
+                    # S = exp(gamma_C) S + (exp(gamma_C - gamma) Vd) K and O = scale exp(gamma) S^T Q^T + Vd P^T
+                    T.wgmma_gemm(vk_b, k_s[at, :, :], state, policy=by_rows)
+                    if split:
+                        m.keep_low(u, vd_b, low)
+                        for i, j in T.Parallel(W, C):
+                            u[i, j] = u[i, j] * fall_s[at, j]
+                        m.keep_low(u, vk_b, low_vk)
+                        T.wgmma_gemm(low_vk, k_s[at, :, :], state, policy=by_rows)
+                    T.barrier_wait(ready[at], (c // stages) % 2)
+                    T.wgmma_gemm(vd_b, p_s[c % p_stages, :, :], acc, transpose_B=True, policy=by_rows)
+                    if split:
+                        T.wgmma_gemm(low, p_s[c % p_stages, :, :], acc, transpose_B=True, policy=by_rows)
+                    if keep:
+                        put(vd_b, 0, "true", o_s, wg)
+                        if split:
+                            put(low, 0, "true", vd_low_s, wg)
+                        T.fence_proxy_async()
+                        T.sync_threads(4 + wg, 128)
+                        m.send_rows(o_s, wg, 0, vd, line, lines, head, first + part, tx - wg * 128)
+                        if split:
+                            m.send_rows(vd_low_s, wg, 0, vd, line, lines, head, V + first, tx)
+                    # The next chunk's U begins before O leaves; after the last chunk it is of whatever lies there, and unused.
+                    if c + 1 < count:
+                        T.barrier_wait(gated[after], ((c + 1) // stages) % 2)
+                    T.wait_wgmma(1 + split)
+                    T.copy(state, state_b)
+                    T.wgmma_gemm(state_b, k_s[after, :, :], u, transpose_B=True, clear_accum=True, policy=by_rows)
+                    T.wait_wgmma(1)
+                    T.barrier_arrive(free[at])
+                    if keep:
+                        T.tma_store_wait(0)
+                        T.sync_threads(4 + wg, 128)  # by now Vd and the second half of h have
+                        if c + 1 < count:
+                            put(state_b, 0, "false", h_s, wg)
+                    if sends:
+                        if c >= 2:
+                            T.barrier_wait(o_free[c % 2], (c // 2 + 1) % 2)
+                        m.put_rows(acc, sent.rows_s, c % 2, 0)
+                        T.barrier_arrive(sent.rows_full[c % 2])
+                    else:
+                        m.put_rows(acc, o_s, wg, 0)
+                        T.fence_proxy_async()
+                        T.sync_threads(4 + wg, 128)
+                        if keep:
+                            if c + 1 < count:
+                                m.send_state(h_s, wg, 0, h, start // C + n + c + 1, head, 0, first + part)
+                        m.send_rows(o_s, wg, 0, o, line, lines, head, first + part, tx - wg * 128, written)
+                    T.call_extern(
+                        "handle",
+                        "jax_qla_load_transposed",
+                        v_t.data,
+                        T.access_ptr(v_s[after * parts + wg, 0, 0], "r"),
+                    )
+                    T.wait_wgmma(0)
+                T.tma_store_wait(0)
+                if final_states > 0 and target >= 0:
+                    for i, j in T.Parallel(W, K):
+                        final_state[target, head, j, first + i] = state[i, j]
             T.pdl_sync()  # ends after what came before, for what follows waits for this kernel alone
 
     return forward

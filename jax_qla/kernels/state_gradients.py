@@ -108,6 +108,7 @@ def program(config: Config):
     sends = W == 64  # a warp of its own sends dh and dv
     S = 2 * W  # threads that hold the gradient: one warpgroup for every 64 value columns
     m = macros()
+    by_rows = T.GemmWarpPolicy.FullRow  # a warpgroup has 64 rows, not columns, of a product
     tokens, key_heads, value_heads, sequences, state_slots = T.dynamic(
         "tokens, key_heads, value_heads, sequences, state_slots"
     )
@@ -254,120 +255,119 @@ def program(config: Config):
                 T.set_max_nreg(152 if sends else 72, int(sends))  # of 128
                 m.prepare_last_first(start, end, count, scale, tx - S, stages, l2norm, shared)
             else:
-                for wg in tuple(range(W // 64)):
-                    part = wg * 64  # first of this warpgroup's columns
-                    if tx < 128 if wg == 0 else tx >= 128:
-                        T.set_max_nreg(240 if sends else 208, 1)
-                        d = T.alloc_fragment((64, K), "float32")
-                        d_b = T.alloc_fragment((64, K), dtype)
-                        u = T.alloc_fragment((64, C), "float32")
-                        from_output = T.alloc_fragment((64, C), "float32")  # P^T dO
-                        dvd_b = T.alloc_fragment((64, C), dtype)
-                        dw_b = T.alloc_fragment((64, C), dtype)
-                        if split:
-                            low = T.alloc_fragment((64, C), dtype)  # of dVd, then of exp(gamma) beta dX
-                        do_t = T.alloc_fragment((64, C), dtype)
-                        do_b = T.alloc_fragment((64, C), dtype)  # dO^T diag(scale exp(gamma))
-                        of_column = T.alloc_fragment(
-                            (C,), "float32"
-                        )  # factors of u's columns, read while a product runs
-                        whole = T.alloc_var("float32")
-                        line = T.alloc_var("int32")
-                        lines = T.alloc_var("int32")
-                        slot = T.alloc_var("int32")
-                        if awaits == STATE:
-                            T.pdl_sync()
-                        if final_states > 0:
-                            for i, j in T.Parallel(64, K):
-                                d[i, j] = d_final_state[n, head, j, first + part + i]
-                        else:
-                            T.clear(d)
-                        for c in T.serial(count):
-                            at = c % stages
-                            line = start + (count - 1 - c) * C
-                            lines = T.min(end - line, C)
-                            slot = start // C + n + (count - 1 - c)
-                            T.barrier_wait(ready[at], (c // stages) % 2)
-                            # dVd = exp(gamma_C - gamma) K dS + P^T dO
-                            T.copy(d, d_b)
-                            T.wgmma_gemm(
-                                do_s[at, :, part : part + 64],
-                                p_s[c % 2, :, :],
-                                from_output,
-                                transpose_A=True,
-                                clear_accum=True,
-                            )
-                            T.wgmma_gemm(d_b, k_s[at, :, :], u, transpose_B=True, clear_accum=True)
-                            # the gradient of the state after the chunk leaves while the product runs; the one before has left
-                            if sends:
-                                if c > 0:
-                                    T.barrier_wait(sent.state_free[0], (c - 1) % 2)
-                                m.put_state(d_b, dh_s, wg)
-                                T.barrier_arrive(sent.state_full[0])
-                            else:
-                                T.tma_store_wait(1)
-                                T.sync_threads(4 + wg, 128)
-                                m.put_state(d_b, dh_s, wg)
-                                T.fence_proxy_async()
-                                T.sync_threads(4 + wg, 128)
-                                for x in T.unroll(K // 64):
-                                    m.send_state(dh_s, wg, x * 64, dh, slot, number, x, first + part)
-                                # by now the previous chunk's dv has left too, and its stage may be overwritten
-                                T.tma_store_wait(K // 64)
-                                if c > 0:
-                                    T.barrier_arrive(free[(c - 1) % stages])
-                            T.call_extern(
-                                "handle",
-                                "jax_qla_load_transposed",
-                                do_t.data,
-                                T.access_ptr(do_s[at, 0, part], "r"),
-                            )
-                            for i, j in T.Parallel(64, C):
-                                do_b[i, j] = T.cast(do_t[i, j], "float32") * lift_s[at, j]
-                            whole = rise_s[at, lines - 1]
-                            for i, j in T.Parallel(64, K):
-                                d[i, j] = d[i, j] * whole
-                            T.wait_wgmma(0)
-                            T.barrier_arrive(taken[c % 2])
-                            for i, j in T.Parallel(64, C):
-                                u[i, j] = u[i, j] * fall_s[at, j] + from_output[i, j]
-                            T.copy(u, dvd_b)
-                            # dX = A^T dVd, on the diagonal (of ones), which a_s lacks, without the rounding of dVd
-                            if split:
-                                m.keep_low(u, dvd_b, low)
-                            m.multiply_inverse(dvd_b, a_s, at, u, True, False)
-                            if split:
-                                m.multiply_inverse(low, a_s, at, u, True, False)
-                                m.multiply_inverse(dvd_b, low_s, at, u, True, False)
-                            for j in T.Parallel(C):
-                                of_column[j] = drop_s[at, j]
-                            # dS = exp(gamma_C) dS + Q^T scale exp(gamma) dO - K^T exp(gamma) beta dX
-                            T.wgmma_gemm(do_b, q_s[at, :, :], d)
-                            T.wait_wgmma(1)
-                            m.begin_update(d, u, of_column, dw_b, k_s, at, low if split else None)
-                            if sends:
-                                for i, j in T.Parallel(64, C):
-                                    u[i, j] = u[i, j] * out_s[at, j]
-                                m.put_rows(u, sent.rows_s, c % 2, 0)
-                                T.barrier_arrive(sent.rows_full[c % 2])
-                                T.wait_wgmma(0)
-                                T.barrier_arrive(free[at])
-                            else:
-                                T.wait_wgmma(1)  # dO is no longer needed
-                                for i, j in T.Parallel(64, C):
-                                    u[i, j] = u[i, j] * out_s[at, j]
-                                T.sync_threads(4 + wg, 128)
-                                m.put_rows(u, do_s, at, part)
-                                T.fence_proxy_async()
-                                T.sync_threads(4 + wg, 128)
-                                m.send_rows(do_s, at, part, dv, line, lines, head, first + part, tx - wg * 128, SHORT)
-                                if lines < C:
-                                    T.tma_store_wait(0)  # one group less than the waits above count on
-                                T.wait_wgmma(0)
-                        T.tma_store_wait(0)
-                        if initial_states > 0 and target >= 0:
-                            for i, j in T.Parallel(64, K):
-                                d_initial_state[target, head, j, first + part + i] = d[i, j]
+                # One program for the warpgroups of the state, whose fragments have 64 rows each: a loop over them TileLang would write out.
+                wg = tx // 128 if W > 64 else 0
+                part = wg * 64  # first of this warpgroup's columns
+                T.set_max_nreg(240 if sends else 208, 1)
+                d = T.alloc_fragment((W, K), "float32")
+                d_b = T.alloc_fragment((W, K), dtype)
+                u = T.alloc_fragment((W, C), "float32")
+                from_output = T.alloc_fragment((W, C), "float32")  # P^T dO
+                dvd_b = T.alloc_fragment((W, C), dtype)
+                dw_b = T.alloc_fragment((W, C), dtype)
+                if split:
+                    low = T.alloc_fragment((W, C), dtype)  # of dVd, then of exp(gamma) beta dX
+                do_t = T.alloc_fragment((W, C), dtype)
+                do_b = T.alloc_fragment((W, C), dtype)  # dO^T diag(scale exp(gamma))
+                of_column = T.alloc_fragment((C,), "float32")  # factors of u's columns, read while a product runs
+                whole = T.alloc_var("float32")
+                line = T.alloc_var("int32")
+                lines = T.alloc_var("int32")
+                slot = T.alloc_var("int32")
+                if awaits == STATE:
+                    T.pdl_sync()
+                if final_states > 0:
+                    for i, j in T.Parallel(W, K):
+                        d[i, j] = d_final_state[n, head, j, first + i]
+                else:
+                    T.clear(d)
+                for c in T.serial(count):
+                    at = c % stages
+                    line = start + (count - 1 - c) * C
+                    lines = T.min(end - line, C)
+                    slot = start // C + n + (count - 1 - c)
+                    T.barrier_wait(ready[at], (c // stages) % 2)
+                    # dVd = exp(gamma_C - gamma) K dS + P^T dO
+                    T.copy(d, d_b)
+                    T.wgmma_gemm(
+                        do_s[at, :, :],
+                        p_s[c % 2, :, :],
+                        from_output,
+                        transpose_A=True,
+                        clear_accum=True,
+                        policy=by_rows,
+                    )
+                    T.wgmma_gemm(d_b, k_s[at, :, :], u, transpose_B=True, clear_accum=True, policy=by_rows)
+                    # the gradient of the state after the chunk leaves while the product runs; the one before has left
+                    if sends:
+                        if c > 0:
+                            T.barrier_wait(sent.state_free[0], (c - 1) % 2)
+                        m.put_state(d_b, dh_s, wg)
+                        T.barrier_arrive(sent.state_full[0])
+                    else:
+                        T.tma_store_wait(1)
+                        T.sync_threads(4 + wg, 128)
+                        m.put_state(d_b, dh_s, wg)
+                        T.fence_proxy_async()
+                        T.sync_threads(4 + wg, 128)
+                        for x in T.unroll(K // 64):
+                            m.send_state(dh_s, wg, x * 64, dh, slot, number, x, first + part)
+                        # by now the previous chunk's dv has left too, and its stage may be overwritten
+                        T.tma_store_wait(K // 64)
+                        if c > 0:
+                            T.barrier_arrive(free[(c - 1) % stages])
+                    T.call_extern(
+                        "handle",
+                        "jax_qla_load_transposed",
+                        do_t.data,
+                        T.access_ptr(do_s[at, 0, part], "r"),
+                    )
+                    for i, j in T.Parallel(W, C):
+                        do_b[i, j] = T.cast(do_t[i, j], "float32") * lift_s[at, j]
+                    whole = rise_s[at, lines - 1]
+                    for i, j in T.Parallel(W, K):
+                        d[i, j] = d[i, j] * whole
+                    T.wait_wgmma(0)
+                    T.barrier_arrive(taken[c % 2])
+                    for i, j in T.Parallel(W, C):
+                        u[i, j] = u[i, j] * fall_s[at, j] + from_output[i, j]
+                    T.copy(u, dvd_b)
+                    # dX = A^T dVd, on the diagonal (of ones), which a_s lacks, without the rounding of dVd
+                    if split:
+                        m.keep_low(u, dvd_b, low)
+                    m.multiply_inverse(dvd_b, a_s, at, u, True, False)
+                    if split:
+                        m.multiply_inverse(low, a_s, at, u, True, False)
+                        m.multiply_inverse(dvd_b, low_s, at, u, True, False)
+                    for j in T.Parallel(C):
+                        of_column[j] = drop_s[at, j]
+                    # dS = exp(gamma_C) dS + Q^T scale exp(gamma) dO - K^T exp(gamma) beta dX
+                    T.wgmma_gemm(do_b, q_s[at, :, :], d, policy=by_rows)
+                    T.wait_wgmma(1)
+                    m.begin_update(d, u, of_column, dw_b, k_s, at, low if split else None)
+                    if sends:
+                        for i, j in T.Parallel(W, C):
+                            u[i, j] = u[i, j] * out_s[at, j]
+                        m.put_rows(u, sent.rows_s, c % 2, 0)
+                        T.barrier_arrive(sent.rows_full[c % 2])
+                        T.wait_wgmma(0)
+                        T.barrier_arrive(free[at])
+                    else:
+                        T.wait_wgmma(1)  # dO is no longer needed
+                        for i, j in T.Parallel(W, C):
+                            u[i, j] = u[i, j] * out_s[at, j]
+                        T.sync_threads(4 + wg, 128)
+                        m.put_rows(u, do_s, at, part)
+                        T.fence_proxy_async()
+                        T.sync_threads(4 + wg, 128)
+                        m.send_rows(do_s, at, part, dv, line, lines, head, first + part, tx - wg * 128, SHORT)
+                        if lines < C:
+                            T.tma_store_wait(0)  # one group less than the waits above count on
+                        T.wait_wgmma(0)
+                T.tma_store_wait(0)
+                if initial_states > 0 and target >= 0:
+                    for i, j in T.Parallel(W, K):
+                        d_initial_state[target, head, j, first + i] = d[i, j]
             T.pdl_sync()  # ends after `states`, for `gradients` waits for this kernel alone
 
     return state_gradients

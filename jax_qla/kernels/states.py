@@ -90,6 +90,7 @@ def program(config: Config):
     sends = W == 64  # a warp of its own sends h and Vd
     S = 2 * W  # threads that hold the state: one warpgroup for every 64 value columns
     m = macros()
+    by_rows = T.GemmWarpPolicy.FullRow  # a warpgroup has 64 rows, not columns, of a product
     tokens, key_heads, value_heads, sequences, state_slots = T.dynamic(
         "tokens, key_heads, value_heads, sequences, state_slots"
     )
@@ -222,97 +223,95 @@ def program(config: Config):
                         shared,
                     )
             else:
-                for wg in tuple(range(W // 64)):
-                    part = wg * 64  # first of this warpgroup's columns
-                    if tx < 128 if wg == 0 else tx >= 128:
-                        T.set_max_nreg(216, 1)
-                        state = T.alloc_fragment((64, K), "float32")
-                        state_b = T.alloc_fragment((64, K), dtype)
-                        u = T.alloc_fragment((64, C), "float32")
-                        x_b = T.alloc_fragment((64, C), dtype)
-                        vk_b = T.alloc_fragment((64, C), dtype)
-                        v_t = T.alloc_fragment((64, C), dtype)
+                # One program for the warpgroups of the state, whose fragments have 64 rows each: a loop over them TileLang would write out.
+                wg = tx // 128 if W > 64 else 0
+                part = wg * 64  # first of this warpgroup's columns
+                T.set_max_nreg(216, 1)
+                state = T.alloc_fragment((W, K), "float32")
+                state_b = T.alloc_fragment((W, K), dtype)
+                u = T.alloc_fragment((W, C), "float32")
+                x_b = T.alloc_fragment((W, C), dtype)
+                vk_b = T.alloc_fragment((W, C), dtype)
+                v_t = T.alloc_fragment((W, C), dtype)
+                if split:
+                    low = T.alloc_fragment((W, C), dtype)  # of X, then of Vd
+                v_beta = T.alloc_fragment((W, C), "float32")
+                of_column = T.alloc_fragment((C,), "float32")  # factors of u's columns, read while a product runs
+                whole = T.alloc_var("float32")
+                line = T.alloc_var("int32")
+                lines = T.alloc_var("int32")
+                slot = T.alloc_var("int32")
+                if initial_states > 0:
+                    for i, j in T.Parallel(W, K):
+                        state[i, j] = initial_state[n, head, j, first + i]
+                else:
+                    T.clear(state)
+                for c in T.serial(count):
+                    at = c % stages
+                    line = start + c * C
+                    lines = T.min(end - line, C)
+                    slot = start // C + n + c
+                    T.copy(state, state_b)
+                    T.barrier_wait(ready[at], (c // stages) % 2)
+                    # U = S^T K^T
+                    T.wgmma_gemm(state_b, k_s[at, :, :], u, transpose_B=True, clear_accum=True, policy=by_rows)
+                    T.call_extern(
+                        "handle",
+                        "jax_qla_load_transposed",
+                        v_t.data,
+                        T.access_ptr(v_s[at, 0, part], "r"),
+                    )
+                    # the state before the chunk leaves while the product runs; the one before has left
+                    if sends:
+                        if c > 0:
+                            T.barrier_wait(sent.state_free[0], (c - 1) % 2)
+                        m.put_state(state_b, h_s, wg)
+                        T.barrier_arrive(sent.state_full[0])
+                    else:
+                        T.tma_store_wait(1)
+                        T.sync_threads(4 + wg, 128)
+                        m.put_state(state_b, h_s, wg)
+                        T.fence_proxy_async()
+                        T.sync_threads(4 + wg, 128)
+                        for x in T.unroll(K // 64):
+                            m.send_state(h_s, wg, x * 64, h, slot, number, x, first + part)
+                        # by now the previous chunk's Vd has left too, and its stage may be overwritten
+                        T.tma_store_wait(K // 64)
+                        if c > 0:
+                            T.barrier_arrive(left[(c - 1) % stages])
+                    for i, j in T.Parallel(W, C):
+                        v_beta[i, j] = T.cast(v_t[i, j], "float32") * beta_s[at, j]
+                    for j in T.Parallel(C):
+                        of_column[j] = drop_s[at, j]
+                    whole = rise_s[at, lines - 1]
+                    for i, j in T.Parallel(W, K):
+                        state[i, j] = state[i, j] * whole
+                    T.wait_wgmma(0)
+                    # X = beta V^T - beta exp(gamma) U, Vd = X A^T
+                    m.begin_correction(
+                        u, v_beta, of_column, x_b, a_s, at, low if split else None, low_s if split else None
+                    )
+                    for j in T.Parallel(C):
+                        of_column[j] = fall_s[at, j]
+                    T.wait_wgmma(0)
+                    # S = exp(gamma_C) S + (exp(gamma_C - gamma) Vd) K
+                    m.begin_update(state, u, of_column, vk_b, k_s, at, low if split else None)
+                    if sends:
+                        m.put_rows(u, sent.rows_s, c % 2, 0)
                         if split:
-                            low = T.alloc_fragment((64, C), dtype)  # of X, then of Vd
-                        v_beta = T.alloc_fragment((64, C), "float32")
-                        of_column = T.alloc_fragment(
-                            (C,), "float32"
-                        )  # factors of u's columns, read while a product runs
-                        whole = T.alloc_var("float32")
-                        line = T.alloc_var("int32")
-                        lines = T.alloc_var("int32")
-                        slot = T.alloc_var("int32")
-                        if initial_states > 0:
-                            for i, j in T.Parallel(64, K):
-                                state[i, j] = initial_state[n, head, j, first + part + i]
-                        else:
-                            T.clear(state)
-                        for c in T.serial(count):
-                            at = c % stages
-                            line = start + c * C
-                            lines = T.min(end - line, C)
-                            slot = start // C + n + c
-                            T.copy(state, state_b)
-                            T.barrier_wait(ready[at], (c // stages) % 2)
-                            # U = S^T K^T
-                            T.wgmma_gemm(state_b, k_s[at, :, :], u, transpose_B=True, clear_accum=True)
-                            T.call_extern(
-                                "handle",
-                                "jax_qla_load_transposed",
-                                v_t.data,
-                                T.access_ptr(v_s[at, 0, part], "r"),
-                            )
-                            # the state before the chunk leaves while the product runs; the one before has left
-                            if sends:
-                                if c > 0:
-                                    T.barrier_wait(sent.state_free[0], (c - 1) % 2)
-                                m.put_state(state_b, h_s, wg)
-                                T.barrier_arrive(sent.state_full[0])
-                            else:
-                                T.tma_store_wait(1)
-                                T.sync_threads(4 + wg, 128)
-                                m.put_state(state_b, h_s, wg)
-                                T.fence_proxy_async()
-                                T.sync_threads(4 + wg, 128)
-                                for x in T.unroll(K // 64):
-                                    m.send_state(h_s, wg, x * 64, h, slot, number, x, first + part)
-                                # by now the previous chunk's Vd has left too, and its stage may be overwritten
-                                T.tma_store_wait(K // 64)
-                                if c > 0:
-                                    T.barrier_arrive(left[(c - 1) % stages])
-                            for i, j in T.Parallel(64, C):
-                                v_beta[i, j] = T.cast(v_t[i, j], "float32") * beta_s[at, j]
-                            for j in T.Parallel(C):
-                                of_column[j] = drop_s[at, j]
-                            whole = rise_s[at, lines - 1]
-                            for i, j in T.Parallel(64, K):
-                                state[i, j] = state[i, j] * whole
-                            T.wait_wgmma(0)
-                            # X = beta V^T - beta exp(gamma) U, Vd = X A^T
-                            m.begin_correction(
-                                u, v_beta, of_column, x_b, a_s, at, low if split else None, low_s if split else None
-                            )
-                            for j in T.Parallel(C):
-                                of_column[j] = fall_s[at, j]
-                            T.wait_wgmma(0)
-                            # S = exp(gamma_C) S + (exp(gamma_C - gamma) Vd) K
-                            m.begin_update(state, u, of_column, vk_b, k_s, at, low if split else None)
-                            if sends:
-                                m.put_rows(u, sent.rows_s, c % 2, 0)
-                                if split:
-                                    for i, j in T.Parallel(64, C):
-                                        u[i, j] = u[i, j] - T.cast(T.cast(u[i, j], dtype), "float32")
-                                    m.put_rows(u, sent.low_s, c % 2, 0)
-                                T.barrier_arrive(sent.rows_full[c % 2])
-                            else:
-                                T.sync_warp()  # V was read by other lanes
-                                m.put_rows(u, v_s, at, part)
-                                T.fence_proxy_async()
-                                T.sync_threads(4 + wg, 128)
-                                m.send_rows(v_s, at, part, vd, line, lines, number, first + part, tx - wg * 128, SHORT)
-                            T.wait_wgmma(0)
-                            T.barrier_arrive(free[at])
-                        T.tma_store_wait(0)
+                            for i, j in T.Parallel(W, C):
+                                u[i, j] = u[i, j] - T.cast(T.cast(u[i, j], dtype), "float32")
+                            m.put_rows(u, sent.low_s, c % 2, 0)
+                        T.barrier_arrive(sent.rows_full[c % 2])
+                    else:
+                        T.sync_warp()  # V was read by other lanes
+                        m.put_rows(u, v_s, at, part)
+                        T.fence_proxy_async()
+                        T.sync_threads(4 + wg, 128)
+                        m.send_rows(v_s, at, part, vd, line, lines, number, first + part, tx - wg * 128, SHORT)
+                    T.wait_wgmma(0)
+                    T.barrier_arrive(free[at])
+                T.tma_store_wait(0)
             T.pdl_sync()  # ends after what came before, for what follows waits for this kernel alone
 
     return states
