@@ -37,6 +37,7 @@ from jax_qla import policy, store
 from jax_qla import segments as tables
 from jax_qla.implementations import Between, ChunkStates, Lengths, Pieces, RecurrentCall, Residuals, splits
 from jax_qla.kernels import adjoint_summaries as adjoint_summaries_kernel
+from jax_qla.kernels import backward as backward_kernel
 from jax_qla.kernels import compose as compose_kernel
 from jax_qla.kernels import forward as forward_kernel
 from jax_qla.kernels import gradients as gradients_kernel
@@ -46,7 +47,7 @@ from jax_qla.kernels import recurrent as recurrent_kernel
 from jax_qla.kernels import state_gradients as state_gradients_kernel
 from jax_qla.kernels import states as states_kernel
 from jax_qla.kernels import summaries as summaries_kernel
-from jax_qla.kernels.common import CHUNK
+from jax_qla.kernels.common import ALIKE, ALWAYS, CHUNK, DIFFERENT
 from jax_qla.kernels.packaged import PACKAGED
 from jax_qla.launch import Step, launch, unavailable
 
@@ -246,7 +247,14 @@ def backward(
     steps = [*call.table_steps, *steps]
     heads = call.value_heads // groups
     chunk_shapes = ChunkStates.shapes(call.parts, v, call.key_dim, precision, groups=groups)
-    of_pieces |= {"dh": chunk_shapes["h"]} | (chunk_shapes if chunk_states is None else {})
+    of_pieces |= chunk_shapes if chunk_states is None else {}
+    in_one = policy.in_one(
+        *(call.recurrences, call.key_heads // groups, heads, call.key_dim, call.value_dim),
+        split=call.split,
+        packed=segments is not None,
+        cut=call.cut,
+    )
+    of_pieces |= {} if in_one == "always" else {"dh": chunk_shapes["h"]}
     together = policy.key_heads_together(chunks, call.key_heads // groups, heads)
     tile = call.value_tile_of(heads)
     beside = policy.room_for_both(call.recurrences * heads * (call.value_dim // tile))
@@ -259,10 +267,18 @@ def backward(
             awaits = states_kernel.NOTHING if ahead else states_kernel.EVERYTHING
             place = len(steps) - 1 if ahead else len(steps)
             steps.insert(place, call.step(states_kernel, rename=initial, awaits=awaits, **of))
-        behind = bool(steps) and steps[-1].kernel == "compose"  # which writes what it begins with
-        awaits = state_gradients_kernel.STATE if behind else state_gradients_kernel.NOTHING
-        steps.append(call.step(state_gradients_kernel, rename=final, scale=scale, awaits=awaits, **of))
-        steps.append(call.step(gradients_kernel, rename={"d": "dv"}, scale=scale, group=together, first_head=first))
+        if in_one != "always":
+            only = DIFFERENT if in_one == "if alike" else ALWAYS
+            behind = bool(steps) and steps[-1].kernel == "compose"  # which writes what it begins with
+            awaits = state_gradients_kernel.STATE if behind else state_gradients_kernel.NOTHING
+            of |= {"scale": scale, "only": only}
+            steps.append(call.step(state_gradients_kernel, rename=final, awaits=awaits, **of))
+            del of["value_tile"]
+            steps.append(call.step(gradients_kernel, rename={"d": "dv"}, group=together, **of))
+        if in_one != "never":
+            only = ALIKE if in_one == "if alike" else ALWAYS
+            step = call.step(backward_kernel, rename=final, scale=scale, first_head=first, heads=heads, only=only)
+            steps.append(dataclasses.replace(step, neighbours=call.value_heads // call.key_heads))  # a cluster
     results = launch(
         steps,
         inputs,

@@ -70,7 +70,7 @@ class Step:
     """Bytes of dynamic shared memory that a block has at the least, so that no more than fit share a multiprocessor."""
     neighbours: int = 1
     """Blocks with consecutive numbers that the device is to put side by side, if the grid is a multiple of them: as a
-    cluster, though they know nothing of each other."""
+    cluster, though all but those of kernels/backward.py know nothing of each other."""
 
 
 def launch(

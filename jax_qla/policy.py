@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from jax_qla.kernels.common import CHUNK
 from jax_qla.kernels.compose import COLUMNS
@@ -70,6 +70,10 @@ OVERRIDE = "JAX_QLA_PIECE_ROWS"
 GROUPS_OVERRIDE = "JAX_QLA_HEAD_GROUPS"
 """Environment variable, read when a backward pass is traced: groups of heads that it computes one after another; if so
 many do not divide its key heads, the next number below that does."""
+
+IN_ONE_OVERRIDE = "JAX_QLA_IN_ONE"
+"""Environment variable, read when a backward pass is traced: whether kernels/backward.py computes it always (1), where
+it can, or never (0)."""
 
 MORE_THAN_HALF = 116 * 1024
 """Bytes of shared memory of which a multiprocessor has no two."""
@@ -226,6 +230,44 @@ def head_groups(
         halves = 2 * together * (value_dim // tile)
         groups = next((n for n in _divisors(key_heads) if takes(n) <= given and fill(halves, n)), groups)
     return groups
+
+
+def in_one(
+    recurrences: int,
+    key_heads: int,
+    value_heads: int,
+    key_dim: int,
+    value_dim: int,
+    *,
+    split: bool,
+    packed: bool,
+    cut: bool,
+) -> Literal["never", "if alike", "always"]:
+    """Whether kernels/backward.py computes the backward pass, instead of state_gradients.py and gradients.py.
+
+    It can with K = V = 128, one or two value heads a key head, and operands that are not split. It should where its
+    blocks, one a recurrence, fill the card in each of their rounds and are alike: it would wait for the longest
+    sequence, where kernels/gradients.py does not. Whether those of a packed batch are alike is known on the device
+    only: all three are launched then, and each of them looks.
+
+    Args:
+        recurrences: of a head: sequences, or the pieces of them that are computed side by side.
+        key_heads, value_heads: of those that are computed at once.
+        key_dim, value_dim: K and V.
+        split: whether operands are sums of two numbers.
+        packed: whether lengths are known on the device only.
+        cut: whether sequences are cut into pieces.
+    """
+    if split or key_dim != 128 or value_dim != 128 or value_heads // key_heads not in (1, 2):
+        return "never"
+    if override := os.environ.get(IN_ONE_OVERRIDE):
+        if override not in ("0", "1"):
+            raise ValueError(f"{IN_ONE_OVERRIDE} must be 0 or 1, got {override!r}")
+        return "always" if override == "1" else "never"
+    rounds = recurrences * value_heads / MULTIPROCESSORS
+    if (packed and cut) or rounds < _FULL * math.ceil(rounds):
+        return "never"
+    return "if alike" if packed else "always"
 
 
 def _divisors(n: int) -> list[int]:

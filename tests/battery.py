@@ -248,7 +248,9 @@ def _scale(case: Case) -> float:
 def run(case: Case, function: Function) -> dict[str, np.ndarray]:
     """Results and gradients of `function` on the case, by the names in RESULTS."""
     x = inputs(case)
-    overrides = tuple(os.environ.get(name) for name in (policy.OVERRIDE, policy.GROUPS_OVERRIDE))
+    overrides = tuple(
+        os.environ.get(name) for name in (policy.OVERRIDE, policy.GROUPS_OVERRIDE, policy.IN_ONE_OVERRIDE)
+    )
     run = _with_gradients(function, _scale(case), case.initial_state, case.l2norm, overrides)
     values = run(x[:5], x.initial_state, x.segments, (x.do, x.d_final_state))
     return {name: np.asarray(value) for name, value in zip(RESULTS, values, strict=False)}

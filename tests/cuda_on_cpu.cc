@@ -1,10 +1,11 @@
-// The machine that runs a block of tests/cuda_on_cpu.h: every thread is a fiber, and warps run in a random order.
+// The machine that runs a block, or a cluster of them, of tests/cuda_on_cpu.h: every thread is a fiber, and warps run in a random order.
 //
-// What is modelled: shared memory with its swizzles, mbarriers and their phases, named barriers, warp votes and shuffles, matrix instructions
-// with their register layouts, wgmma with its descriptors, TMA with its tensor maps. What may come late comes as late as it may: a load at some
-// time after it was asked for, until when its tile is not a number; the products of wgmma, and what a store reads, when somebody waits for them.
-// And whatever the order was, accesses to shared memory that nothing orders, or that lack a proxy fence, end it (tests/happens_before.h).
-// What is not: global memory among blocks and kernels, wgmma.fence, time.
+// What is modelled: shared memory with its swizzles, that of a cluster's other blocks, mbarriers and their phases, named barriers, warp votes and
+// shuffles, matrix instructions with their register layouts, wgmma with its descriptors, TMA with its tensor maps. What may come late comes as
+// late as it may: a load at some time after it was asked for, until when its tile is not a number; the products of wgmma, and what a store reads,
+// when somebody waits for them. And whatever the order was, accesses to shared memory that nothing orders, or that lack a proxy fence, end it
+// (tests/happens_before.h), and so does a block that may end before another comes to its memory.
+// What is not: global memory among blocks and kernels, wgmma.fence, scopes of mbarriers' releases and waits, time.
 #undef _FORTIFY_SOURCE  // whose longjmp takes another stack for an error
 #include "cuda_on_cpu.h"
 #include "happens_before.h"
@@ -20,9 +21,9 @@ Index blockIdx;
 
 namespace emulator {
 
-constexpr int kShared = 232448;
-alignas(1024) uchar shared[kShared + 1024];
+alignas(1024) uchar shared[kBlocks * kBlock];
 int current, threads;
+static int blocks, first_block;  // of the cluster
 
 static std::mt19937 random_;
 static int late;  // turns of the scheduler that a load takes at most
@@ -92,8 +93,8 @@ struct Named {
   int arrived = 0;
   long long turn = 0;
 };
-static Named named[16];
-void meet(int id, int count) {
+static Named named[16 * kBlocks + 1];  // the last is the cluster's
+static void meet_at(int id, int count) {
   Named& barrier = named[id];
   const long long turn = barrier.turn;
   happens_before::arrive_named(id, current);
@@ -105,8 +106,14 @@ void meet(int id, int count) {
   }
   happens_before::leave_named(id, current);
 }
+void meet(int id, int count) { meet_at(rank() * 16 + id, count); }
+void meet_cluster() { meet_at(16 * blocks, blocks * threads); }
 void proxy_fence() { happens_before::proxy_fence(current); }
 
+static void own_access(const void* p, size_t bytes, bool write) {
+  const auto offset = static_cast<size_t>(static_cast<const uchar*>(p) - shared);
+  if (offset < static_cast<size_t>(blocks) * kBlock) right(happens_before::access(static_cast<unsigned>(offset), static_cast<int>(bytes), write, current));
+}
 static uint16_t element(unsigned address) {
   uint16_t x;
   std::memcpy(&x, shared + address, 2);
@@ -114,8 +121,28 @@ static uint16_t element(unsigned address) {
 }
 unsigned address_of(const void* p) {
   const auto offset = static_cast<const uchar*>(p) - shared;
-  if (offset < 0 || offset >= kShared) fail("an address outside of shared memory");
+  if (offset < 0 || offset >= blocks * kBlock) fail("an address outside of shared memory");
   return static_cast<unsigned>(offset);
+}
+unsigned of_block(unsigned address, int rank) {
+  if (rank < 0 || rank >= blocks) fail("a block that the cluster does not have");
+  return address % kBlock + static_cast<unsigned>(rank) * kBlock;
+}
+// From any block of the cluster.
+static void visit(unsigned address, int bytes) {
+  right(happens_before::access(address, bytes, false, current));
+  happens_before::visit(address / kBlock, current);
+}
+void read(void* to, unsigned address, int bytes) {
+  visit(address, bytes);
+  std::memcpy(to, shared + address, static_cast<size_t>(bytes));
+}
+void arrive_at(Barrier& barrier, int rank, int n) {
+  const unsigned address = of_block(address_of(&barrier), rank);
+  visit(address, sizeof barrier);
+  Barrier& there = *reinterpret_cast<Barrier*>(shared + address);
+  if (there.count < 0) fail("an arrival at a barrier that is not initialized");
+  there.arrive(n);
 }
 static unsigned swizzled(unsigned address, int mode) {  // mode: a tensor map's; 3 is 128 bytes
   const unsigned bits = (1u << mode) - 1;
@@ -347,7 +374,7 @@ struct Products {
 static Products products[32];
 
 static unsigned operand_address(uint64_t descriptor, bool transposed, int row, int k) {
-  const unsigned start = static_cast<unsigned>(descriptor & 0x3fff) << 4;
+  const unsigned start = static_cast<unsigned>(descriptor & 0xffff) << 4;  // with the number of the block
   const unsigned leading = static_cast<unsigned>(descriptor >> 16 & 0x3fff) << 4, stride = static_cast<unsigned>(descriptor >> 32 & 0x3fff) << 4;
   const unsigned mode = static_cast<unsigned>(descriptor >> 62);
   if (mode == 0) {  // blocks of 8x8
@@ -442,7 +469,9 @@ void wait_products(int groups) {
 void Barrier::init(int n) {
   count = left = static_cast<int16_t>(n), bytes = 0, phase = 0;
   emulator::right(happens_before::initialize_barrier(this));
+  emulator::own_access(this, sizeof *this, true);
 }
+void Barrier::expect_transaction(int n) { bytes += n; }
 void Barrier::complete() {
   if (left < 0) emulator::fail("more arrivals at a barrier than its count");
   ++emulator::progress;
@@ -451,9 +480,9 @@ void Barrier::complete() {
     phase ^= 1, left = count;
   }
 }
-void Barrier::arrive() {
+void Barrier::arrive(int n) {
   happens_before::arrive(this, emulator::current);
-  --left, complete();
+  left = static_cast<int16_t>(left - n), complete();
 }
 void Barrier::wait(int parity) {
   while (static_cast<int>(phase) == parity) emulator::yield();
@@ -462,13 +491,14 @@ void Barrier::wait(int parity) {
 
 namespace emulator {
 
-static void run_block(int count, void (*kernel)(const void*), const void* context) {
+static void run_cluster(void (*kernel)(const void*), const void* context) {
   static void (*body)(const void*);
   static const void* with;
-  body = kernel, with = context, threads = count;
+  body = kernel, with = context;
+  const int count = blocks * threads;
   scheduling = true;
-  std::memset(shared, 0xff, sizeof shared);
-  happens_before::begin(count, shared, kShared);
+  std::memset(shared, 0xff, static_cast<size_t>(blocks) * kBlock);
+  happens_before::begin(threads, blocks, shared, kBlock);
   for (auto& x : named) x = Named();
   for (auto& x : warps) x = Warp();
   for (auto& x : products) x = Products();
@@ -500,6 +530,7 @@ static void run_block(int count, void (*kernel)(const void*), const void* contex
         current = warp * 32 + static_cast<int>(lane % 32);
         Fiber& fiber = fibers[static_cast<size_t>(current)];
         if (fiber.done) continue;
+        blockIdx.x = first_block + rank();
         scheduling = false;
         go_on(fiber);
         scheduling = true;
@@ -511,6 +542,7 @@ static void run_block(int count, void (*kernel)(const void*), const void* contex
     if (idle > 20000) fail("nothing goes on any more");
   }
   right(happens_before::settle());
+  right(happens_before::end());
   if (!loads.empty()) fail("a load is under way when the block ends");
   for (int thread = 0; thread < count; ++thread) {
     if (!stores[static_cast<size_t>(thread)].open.empty()) fail("a store that belongs to no group");
@@ -521,24 +553,19 @@ static void run_block(int count, void (*kernel)(const void*), const void* contex
   }
 }
 
-const char* run(int x, int y, int z, int count, int seed, int late_, void (*kernel)(const void*), const void* context) {
+const char* run(int x, int y, int z, int threads_, int blocks_, int seed, int late_, void (*kernel)(const void*), const void* context) {
   random_.seed(static_cast<unsigned>(seed));
-  late = late_;
+  late = late_, threads = threads_, blocks = blocks_;
   failure = nullptr;
   try {
     for (blockIdx.z = 0; blockIdx.z < z; ++blockIdx.z) {
       for (blockIdx.y = 0; blockIdx.y < y; ++blockIdx.y) {
-        for (blockIdx.x = 0; blockIdx.x < x && failure == nullptr; ++blockIdx.x) run_block(count, kernel, context);
+        for (first_block = 0; first_block < x && failure == nullptr; first_block += blocks) run_cluster(kernel, context);
       }
     }
   } catch (int) {
   }
   return failure;
-}
-
-static void own_access(const void* p, size_t bytes, bool write) {
-  const auto offset = static_cast<size_t>(static_cast<const uchar*>(p) - shared);
-  if (offset < kShared) right(happens_before::access(static_cast<unsigned>(offset), static_cast<int>(bytes), write, current));
 }
 
 }  // namespace emulator

@@ -23,8 +23,8 @@ struct Barrier {
   int32_t bytes : 31;
   uint32_t phase : 1;
   void init(int n);
-  void arrive();
-  void expect_transaction(int n) { bytes += n; }
+  void arrive(int n = 1);
+  void expect_transaction(int n);
   void wait(int parity);
   void complete();  // one thing that it waits for is done
 };
@@ -38,14 +38,23 @@ struct CUtensorMap {
 
 namespace emulator {
 
+constexpr int kBlocks = 2;       // of a cluster, at most
+constexpr int kBlock = 1 << 18;  // bytes from the shared memory of a block of the cluster to that of the next
 extern uchar shared[];
-extern int current, threads;  // thread that runs, threads of the block
+extern int current, threads;  // thread that runs, numbered on from block to block of the cluster; threads of a block
+inline int thread() { return current % threads; }  // in its block
+inline int rank() { return current / threads; }    // of its block
+#define buf_dyn_shmem (emulator::shared + emulator::rank() * emulator::kBlock)
 [[noreturn]] void fail(const char* what);  // gives the block up
-// All blocks one after the other; what is wrong, if anything. A load takes at most `late` turns of the scheduler.
-const char* run(int x, int y, int z, int threads, int seed, int late, void (*kernel)(const void*), const void* context);
+// All clusters of so many blocks one after the other; what is wrong, if anything. A load takes at most `late` turns of the scheduler.
+const char* run(int x, int y, int z, int threads, int blocks, int seed, int late, void (*kernel)(const void*), const void* context);
 void meet(int barrier, int threads);
+void meet_cluster();
 void proxy_fence();
-unsigned address_of(const void* p);
+unsigned address_of(const void* p);  // in the shared memory of all blocks of the cluster
+unsigned of_block(unsigned address, int rank);
+void read(void* to, unsigned address, int bytes);
+void arrive_at(Barrier& barrier, int rank, int n);
 
 // By all lanes of a warp together.
 void meet_warp();
@@ -139,7 +148,7 @@ inline float2 __half22float2(__half2 x) { return {x.x, x.y}; }
 struct Index { int x, y, z; };
 extern Index blockIdx;
 struct ThreadIndex {
-  struct { operator unsigned() const { return static_cast<unsigned>(emulator::current); } } x;
+  struct { operator unsigned() const { return static_cast<unsigned>(emulator::thread()); } } x;
 };
 inline ThreadIndex threadIdx;
 struct BlockSize {
@@ -179,10 +188,11 @@ inline int __any_sync(unsigned, bool x) { return emulator::ballot(x) != 0; }
 inline void __syncwarp(unsigned = 0) { emulator::meet_warp(); }
 inline void __syncthreads() { emulator::meet(0, emulator::threads); }
 inline int __syncthreads_or(int x) {
-  static int any[2], turn;
+  static int of_blocks[emulator::kBlocks][2], turns[emulator::kBlocks];
+  int *any = of_blocks[emulator::rank()], &turn = turns[emulator::rank()];
   const int mine = turn;  // the same for all, until they have met
   __syncthreads();
-  if (emulator::current == 0) any[1 - mine] = 0, turn = 1 - mine;
+  if (emulator::thread() == 0) any[1 - mine] = 0, turn = 1 - mine;
   if (x) any[mine] = 1;
   __syncthreads();
   return any[mine];
@@ -224,7 +234,7 @@ template <int n> inline void warpgroup_reg_dealloc() {}
 inline void prefetch_tma_descriptor(const CUtensorMap&) {}
 inline void fence_barrier_init() {}
 template <bool = false> inline void fence_proxy_async() { emulator::proxy_fence(); }
-template <int threads> inline bool tl_shuffle_elect() { return threads == 0 ? emulator::current == 0 : emulator::current % (threads == 0 ? 1 : threads) == 0; }
+template <int threads> inline bool tl_shuffle_elect() { return threads == 0 ? emulator::thread() == 0 : emulator::current % (threads == 0 ? 1 : threads) == 0; }
 inline void __sync_thread_partial(int id, int threads) { emulator::meet(id, threads); }
 enum class CacheHintSm90 { EVICT_NORMAL, EVICT_FIRST, EVICT_LAST };  // nothing but time depends on it
 template <CacheHintSm90 = CacheHintSm90::EVICT_NORMAL, class... At>
@@ -290,4 +300,23 @@ inline void jax_qla_take_state(void* registers, const void* near, const void* fa
       state[4 * n + 2 * h + 1] = rows[8 * h + 128];
     }
   }
+}
+
+// kernels/backward.py: blocks of a cluster.
+inline void jax_qla_meet() { emulator::meet_cluster(); }
+inline unsigned jax_qla_of_block(unsigned address, int rank) { return emulator::of_block(address, rank); }
+inline uint4 jax_qla_read_of_block(unsigned address) {
+  uint4 x;
+  emulator::read(&x, address, 16);
+  return x;
+}
+inline uint4 jax_qla_read_16(unsigned address) {
+  if (address != emulator::of_block(address, emulator::rank())) emulator::fail("an address in another block's shared memory");
+  return jax_qla_read_of_block(address);
+}
+inline void jax_qla_write_16(void* to, unsigned a, unsigned b, unsigned c, unsigned d) { *static_cast<uint4*>(to) = {a, b, c, d}; }
+template <bool written> inline void jax_qla_tell(Barrier& barrier, int blocks) {
+  const int lane = emulator::current & 31;
+  __syncwarp();
+  if (lane < blocks) emulator::arrive_at(barrier, lane, 8 / blocks);
 }

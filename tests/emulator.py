@@ -4,7 +4,7 @@ TileLang lowers the program (jax_qla/kernels/build.py), tests/cuda_on_cpu.h stan
 C++ compiler makes a library of it and of the machine behind it (tests/cuda_on_cpu.cc), and `Emulated` calls that with
 NumPy arrays as the launch plan says. It is right where the kernel is, down to the rounding of every operand, whatever
 the order in which warps and loads come. And it says which two accesses to shared memory nothing orders, or lack a proxy
-fence (tests/happens_before.h); how fast the kernel is only a card says.
+fence (tests/happens_before.h); how fast the kernel is only a card says. Blocks of a cluster run together if they meet.
 """
 
 from __future__ import annotations
@@ -43,8 +43,19 @@ INSTRUCTIONS = (
     "jax_qla_mma",
     "jax_qla_begin_state",
     "jax_qla_take_state",
+    "jax_qla_meet",
+    "jax_qla_tell",
+    "jax_qla_of_block",
+    "jax_qla_read_of_block",
+    "jax_qla_read_16",
+    "jax_qla_write_16",
 )
 """Functions made of PTX, which the header has too."""
+
+MEMORY = 232448
+"""Bytes of shared memory that a block may have. Its barriers lie behind them."""
+BLOCK = 1 << 18
+"""From the shared memory of a block to that of the next one of the cluster, as the header has it."""
 
 
 @functools.cache
@@ -75,6 +86,8 @@ class Emulated:
 
     def __init__(self, source: str, plan: Mapping[str, Any]) -> None:
         self.plan = plan
+        self._meets = "jax_qla_meet()" in source
+        source = _with_barriers_in_memory(source)
         places = re.findall(r"void\* (\w+) = \(\(void\*\)\(\(char\*\)buf_dyn_shmem \+ (\d+)\)\);", source)
         self._buffers = [(name, int(begin)) for name, begin in places]
         text = _translate(source, plan)
@@ -88,9 +101,15 @@ class Emulated:
         self._run.restype = ctypes.c_char_p
 
     def __call__(
-        self, arrays: Mapping[str, np.ndarray], scalars: Mapping[str, int | float], *, seed: int = 0, late: int = 30
+        self,
+        arrays: Mapping[str, np.ndarray],
+        scalars: Mapping[str, int | float],
+        *,
+        neighbours: int = 1,
+        seed: int = 0,
+        late: int = 30,
     ) -> None:
-        """Runs all blocks; arrays that the kernel writes are changed."""
+        """Runs all blocks; arrays that the kernel writes are changed. `neighbours`: launch.Step's."""
         step = launch.Step(self.plan["name"], None, scalars)
         shapes = {name: (x.shape, x.dtype.name) for name, x in arrays.items()}
         sizes = launch._bind(step, self.plan, shapes)
@@ -119,9 +138,11 @@ class Emulated:
         if 0 in grid:
             return
         assert values(self.plan["cluster"]) == [1, 1, 1]
-        assert launch.evaluate(self.plan["shared"], sizes) <= 232448
+        assert launch.evaluate(self.plan["shared"], sizes) <= MEMORY
+        blocks = neighbours if self._meets and grid[0] % neighbours == 0 else 1
+        assert blocks == 1 or (blocks == 2 and block[0] % 128 == 0 and block[0] <= 512)
         packed = (ctypes.c_int64 * len(words))(*words)
-        if failure := self._run(packed, *grid, block[0], seed, late):
+        if failure := self._run(packed, *grid, block[0], blocks, seed, late):
             raise RuntimeError(f"{self.plan['name']}: {self._named(failure.decode())}")
 
     def _named(self, failure: str) -> str:
@@ -129,8 +150,9 @@ class Emulated:
         found = re.search(r"shared memory at (\d+)", failure)
         if not found:
             return failure
-        name, begin = max((x for x in self._buffers if x[1] <= int(found[1])), key=lambda x: x[1])
-        return failure.replace(found[0], f"byte {int(found[1]) - begin} of {name}")
+        address = int(found[1]) % BLOCK
+        name, begin = max((x for x in self._buffers if x[1] <= address), key=lambda x: x[1])
+        return failure.replace(found[0], f"byte {address - begin} of {name}")
 
 
 @functools.cache
@@ -144,6 +166,20 @@ def lowered(name: str, config: Any) -> tuple[str, dict[str, Any]]:
 def emulated(name: str, config: Any) -> Emulated:
     """A kernel of jax_qla.kernels."""
     return Emulated(*lowered(name, config))
+
+
+def _with_barriers_in_memory(source: str) -> str:
+    """With the mbarriers behind the other buffers, each block's in its memory."""
+    end = MEMORY
+
+    def placed(found: re.Match[str]) -> str:
+        nonlocal end
+        begin, end = end, end + 8 * int(found[2])
+        return f"void* {found[1]} = ((void*)((char*)buf_dyn_shmem + {begin}));"
+
+    source = re.sub(r"__shared__ __align__\(16\) uint64_t (\w+)\[(\d+)\];", placed, source)
+    assert end <= BLOCK
+    return source.replace("extern __shared__ __align__(1024) uchar buf_dyn_shmem[];", "")
 
 
 def _translate(source: str, plan: Mapping[str, Any]) -> str:
@@ -162,9 +198,6 @@ def _translate(source: str, plan: Mapping[str, Any]) -> str:
     )
     if left := [line for line in text.splitlines() if "asm" in line and 'asm volatile("" :' not in line]:
         raise NotImplementedError(f"PTX that tests/cuda_on_cpu.h does not know: {left[0]}")
-    text = text.replace(
-        "extern __shared__ __align__(1024) uchar buf_dyn_shmem[];", "uchar* buf_dyn_shmem = emulator::shared;"
-    )
     signature = re.search(rf"\b{plan['name']}\(([^)]*)\)", text)
     assert signature
     parameters = [parameter.strip() for parameter in signature[1].split(",")]
@@ -180,11 +213,12 @@ def _translate(source: str, plan: Mapping[str, Any]) -> str:
             read.append("  words += sizeof(CUtensorMap) / 8;")
     given = ", ".join(f"x{index}" for index in range(len(parameters)))
     run = (
-        'extern "C" const char* run(const int64_t* words, int x, int y, int z, int threads, int seed, int late) {',
+        'extern "C" const char* run(',
+        "    const int64_t* words, int x, int y, int z, int threads, int blocks, int seed, int late) {",
         *read,
         f"  const auto kernel = [&] {{ {plan['name']}({given}); }};",
         "  const auto call = [](const void* x) { (*static_cast<decltype(&kernel)>(x))(); };",
-        "  return emulator::run(x, y, z, threads, seed, late, call, &kernel);",
+        "  return emulator::run(x, y, z, threads, blocks, seed, late, call, &kernel);",
         "}",
     )
     return "\n".join(['#include "cuda_on_cpu.h"', text, *run, ""])

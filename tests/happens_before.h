@@ -1,10 +1,11 @@
-// Whether every two accesses to a block's shared memory, one of them a write, are ordered, whatever the order in which tests/cuda_on_cpu.cc runs
-// the threads: vector clocks, as in FastTrack (Flanagan and Freund, PLDI 2009). Accesses of the kernel's own code are reported by what the
-// compiler inserts with -fsanitize=thread; those of instructions by tests/cuda_on_cpu.cc.
+// Whether every two accesses to the shared memory of a cluster's blocks, one of them a write, are ordered, whatever the order in which
+// tests/cuda_on_cpu.cc runs the threads: vector clocks, as in FastTrack (Flanagan and Freund, PLDI 2009). Accesses of the kernel's own code are
+// reported by what the compiler inserts with -fsanitize=thread; those of instructions by tests/cuda_on_cpu.cc.
 //
-// Who accesses is an agent: a thread, the wgmma of a warp, the bulk stores of a warp, the bulk loads that one mbarrier counts. Order comes from
-// mbarriers, named barriers, __syncwarp, and from waiting for wgmma and bulk stores. What threads wrote, wgmma and TMA (the asynchronous proxy)
-// have only if fence.proxy.async lies between (PTX ISA, "Proxies"). Threads may write in any order what is the same.
+// Who accesses is an agent: a thread, the wgmma of a warp, the bulk stores of a warp, the bulk loads that one mbarrier counts; threads and warps
+// are numbered on from block to block, mbarriers as they are initialized. Order comes from mbarriers, named barriers, barrier.cluster, __syncwarp,
+// and from waiting for wgmma and bulk stores. What threads wrote, wgmma and TMA (the asynchronous proxy) have only if fence.proxy.async lies
+// between (PTX ISA, "Proxies"). Threads may write in any order what is the same.
 #pragma once
 #include <algorithm>
 #include <array>
@@ -16,15 +17,16 @@
 namespace happens_before {
 
 using Clock = uint32_t;
-constexpr int kAgents = 640, kCell = 2;  // bytes that are not told apart
+constexpr int kAgents = 1152, kCell = 2;  // bytes that are not told apart
 using Clocks = std::array<Clock, kAgents>;
+inline size_t agents;  // that there are
 
 // Of every agent, up to where its accesses happen before what a thread does next, and up to where the asynchronous proxy has them.
 struct Knowledge {
   Clocks before{}, through{};
   void take(const Knowledge& from) {
-    for (size_t i = 0; i < kAgents; ++i) before[i] = std::max(before[i], from.before[i]);
-    for (size_t i = 0; i < kAgents; ++i) through[i] = std::max(through[i], from.through[i]);
+    for (size_t i = 0; i < agents; ++i) before[i] = std::max(before[i], from.before[i]);
+    for (size_t i = 0; i < agents; ++i) through[i] = std::max(through[i], from.through[i]);
   }
 };
 
@@ -49,13 +51,14 @@ inline std::vector<Barrier> barriers;
 struct Named {
   Knowledge arriving, completed;
 };
-inline std::array<Named, 16> named;
+inline std::vector<Named> named;    // 16 a block, one of the cluster
+inline std::vector<Clocks> visits;  // of blocks: when the threads of others last came to their memory
 struct Rewritten {  // by a write in no order with another: right if it writes the same, which shows when it is done
   size_t cell;
   unsigned char content[kCell];
 };
 inline std::vector<Rewritten> rewritten;
-inline size_t threads, warps;
+inline size_t threads, warps, of_block;  // of all blocks, those of a block
 inline const unsigned char* memory;
 inline char message[200];
 
@@ -63,14 +66,18 @@ inline size_t wgmma(int warp) { return threads + static_cast<size_t>(warp); }
 inline size_t stores(int warp) { return threads + warps + static_cast<size_t>(warp); }
 inline size_t loads(size_t barrier) { return threads + 2 * warps + barrier; }
 
-inline void begin(int count, const unsigned char* shared, size_t bytes) {
-  threads = static_cast<size_t>(count), warps = threads / 32, memory = shared;
-  cells.resize(bytes / kCell);
+// So many blocks of `count` threads and of so many bytes.
+inline void begin(int count, int blocks, const unsigned char* shared, size_t bytes) {
+  const auto several = static_cast<size_t>(blocks);
+  of_block = static_cast<size_t>(count), threads = several * of_block, warps = threads / 32, memory = shared;
+  agents = threads + 2 * warps;
+  cells.resize(several * bytes / kCell);
   for (Cell& cell : cells) cell.write = {0, 0}, cell.reads.clear();
   knowledge.assign(threads, Knowledge());
   clocks.assign(threads, 1);
   barriers.clear(), rewritten.clear();
-  named.fill(Named());
+  named.assign(16 * several + 1, Named());
+  visits.assign(several, Clocks());
 }
 
 inline const char* name(size_t agent, char* to, size_t size) {
@@ -142,7 +149,7 @@ inline void acquire(int thread, const Knowledge& from) { knowledge[static_cast<s
 inline void proxy_fence(int thread) {
   release(thread);
   Knowledge& knows = knowledge[static_cast<size_t>(thread)];
-  for (size_t i = 0; i < kAgents; ++i) knows.through[i] = std::max(knows.through[i], knows.before[i]);
+  for (size_t i = 0; i < agents; ++i) knows.through[i] = std::max(knows.through[i], knows.before[i]);
 }
 
 inline void meet_warp(int warp) {
@@ -159,7 +166,8 @@ inline void leave_named(int id, int thread) { acquire(thread, named[static_cast<
 
 inline const char* initialize_barrier(const void* at) {
   barriers.push_back({at});
-  return loads(barriers.size()) > kAgents ? "more barriers than tests/happens_before.h has agents" : nullptr;
+  agents = loads(barriers.size());
+  return agents > kAgents ? "more barriers than tests/happens_before.h has agents" : nullptr;
 }
 inline Barrier& barrier(const void* at) {
   return *std::find_if(barriers.begin(), barriers.end(), [&](const Barrier& x) { return x.at == at; });
@@ -175,6 +183,24 @@ inline void wait(const void* at, int thread) { acquire(thread, barrier(at).compl
 inline const char* load(unsigned address, int bytes, const void* at, int thread) {
   const Barrier& of = barrier(at);
   return access(address, bytes, true, loads(of), of.phase + 1, thread);
+}
+// A thread comes to a block's shared memory.
+inline void visit(size_t block, int thread) {
+  const auto own = static_cast<size_t>(thread);
+  if (block != own / of_block) visits[block][own] = clocks[own];
+}
+// A block may be gone, and its shared memory with it, once its threads have ended; what is wrong, if anything.
+inline const char* end() {
+  for (size_t block = 0; block < visits.size(); ++block) {
+    const auto first = knowledge.begin() + static_cast<std::ptrdiff_t>(block * of_block);
+    for (size_t thread = 0; thread < threads; ++thread) {
+      const auto before = [&](const Knowledge& x) { return x.before[thread] >= visits[block][thread]; };
+      if (std::any_of(first, first + static_cast<std::ptrdiff_t>(of_block), before)) continue;
+      std::snprintf(message, sizeof message, "block %zu of a cluster may end before thread %zu comes to its shared memory", block, thread);
+      return message;
+    }
+  }
+  return nullptr;
 }
 // A thread has waited for an agent's accesses up to this.
 inline void waited(size_t agent, Clock clock, int thread) {

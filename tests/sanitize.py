@@ -23,6 +23,7 @@ from jax_qla import policy
 
 PACKED = battery.Case("sanitized", "bfloat16", tokens=333, key_heads=2, value_heads=4, segments=((0, 300), (300, 333)))
 WIDE = replace(PACKED, key_dim=128, value_dim=128, l2norm=True)
+IN_ONE = replace(PACKED, key_dim=128, value_dim=128)
 MANY_KEY_HEADS = replace(PACKED, key_heads=72, value_heads=72)
 LIES = partial(test_lying_cu_seqlens_stay_in_bounds, [-5, 64, 64, 1 << 30], None, False)
 
@@ -33,6 +34,8 @@ CALLS: dict[str, tuple[int, Callable[[], object]]] = {
     "pieces of 128": (128, partial(battery.run, PACKED, cuda)),
     "pieces of 128, states kept": (128, partial(battery.run, PACKED, that_keeps)),
     "K = V = 128, normalised": (0, partial(battery.run, WIDE, cuda)),
+    "backward pass in one kernel": (0, partial(battery.run, IN_ONE, cuda)),
+    "backward pass in one kernel, normalised": (0, partial(battery.run, WIDE, cuda)),
     "72 heads with keys of their own": (0, partial(battery.run, MANY_KEY_HEADS, cuda)),
     "high precision": (0, partial(battery.run, PACKED, in_high_precision)),
     "high precision, pieces of 64, states kept": (
@@ -63,6 +66,7 @@ def check(tool: str) -> bool:
     clean = True
     for name, (rows, _) in CALLS.items():
         environment = {**os.environ, "XLA_PYTHON_CLIENT_PREALLOCATE": "false", policy.OVERRIDE: str(rows)}
+        environment[policy.IN_ONE_OVERRIDE] = str(int("in one kernel" in name))
         done = subprocess.run([*command, name], capture_output=True, text=True, env=environment, check=False)
         found = [line for line in done.stdout.splitlines() if "SUMMARY" in line]
         print(f"{name}: {' '.join(found) or (done.stdout + done.stderr)[-2000:]}", flush=True)

@@ -24,6 +24,7 @@ from jax_qla.implementations import Choice
 from jax_qla.kernels import forward as forward_kernel
 from jax_qla.kernels import state_gradients as state_gradients_kernel
 from jax_qla.kernels import states as states_kernel
+from jax_qla.kernels.common import ALIKE, ALWAYS, DIFFERENT
 from jax_qla.launch import Step
 
 RESULTS = {
@@ -36,6 +37,7 @@ RESULTS = {
     "states": ("h", "vd"),
     "state_gradients": ("dh", "dv", "d_initial_state"),
     "gradients": ("dq", "dk", "dv", "dg", "dbeta"),
+    "backward": ("dq", "dk", "dv", "dg", "dbeta", "d_initial_state"),
     "recurrent": ("o", "final_state"),
 }
 """What each specification returns, by the kernel's names for it."""
@@ -107,7 +109,7 @@ OF_SOME_HEADS = {"states": "h", "state_gradients": "dh"}
 OF_PIECES = ("summaries", "adjoint_summaries")
 """Kernels that go by `pieces`. (Specifications go by chunks; no kernel has a table of these.)"""
 
-ALWAYS_A_STATE = ("forward", "states", "state_gradients")
+ALWAYS_A_STATE = ("forward", "states", "state_gradients", "backward")
 """Specifications that want zeros where the kernel takes an empty array."""
 
 OF_KERNELS = Choice("cuda", "cuda", "", "")
@@ -680,16 +682,17 @@ def test_blocks_that_do_not_share_a_multiprocessor(alone: bool, monkeypatch: pyt
     ("sequences", "expected"),
     [
         (1, {"prepare": 1, "forward": 1, "states": 2, "state_gradients": 2, "gradients": 1}),
-        (64, {"prepare": 1, "forward": 2, "states": 1, "state_gradients": 1, "gradients": 1}),
+        (64, {"prepare": 1, "forward": 2, "states": 1, "backward": 2}),
     ],
     ids=["halves of heads", "whole heads"],
 )
-def test_blocks_that_load_the_same_are_neighbours(
-    sequences: int, expected: Mapping[str, int], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_neighbours(sequences: int, expected: Mapping[str, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks that load the same, and those of the value heads of a key head, whose gradients `backward` sums."""
     given = _steps(monkeypatch)
     kernels: Any = cuda
+    ratio = expected.get("backward", 1)
     x, gate = (jax.ShapeDtypeStruct((sequences, 64, 4, *rest), jnp.bfloat16) for rest in ((128,), ()))
+    key = jax.ShapeDtypeStruct((sequences, 64, 4 // ratio, 128), jnp.bfloat16)
 
     def both(q: jax.Array, k: jax.Array, v: jax.Array, g: jax.Array, beta: jax.Array) -> jax.Array:
         gates = (g.astype(jnp.float32), beta.astype(jnp.float32))
@@ -697,8 +700,35 @@ def test_blocks_that_load_the_same_are_neighbours(
         o, _, residuals = kernels.forward(q, k, v, *gates, None, None, **options)
         return kernels.backward(q, k, v, *gates, None, None, residuals, o, None, scale=0.25)[0]
 
-    jax.eval_shape(both, x, x, x, gate, gate)
+    jax.eval_shape(both, key, key, x, gate, gate)
     assert {step.kernel: step.neighbours for step in given} == expected
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+@pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
+def test_recurrence_and_gradients_in_one(packed: bool, groups: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Instead of two kernels or, where only the device knows whether it should, beside them."""
+    _launch_nothing(monkeypatch)
+    monkeypatch.setenv(policy.OVERRIDE, "0")
+    monkeypatch.setenv(policy.GROUPS_OVERRIDE, str(groups))
+    x, segments = _case(packed)
+    operands: Any = [x[name] for name in ("q", "k", "v", "g", "beta", "initial_state")]
+    module: Any = cuda
+    options = {"output_final_state": True, "with_residuals": True, "scale": 0.25}
+    residuals = module.forward(*operands, segments, **options)[2]
+    given = _steps(monkeypatch)
+    two, one = ["state_gradients", "gradients"], ["backward"]
+    found = {}
+    for chosen, kernels in (("never", two), ("if alike", two + one), ("always", one)):
+        given.clear()
+        monkeypatch.setattr(policy, "in_one", lambda *_, chosen=chosen, **__: chosen)
+        found[chosen] = module.backward(*operands, segments, residuals, x["do"], x["d_final_state"], scale=0.25)
+        assert [step.kernel for step in given] == ["states", *kernels] * groups
+        when = {step.kernel: step.scalars.get("only", ALWAYS) for step in given}
+        here = dict.fromkeys(two, DIFFERENT) | {"backward": ALIKE} if chosen == "if alike" else {}
+        assert when == {name: here.get(name, ALWAYS) for name in when}
+        for a, b in zip(found["never"], found[chosen], strict=True):
+            np.testing.assert_array_equal(a, b)
 
 
 @pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])

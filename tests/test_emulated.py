@@ -55,7 +55,7 @@ def launch(
             names = [operand["name"] for operand in kernel.plan["operands"]]
             arrays = {name: have[step.rename.get(name, name)] for name in names}
             seed = next(_seeds)
-            kernel(arrays, step.scalars, seed=seed, late=LATE[seed % len(LATE)])
+            kernel(arrays, step.scalars, neighbours=step.neighbours, seed=seed, late=LATE[seed % len(LATE)])
         return {name: have[name] for name in outputs}
 
     return jax.pure_callback(run, dict(outputs), dict(inputs))
@@ -100,6 +100,62 @@ def test_whole_and_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
         used.clear()
         battery.check(case, rule, LIMITS)
         assert used.count("compose") == (2 if rows else 0)
+
+
+IN_ONE = [
+    battery.Case(f"in one, {name}", dtype=dtype, key_dim=128, value_dim=128, **sizes)
+    for name, dtype, sizes in (
+        ("one chunk", "bfloat16", {"tokens": 64, "key_heads": 2, "value_heads": 2}),
+        ("a tail", "bfloat16", {"tokens": 200, "key_heads": 1, "value_heads": 2}),
+        ("a tail", "float16", {"tokens": 200, "key_heads": 1, "value_heads": 2}),
+        ("faint beta", "bfloat16", {"tokens": 300, "key_heads": 1, "value_heads": 1, "beta": "some faint"}),
+        ("normalised", "bfloat16", {"tokens": 300, "key_heads": 1, "value_heads": 2, "l2norm": True}),
+        (
+            "packed",
+            "bfloat16",
+            {
+                "tokens": 500,
+                "key_heads": 2,
+                "value_heads": 4,
+                "segments": ((3, 3), (5, 330), (340, 341), (350, 470)),
+                "poisoned": True,
+            },
+        ),
+    )
+]
+
+
+@pytest.mark.parametrize("case", IN_ONE, ids=str)
+def test_recurrence_and_gradients_in_one(case: battery.Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks of one and of two value heads of a key head, which then read each other's shared memory."""
+    monkeypatch.setenv(policy.IN_ONE_OVERRIDE, "1")
+    used = _used(monkeypatch)
+    battery.check(case, rule, LIMITS)
+    assert "backward" in used
+    assert not {"state_gradients", "gradients"} & set(used)
+
+
+@pytest.mark.parametrize("alike", [True, False])
+def test_packed_sequences_in_one_if_alike(alike: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All three kernels run, and what one of them would write if it took the batch for its own is looked for."""
+    segments = ((0, 130), (140, 270), (270, 398)) if alike else ((0, 130), (140, 290), (290, 398))
+    sizes: Any = {"tokens": 400, "key_dim": 128, "value_dim": 128, "key_heads": 1, "value_heads": 2}
+    case = battery.Case(f"in one if alike, {alike}", dtype="bfloat16", segments=segments, poisoned=True, **sizes)
+    monkeypatch.setattr(policy, "in_one", lambda *_, **__: "if alike")
+    written: dict[str, bool] = {}
+    run = emulator.Emulated.__call__
+
+    def recording(kernel: emulator.Emulated, arrays: Mapping[str, Any], *more: Any, **options: Any) -> None:
+        before = np.array(arrays["dv"]) if "dv" in arrays else None
+        run(kernel, arrays, *more, **options)
+        if before is not None:
+            written[kernel.plan["name"]] = not np.array_equal(before.view(np.int16), arrays["dv"].view(np.int16))
+
+    monkeypatch.setattr(emulator.Emulated, "__call__", recording)
+    battery.check(case, rule, LIMITS)
+    assert written.pop("backward_kernel") is alike
+    assert written.pop("state_gradients_kernel") is not alike
+    assert set(written) == {"gradients_kernel"}
 
 
 @pytest.mark.parametrize("precision", [None, "high"])

@@ -355,3 +355,40 @@ def test_shards_are_always_cut(monkeypatch: pytest.MonkeyPatch) -> None:
     for value, expected in (("128", (128, 8)), ("0", (1024, 1)), ("4096", (1024, 1))):
         monkeypatch.setenv(policy.OVERRIDE, value)
         assert policy.shard_cut(1000, 1, 8, 128, 128) == expected
+
+
+@pytest.mark.parametrize(
+    ("recurrences", "key_heads", "value_heads", "options", "chosen"),
+    [
+        (4, 16, 32, {}, "always"),  # 0.93 to 0.94 of the two kernels on an H200, 0.8 on an H100 (docs/performance.md)
+        (8, 16, 32, {}, "always"),
+        (8, 16, 16, {}, "always"),
+        (4, 16, 32, {"cut": True}, "always"),
+        (4, 16, 32, {"packed": True}, "if alike"),
+        (4, 16, 32, {"packed": True, "cut": True}, "never"),  # the last pieces are shorter
+        (4, 16, 32, {"split": True}, "never"),
+        (1, 16, 32, {}, "never"),  # most of the card would be idle
+        (5, 16, 32, {}, "never"),  # and in the second round
+        (4, 16, 64, {}, "never"),  # more than two value heads a key head
+        (4, 8, 24, {}, "never"),
+    ],
+)
+def test_recurrence_and_gradients_in_one(
+    recurrences: int, key_heads: int, value_heads: int, options: dict[str, bool], chosen: str
+) -> None:
+    options = {"split": False, "packed": False, "cut": False} | options
+    assert policy.in_one(recurrences, key_heads, value_heads, 128, 128, **options) == chosen
+    assert policy.in_one(recurrences, key_heads, value_heads, 64, 128, **options) == "never"
+
+
+def test_in_one_as_the_environment_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = (1, 1, 2, 128, 128)
+    options = {"split": False, "packed": True, "cut": False}
+    monkeypatch.setenv(policy.IN_ONE_OVERRIDE, "1")
+    assert policy.in_one(*sizes, **options) == "always"
+    assert policy.in_one(*sizes[:3], 64, 128, **options) == "never"
+    monkeypatch.setenv(policy.IN_ONE_OVERRIDE, "0")
+    assert policy.in_one(4, 16, 32, 128, 128, split=False, packed=False, cut=False) == "never"
+    monkeypatch.setenv(policy.IN_ONE_OVERRIDE, "yes")
+    with pytest.raises(ValueError, match="must be 0 or 1, got 'yes'"):
+        policy.in_one(*sizes, **options)

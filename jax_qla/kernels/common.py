@@ -66,6 +66,9 @@ read and written at once is slower than either alone, and a little less so like 
 L2NORM_EPSILON = 1e-6
 """q and k are divided by sqrt(|x|^2 + this) where a call asks for it."""
 
+ALWAYS, ALIKE, DIFFERENT = 0, 1, 2
+"""When a kernel computes anything: always, only where sequences are alike, only where they are not."""
+
 PASS_CONFIGS: dict[str, object] = {
     "tl.disable_warp_specialized": True,  # roles are written by hand
     "tl.disable_thread_storage_sync": True,  # and so are barriers
@@ -237,6 +240,25 @@ __device__ __forceinline__ void jax_qla_store_decayed(const void* product, const
 }
 """
 )
+
+
+ALIKE_PRELUDE = r"""
+// Whether the longest of `count` sequences (first row and end of each) is at most a 32nd longer than they are on average. To be called by whole warps.
+__device__ __forceinline__ int jax_qla_alike(const int* segments, int count) {
+  int longest = 0, all = 0;
+  for (int n = threadIdx.x & 31; n < count; n += 32) {
+    const int length = segments[2 * n + 1] - segments[2 * n];
+    longest = max(longest, length);
+    all += length;
+  }
+#pragma unroll
+  for (int step = 16; step > 0; step /= 2) {
+    longest = max(longest, __shfl_xor_sync(0xffffffffu, longest, step));
+    all += __shfl_xor_sync(0xffffffffu, all, step);
+  }
+  return __any_sync(0xffffffffu, 32LL * longest * count <= 33LL * all);  // a vote: ptxas knows that all of a warp leave, or none
+}
+"""
 
 
 CHUNK_PRELUDE = (
@@ -421,6 +443,16 @@ def macros():
     import tilelang.language as T
 
     C = CHUNK
+
+    @T.macro
+    def leave_unless(only, segments, sequences):
+        """All threads return, after what the kernel waits for, unless the sequences are as `only` says."""
+        if only != ALWAYS:
+            alike = T.alloc_var("int32")
+            alike = T.call_extern("int32", "jax_qla_alike", T.address_of(segments[0, 0]), sequences)
+            if alike != T.Select(only == ALIKE, 1, 0):
+                T.pdl_sync()
+                T.thread_return()
 
     @T.macro
     def fetch_gates(gamma, beta, row, rows, head, thread, fetched):
@@ -816,6 +848,7 @@ def macros():
             T.barrier_arrive(shared.ready[at])
 
     return SimpleNamespace(
+        leave_unless=leave_unless,
         fetch_gates=fetch_gates,
         fetch_lengths=fetch_lengths,
         store_gates=store_gates,

@@ -69,6 +69,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_qla.kernels.common import (
+    ALIKE_PRELUDE,
     CHUNK,
     CHUNK_PRELUDE,
     FAINT,
@@ -98,6 +99,7 @@ __all__ = ["PASS_CONFIGS", "Config", "program", "specification"]
 PRELUDE = (
     TILE_PRELUDE
     + CHUNK_PRELUDE
+    + ALIKE_PRELUDE
     + f"constexpr float kFaint = {FAINT}f;"
     + r"""
 __device__ __forceinline__ int jax_qla_any(int x) { return __any_sync(0xffffffffu, x); }
@@ -560,6 +562,7 @@ def program(config: Config):
         scale: T.float32,
         group: T.int32,  # key heads of a block
         first_head: T.int32,
+        only: T.int32,  # ALWAYS, or sequences for which it computes anything
     ):
         with T.Kernel(
             state_slots + 1, T.ceildiv(T.truncdiv(of_launch, ratio), group), threads=512, prelude=PRELUDE
@@ -568,6 +571,7 @@ def program(config: Config):
             part_of_heads,
         ):
             T.annotate_min_blocks_per_sm(1)
+            m.leave_unless(only, segments, sequences)
             # One warp for all, and by way of shared memory: registers are few.
             chunk_s = T.alloc_shared((4,), "int32")
             if T.get_thread_binding() < 32:
@@ -1175,6 +1179,7 @@ def specification(
     group: int = 1,
     l2norm: int = 0,
     first_head: int = 0,
+    only: int = 0,
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array]:
     """(dq, dk [tokens, Hk, K], dv [tokens, Hv, V], dg, dbeta [tokens, Hv]); rows of no sequence are zero; not a number in other heads than those
     of dh, from `first_head` on. h and vd have these heads, or all."""

@@ -11,6 +11,7 @@ from typing import Any
 
 from jax_qla.kernels import (
     adjoint_summaries,
+    backward,
     compose,
     forward,
     gradients,
@@ -41,6 +42,8 @@ def _packaged() -> tuple[tuple[str, Any], ...]:
             kernels.extend(
                 ("prepare", prepare.Config(key_dim, dtype, l2norm, split, own_keys)) for own_keys in (False, True)
             )
+        if not split:
+            kernels.append(("backward", backward.Config(128, 128, dtype, l2norm)))
         for key_dim, value_dim in itertools.product(_HEAD_DIMS, _HEAD_DIMS):
             kernels.append(("gradients", gradients.Config(key_dim, value_dim, dtype, l2norm, split)))
             kernels.append(("summaries", summaries.Config(key_dim, value_dim, dtype, l2norm, split)))

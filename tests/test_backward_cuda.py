@@ -1,0 +1,182 @@
+"""The backward pass in one kernel (jax_qla/kernels/backward.py): battery, many calls, where the policy chooses it.
+
+Needs an H100 or H200.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import battery
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import stand_in
+from test_cuda import CASES, IDENTICAL, LIMITS, MISSED, OWN_KEYS, cuda, that_keeps
+
+import jax_qla
+from jax_qla import cuda as cuda_kernels
+from jax_qla import policy
+
+pytestmark = pytest.mark.gpu
+
+
+def _fits(case: battery.Case) -> bool:
+    return (case.key_dim, case.value_dim) == (128, 128) and case.value_heads // case.key_heads in (1, 2)
+
+
+# Enough blocks for more than one round of them.
+MANY = battery.Case(
+    "many heads, two of a key head", "bfloat16", tokens=500, key_heads=80, value_heads=160, key_dim=128, value_dim=128
+)
+GAPS = dataclasses.replace(MANY, name=f"{MANY.name}, packed, gaps", segments=((3, 130), (130, 130), (150, 499)))
+OWN_KEYS_NORMALISED = dataclasses.replace(OWN_KEYS, name="own keys, normalised", l2norm=True)
+HERE = (
+    *(case for case in (*CASES, OWN_KEYS_NORMALISED) if _fits(case)),
+    MANY,
+    GAPS,
+    dataclasses.replace(GAPS, name=f"{GAPS.name}, poisoned", poisoned=True),
+    dataclasses.replace(MANY, name=f"{MANY.name}, normalised", l2norm=True),
+    dataclasses.replace(MANY, name=f"{MANY.name}, strong gates", gates="strong"),
+    dataclasses.replace(MANY, name=f"{MANY.name}, resets", gates="resets"),
+    dataclasses.replace(MANY, name=f"{MANY.name}, faint beta", beta="some faint"),
+    dataclasses.replace(MANY, name=f"{MANY.name}, faint beta", beta="some faint", dtype="float16"),
+    dataclasses.replace(MANY, name=f"{MANY.name}, zero keys", keys="some zero"),
+)
+
+
+@pytest.fixture(autouse=True)
+def _traced_anew() -> Iterator[None]:
+    stand_in.forget_traces()
+    yield
+    stand_in.forget_traces()
+
+
+@pytest.fixture
+def _in_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(policy.IN_ONE_OVERRIDE, "1")
+
+
+def _kernels(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Names of the kernels of all calls that are traced from here on."""
+    kernels: Any = cuda_kernels
+    launch = kernels.launch
+    names: list[str] = []
+
+    def recording(steps: Any, *operands: Any) -> Any:
+        names.extend(step.kernel for step in steps)
+        return launch(steps, *operands)
+
+    monkeypatch.setattr(kernels, "launch", recording)
+    return names
+
+
+def _parameter(case: battery.Case) -> Any:
+    missed = MISSED.get(case.name) if case.dtype == "bfloat16" else None
+    marks = [pytest.mark.xfail(reason=f"limits not reached: {missed}", strict=True)] if missed else []
+    return pytest.param(case, marks=marks, id=str(case))
+
+
+@pytest.mark.usefixtures("_in_one")
+@pytest.mark.parametrize("case", [_parameter(case) for case in HERE])
+def test_battery(case: battery.Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(policy.OVERRIDE, "0")
+    battery.check(case, cuda, IDENTICAL if case.keys.startswith("identical") else LIMITS)
+
+
+@pytest.mark.usefixtures("_in_one")
+@pytest.mark.parametrize(
+    "case", [MANY, GAPS, OWN_KEYS, *(case for case in HERE if case.name.startswith("packed"))], ids=str
+)
+def test_in_pieces(case: battery.Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks have pieces of sequences, and gradients of states that lie between them."""
+    monkeypatch.setenv(policy.OVERRIDE, "128")
+    battery.check(case, cuda, LIMITS)
+
+
+@pytest.mark.usefixtures("_in_one")
+@pytest.mark.parametrize("groups", ["1", "2", "5"])
+@pytest.mark.parametrize("function", [cuda, that_keeps], ids=["anew", "states kept"])
+@pytest.mark.parametrize("case", [MANY, GAPS, OWN_KEYS], ids=str)
+def test_the_same_bits(
+    case: battery.Case, function: battery.Function, groups: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In groups of heads, whatever memory held before, and again."""
+    monkeypatch.setenv(policy.OVERRIDE, "0")
+    first = battery.run(case, function)
+    monkeypatch.setenv(policy.GROUPS_OVERRIDE, groups)
+    stand_in.forget_traces()
+    for value in (np.nan, np.inf):
+        poison = [jnp.full((64, 1 << 20), value, jnp.bfloat16) for _ in range(8)]
+        jax.block_until_ready(poison)
+        del poison
+        again = battery.run(case, function)
+        assert all(again[name].tobytes() == first[name].tobytes() for name in first)
+
+
+def _operands(batch: int, tokens: int, key_heads: int, value_heads: int) -> tuple[jax.Array, ...]:
+    """q, k, v, g, beta and a cotangent of o."""
+    keys = jax.random.split(jax.random.key(0), 6)
+    q, k = (jax.random.normal(key, (batch, tokens, key_heads, 128), jnp.bfloat16) for key in keys[:2])
+    v, do = (jax.random.normal(key, (batch, tokens, value_heads, 128), jnp.bfloat16) for key in keys[2:4])
+    g = -jnp.exp(jax.random.normal(keys[4], (batch, tokens, value_heads)) - 3)
+    beta = jax.nn.sigmoid(jax.random.normal(keys[5], (batch, tokens, value_heads)))
+    return q, k, v, g, beta, do
+
+
+def _gradients(**options: Any) -> Callable[..., tuple[jax.Array, ...]]:
+    """Of these operands, traced at its first call."""
+    given: Any = {"use_qk_l2norm_in_kernel": True, "implementation": "cuda"} | options
+
+    def function(*operands: jax.Array) -> jax.Array:
+        o, _ = jax_qla.chunk_gated_delta_rule(*operands, **given)
+        return o
+
+    return jax.jit(lambda *x: jax.vjp(function, *x[:5])[1](x[5]))
+
+
+@pytest.mark.parametrize("key_heads", [16, 32])
+def test_thousands_of_calls_repeat(key_heads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What one block reads of another's shared memory is there: without a fence before the barrier that says so, three
+    of 2000 such calls differed."""
+    monkeypatch.setenv(policy.OVERRIDE, "0")
+    used = _kernels(monkeypatch)
+    function, operands = _gradients(), _operands(4, 2048, key_heads, 32)
+    first = function(*operands)
+    assert "backward" in used
+    assert "gradients" not in used
+    count = jax.jit(lambda a, b: sum(jnp.sum(x != y) for x, y in zip(a, b, strict=True)))
+    different = [count(function(*operands), first) for _ in range(3000)]
+    assert not np.any(np.asarray(jnp.stack(different)))
+
+
+@pytest.mark.parametrize(
+    "lengths", [(500, 500, 500, 500), (500, 490, 500, 505), (800, 200, 500, 400), (2000, 0, 0, 0)], ids=str
+)
+def test_packed_batches(lengths: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of sequences that are alike one kernel computes the gradients, of others two: whichever would."""
+    monkeypatch.setenv(policy.OVERRIDE, "0")
+    ends = np.cumsum((0, *lengths))
+    operands = _operands(1, 2000, 16, 32)
+    used = _kernels(monkeypatch)
+
+    def computed(in_one: str | None) -> list[np.ndarray]:
+        if in_one is not None:
+            monkeypatch.setenv(policy.IN_ONE_OVERRIDE, in_one)
+        stand_in.forget_traces()
+        function = _gradients(cu_seqlens=jnp.asarray(ends, jnp.int32))
+        return [np.asarray(x, np.float32) for x in function(*operands)]
+
+    found = computed(None)
+    assert {"state_gradients", "gradients", "backward"} <= set(used)
+    by_two, by_one = computed("0"), computed("1")
+    alike = 32 * max(lengths) * len(lengths) <= 33 * sum(lengths)
+    for mine, other in zip(found, by_one if alike else by_two, strict=True):
+        np.testing.assert_array_equal(mine, other)
+    for one, two in zip(by_one, by_two, strict=True):
+        assert np.linalg.norm(one - two) <= 1e-2 * np.linalg.norm(two)
+    # dq and dk are rounded before they are summed over value heads, so one can tell who has computed them.
+    assert not np.array_equal(by_one[0], by_two[0])
