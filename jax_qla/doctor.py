@@ -38,6 +38,7 @@ _VARIABLES = (
     "JAX_QLA_LIBCUDA",
     policy.OVERRIDE,
     policy.GROUPS_OVERRIDE,
+    policy.IN_ONE_OVERRIDE,
     "JAX_PLATFORMS",
     "CUDA_VISIBLE_DEVICES",
     "XLA_FLAGS",

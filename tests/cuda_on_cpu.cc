@@ -3,8 +3,8 @@
 // What is modelled: shared memory with its swizzles, that of a cluster's other blocks, mbarriers and their phases, named barriers, warp votes and
 // shuffles, matrix instructions with their register layouts, wgmma with its descriptors, TMA with its tensor maps. What may come late comes as
 // late as it may: a load at some time after it was asked for, until when its tile is not a number; the products of wgmma, and what a store reads,
-// when somebody waits for them. And whatever the order was, accesses to shared memory that nothing orders, or that lack a proxy fence, end it
-// (tests/happens_before.h), and so does a block that may end before another comes to its memory.
+// when somebody waits for them. And whatever the order was, accesses to shared memory that nothing orders, or that lack a proxy fence or, of what
+// another block wrote, that block's fence, end it (tests/happens_before.h), and so does a block that may end before another comes to its memory.
 // What is not: global memory among blocks and kernels, wgmma.fence, scopes of mbarriers' releases and waits, time.
 #undef _FORTIFY_SOURCE  // whose longjmp takes another stack for an error
 #include "cuda_on_cpu.h"
@@ -107,7 +107,11 @@ static void meet_at(int id, int count) {
   happens_before::leave_named(id, current);
 }
 void meet(int id, int count) { meet_at(rank() * 16 + id, count); }
-void meet_cluster() { meet_at(16 * blocks, blocks * threads); }
+void block_fence() { happens_before::block_fence(current); }
+void meet_cluster() {
+  block_fence();
+  meet_at(16 * blocks, blocks * threads);
+}
 void proxy_fence() { happens_before::proxy_fence(current); }
 
 static void own_access(const void* p, size_t bytes, bool write) {
@@ -131,6 +135,7 @@ unsigned of_block(unsigned address, int rank) {
 // From any block of the cluster.
 static void visit(unsigned address, int bytes) {
   right(happens_before::access(address, bytes, false, current));
+  right(happens_before::reach(address, bytes, current));
   happens_before::visit(address / kBlock, current);
 }
 void read(void* to, unsigned address, int bytes) {

@@ -51,6 +51,7 @@ const char* run(int x, int y, int z, int threads, int blocks, int seed, int late
 void meet(int barrier, int threads);
 void meet_cluster();
 void proxy_fence();
+void block_fence();
 unsigned address_of(const void* p);  // in the shared memory of all blocks of the cluster
 unsigned of_block(unsigned address, int rank);
 void read(void* to, unsigned address, int bytes);
@@ -317,6 +318,7 @@ inline uint4 jax_qla_read_16(unsigned address) {
 inline void jax_qla_write_16(void* to, unsigned a, unsigned b, unsigned c, unsigned d) { *static_cast<uint4*>(to) = {a, b, c, d}; }
 template <bool written> inline void jax_qla_tell(Barrier& barrier, int blocks) {
   const int lane = emulator::current & 31;
+  if (written) emulator::block_fence();
   __syncwarp();
   if (lane < blocks) emulator::arrive_at(barrier, lane, 8 / blocks);
 }

@@ -5,7 +5,8 @@
 // Who accesses is an agent: a thread, the wgmma of a warp, the bulk stores of a warp, the bulk loads that one mbarrier counts; threads and warps
 // are numbered on from block to block, mbarriers as they are initialized. Order comes from mbarriers, named barriers, barrier.cluster, __syncwarp,
 // and from waiting for wgmma and bulk stores. What threads wrote, wgmma and TMA (the asynchronous proxy) have only if fence.proxy.async lies
-// between (PTX ISA, "Proxies"). Threads may write in any order what is the same.
+// between (PTX ISA, "Proxies"). What threads wrote, another block of the cluster has only if fence.acq_rel.cta, or barrier.cluster, lies between: its
+// barriers may be arrived at before. (PTX wants a fence of the cluster; kernels/backward.py says why not.) Threads may write in any order what is the same.
 #pragma once
 #include <algorithm>
 #include <array>
@@ -20,13 +21,15 @@ using Clock = uint32_t;
 constexpr int kAgents = 1152, kCell = 2;  // bytes that are not told apart
 using Clocks = std::array<Clock, kAgents>;
 inline size_t agents;  // that there are
+inline bool several;   // blocks
 
-// Of every agent, up to where its accesses happen before what a thread does next, and up to where the asynchronous proxy has them.
+// Of every agent, up to where its accesses happen before what a thread does next, and up to where the asynchronous proxy, and other blocks, have them.
 struct Knowledge {
-  Clocks before{}, through{};
+  Clocks before{}, through{}, beyond{};
   void take(const Knowledge& from) {
     for (size_t i = 0; i < agents; ++i) before[i] = std::max(before[i], from.before[i]);
     for (size_t i = 0; i < agents; ++i) through[i] = std::max(through[i], from.through[i]);
+    for (size_t i = 0; several && i < agents; ++i) beyond[i] = std::max(beyond[i], from.beyond[i]);
   }
 };
 
@@ -68,16 +71,17 @@ inline size_t loads(size_t barrier) { return threads + 2 * warps + barrier; }
 
 // So many blocks of `count` threads and of so many bytes.
 inline void begin(int count, int blocks, const unsigned char* shared, size_t bytes) {
-  const auto several = static_cast<size_t>(blocks);
-  of_block = static_cast<size_t>(count), threads = several * of_block, warps = threads / 32, memory = shared;
+  const auto number = static_cast<size_t>(blocks);
+  several = number > 1;
+  of_block = static_cast<size_t>(count), threads = number * of_block, warps = threads / 32, memory = shared;
   agents = threads + 2 * warps;
-  cells.resize(several * bytes / kCell);
+  cells.resize(number * bytes / kCell);
   for (Cell& cell : cells) cell.write = {0, 0}, cell.reads.clear();
   knowledge.assign(threads, Knowledge());
   clocks.assign(threads, 1);
   barriers.clear(), rewritten.clear();
-  named.assign(16 * several + 1, Named());
-  visits.assign(several, Clocks());
+  named.assign(16 * number + 1, Named());
+  visits.assign(number, Clocks());
 }
 
 inline const char* name(size_t agent, char* to, size_t size) {
@@ -152,6 +156,13 @@ inline void proxy_fence(int thread) {
   for (size_t i = 0; i < agents; ++i) knows.through[i] = std::max(knows.through[i], knows.before[i]);
 }
 
+// Of what the thread has written or knows of, other blocks have it before they learn of anything that the thread does next.
+inline void block_fence(int thread) {
+  release(thread);
+  Knowledge& knows = knowledge[static_cast<size_t>(thread)];
+  for (size_t i = 0; i < agents; ++i) knows.beyond[i] = std::max(knows.beyond[i], knows.before[i]);
+}
+
 inline void meet_warp(int warp) {
   Knowledge all;
   for (int thread = warp * 32; thread < warp * 32 + 32; ++thread) all.take(release(thread));
@@ -183,6 +194,16 @@ inline void wait(const void* at, int thread) { acquire(thread, barrier(at).compl
 inline const char* load(unsigned address, int bytes, const void* at, int thread) {
   const Barrier& of = barrier(at);
   return access(address, bytes, true, loads(of), of.phase + 1, thread);
+}
+// What lies there in another block's shared memory, a thread is about to read; what is wrong, if anything.
+inline const char* reach(unsigned address, int bytes, int thread) {
+  const auto own = static_cast<size_t>(thread);
+  for (size_t i = address / kCell; i <= (address + static_cast<unsigned>(bytes) - 1) / kCell; ++i) {
+    const Access last = cells[i].write;
+    if (last.clock == 0 || last.agent >= threads || last.agent / of_block == own / of_block) continue;
+    if (knowledge[own].beyond[last.agent] < last.clock) return report(i, true, last.agent, false, own, "without a fence of the block that wrote it");
+  }
+  return nullptr;
 }
 // A thread comes to a block's shared memory.
 inline void visit(size_t block, int thread) {

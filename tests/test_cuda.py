@@ -311,10 +311,15 @@ def test_default_is_cuda_and_vmap_and_remat_agree() -> None:
 @pytest.mark.skipif(len(jax.devices()) < 2, reason="needs several devices")
 @pytest.mark.parametrize("keep", [False, True], ids=["anew", "kept"])
 @pytest.mark.parametrize("l2norm", [False, True], ids=["as given", "normalised"])
-def test_a_sequence_over_cards(l2norm: bool, keep: bool) -> None:
+@pytest.mark.parametrize(("head_dim", "in_one"), [(64, "0"), (128, "1")], ids=["in three kernels", "in one"])
+def test_a_sequence_over_cards(
+    head_dim: int, in_one: str, l2norm: bool, keep: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A dense one, cut over all of them, against one; what they exchange is rounded elsewhere."""
+    monkeypatch.setenv(policy.IN_ONE_OVERRIDE, in_one)
     cards = jax.devices()
-    x = battery.inputs(battery.Case("over cards", dtype="bfloat16", tokens=320 * len(cards), l2norm=l2norm))
+    sizes: Any = {"tokens": 320 * len(cards), "key_dim": head_dim, "value_dim": head_dim, "l2norm": l2norm}
+    x = battery.inputs(battery.Case("over cards", dtype="bfloat16", **sizes))
     operands = [jnp.asarray(y) for y in (*x[:5], x.initial_state)]
     cotangents = jnp.asarray(x.do), jnp.asarray(x.d_final_state)
     mesh = jax.make_mesh((len(cards),), ("seq",), axis_types=(AxisType.Auto,))

@@ -8,6 +8,7 @@ import itertools
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import battery
@@ -25,7 +26,8 @@ from test_cuda import cuda as rule
 from jax_qla import cuda, implementations, policy, store
 from jax_qla import segments as tables
 from jax_qla.implementations import Choice
-from jax_qla.kernels import build, compose, prepare, specification, states
+from jax_qla.kernels import backward, build, compose, prepare, specification, states
+from jax_qla.kernels.common import ALWAYS
 from jax_qla.launch import Step
 
 LACKING = store.why_not_buildable()
@@ -135,6 +137,34 @@ def test_recurrence_and_gradients_in_one(case: battery.Case, monkeypatch: pytest
     assert not {"state_gradients", "gradients"} & set(used)
 
 
+@pytest.mark.parametrize("fenced", [True, False])
+def test_a_fence_before_another_block_is_told(fenced: bool) -> None:
+    """Without it a Hopper card once in a while reads what a tile held before (`test_thousands_of_calls_repeat`)."""
+    source, plan = emulator.lowered("backward", backward.Config())
+    assert source.count("jax_qla_tell<true>(") == 2
+    if not fenced:
+        source = source.replace("jax_qla_tell<true>(", "jax_qla_tell<false>(")
+    kernel = emulator.Emulated(source, plan)
+    random = np.random.default_rng(0)
+    tokens, dtype = 100, jnp.bfloat16
+
+    def rows(*shape: int, dtype: Any = dtype) -> np.ndarray:
+        return random.normal(size=shape).astype(dtype) / 8
+
+    of_keys, of_values, of_gates = (tokens, 1, 128), (tokens, 2, 128), (tokens, 2)
+    arrays = {name: rows(*of_keys) for name in ("q", "k", "dq", "dk")}
+    arrays |= {name: rows(*of_values) for name in ("v", "do", "vd", "dv")}
+    arrays |= {name: -np.abs(rows(*of_gates, dtype=np.float32)) for name in ("g", "gamma", "beta", "dg", "dbeta")}
+    state = (1, 2, 128, 128)
+    arrays |= {name: rows(*state, dtype=np.float32) for name in ("d_final_state", "d_initial_state")}
+    arrays |= {"a": rows(2, tokens, 64).view(np.int16), "h": rows(2, 2, 2, 128, 64)}
+    arrays |= {"segments": np.array([[0, tokens]], np.int32)}
+    arrays |= {name: np.zeros((0, width), np.int32) for name, width in (("pieces", 4), ("spans", 2))}
+    scalars = {"ratio": 2, "scale": 0.1, "first_head": 0, "heads": 2, "only": ALWAYS}
+    with nullcontext() if fenced else pytest.raises(RuntimeError, match="without a fence of the block that wrote it"):
+        kernel(arrays, scalars, neighbours=2, seed=0)
+
+
 @pytest.mark.parametrize("alike", [True, False])
 def test_packed_sequences_in_one_if_alike(alike: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """All three kernels run, and what one of them would write if it took the batch for its own is looked for."""
@@ -156,6 +186,33 @@ def test_packed_sequences_in_one_if_alike(alike: bool, monkeypatch: pytest.Monke
     assert written.pop("backward_kernel") is alike
     assert written.pop("state_gradients_kernel") is not alike
     assert set(written) == {"gradients_kernel"}
+
+
+def test_a_shard_in_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a sequence that goes on beyond a device: pieces that each have a state, the first and the last empty."""
+    monkeypatch.setenv(policy.OVERRIDE, "64")
+    sizes: Any = {"tokens": 200, "key_dim": 128, "value_dim": 128, "key_heads": 1, "value_heads": 2}
+    x = battery.inputs(battery.Case("a shard in one", dtype="bfloat16", **sizes))
+    rows: Any = [jnp.asarray(y) for y in x[:5]]
+    state, do, d_final = (jnp.asarray(y) for y in (x.initial_state, x.do, x.d_final_state))
+    cut = policy.shard_cut(200, 1, 2, 128, 128)
+    assert cut.pieces == 4
+    kernels: Any = cuda
+    used = _used(monkeypatch)
+
+    def gradients(chosen: str) -> list[np.ndarray]:
+        monkeypatch.setattr(policy, "in_one", lambda *_, **__: chosen)
+        _, _, residuals, pieces = kernels.summary(*rows, state, None, cut=cut, with_residuals=True)
+        options: dict[str, Any] = {"cut": cut, "scale": 0.1}
+        _, adjoint = kernels.state_gradient(*rows, None, None, residuals, do, d_final, pieces, **options)
+        found = kernels.backward(*rows, state, None, residuals, do, d_final, pieces, adjoint, **options)
+        return [np.asarray(y, np.float32) for y in found]
+
+    expected = gradients("never")
+    assert "backward" not in used
+    for found, wanted in zip(gradients("always"), expected, strict=True):
+        assert np.linalg.norm(found - wanted) <= 5e-3 * np.linalg.norm(wanted)
+    assert "backward" in used
 
 
 @pytest.mark.parametrize("precision", [None, "high"])

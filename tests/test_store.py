@@ -515,7 +515,8 @@ def test_kernels_asked_for_by_name_are_not_passed_over(builds: Builds) -> None:
 
 def test_kernels_that_are_at_hand_are_taken(builds: Builds, packaged: Path) -> None:
     needed = cuda._needed(cuda._CHUNKED, key_dim=64, value_dim=128, dtype="bfloat16", split=False)
-    assert {name for name, _ in needed} == {name for name, _ in PACKAGED} - {"recurrent"}
+    of_these_sizes = {name for name, _ in PACKAGED} - {"recurrent", "backward"}  # the latter is of K = V = 128
+    assert {name for name, _ in needed} == of_these_sizes
     entries = {}
     for name, config in needed:
         cubin = f"{name} {config}".encode()
