@@ -1,26 +1,27 @@
 """The Hopper implementation: which kernels run, in which order, on which arrays.
 
 Forward is two kernels in one FFI call (prepare, forward), backward three (states, state_gradients, gradients) or, where
-that fills the card, two (states, backward; policy.in_one), decoding one (recurrent, on a dense batch as it is). The
-others work on flat token arrays, dense batches included: a dense batch is a packed one whose tables are constants.
+that fills the card, two (states, backward: `policy.in_one`), decoding one (recurrent, on a dense batch as it is).
+The others work on flat token arrays, dense batches included: a dense batch is a packed one whose tables are constants.
 Where sequences are cut into pieces (policy.py), layout finds these in a packed batch, beside prepare, which does not go
 by them, and the states that enter them come next: summaries and compose, for the backward pass also adjoint_summaries
-and compose in reverse; what follows takes pieces for sequences. A forward pass that keeps what it finds of the pieces
-(`implementations.Between`) spares the backward one summaries and the first compose; `states` then goes ahead of the
-other, unless the card has room for it beside `state_gradients`. With `keep`, `forward` writes what `states` would
-(`ChunkStates`), of whole sequences or of these pieces, and the backward pass is without that. Where a sequence goes on
-beyond a device, this falls into two calls: `summary` (prepare, summaries, and compose for N and for M) begins, and
-`forward`, given what it found, goes on (compose, forward) when the state before is known. So do `state_gradient`
-(adjoint_summaries, compose in reverse) and `backward`; meanwhile `chunk_states` (compose, states) computes what the
-latter needs of the forward pass. Where q and k are to be normalised, prepare finds their lengths, which are residuals
-(`Lengths`); all others read them. Intermediate results (h, dh, Vd, states between pieces) are results of the call that
-are dropped here.
+and compose in reverse; what follows takes pieces for sequences.
+A forward pass that keeps what it finds of the pieces (`implementations.Between`) spares the backward one summaries and
+the first compose; `states` then goes ahead of the other, unless the card has room for it beside `state_gradients`.
+With `keep`, `forward` writes what `states` would (`ChunkStates`), of whole sequences or of these pieces, and the
+backward pass is without that.
+Where a sequence goes on beyond a device, this falls into two calls: `summary` (prepare, summaries, and compose for N
+and for M) begins, and `forward`, given what it found, goes on (compose, forward) when the state before is known. So do
+`state_gradient` (adjoint_summaries, compose in reverse) and `backward`; meanwhile `chunk_states` (compose, states)
+computes what the latter needs of the forward pass.
+Where q and k are to be normalised, prepare finds their lengths, which are residuals (`Lengths`); all others read them.
+Intermediate results (h, dh, Vd, states between pieces) are results of the call that are dropped here.
 
-Memory of the backward besides its operands and results, in elements of v's dtype: h and dh (not of dense batches for
-the kernel `backward`), ceil(T / 64) * Hv * K * V each, and Vd, as v (twice v where operands are split); of one group of
-heads at a time (policy.head_groups), whose three kernels take the memory of the group before. (Kept h and Vd are
-operands, of all heads.) Rows of dv where |beta| is tiny are dX until the gradients kernel scales them. In pieces: five
-times K V in float32 per piece and value head (two where the forward pass has kept two), three times in the forward
+Memory of the backward besides its operands and results, in elements of v's dtype: h and dh (h alone of dense batches
+whose gradients one kernel computes), ceil(T / 64) * Hv * K * V each, and Vd, as v (twice v where operands are split);
+of one group of heads at a time (policy.head_groups), whose kernels take the memory of the group before. (Kept h and Vd
+are operands, of all heads.) Rows of dv where |beta| is tiny are dX until the gradients kernel scales them. In pieces:
+five times K V in float32 per piece and value head (two where the forward pass has kept two), three times in the forward
 pass, five in `summary`.
 """
 
