@@ -433,7 +433,8 @@ def soak(options: argparse.Namespace) -> Tally:
     devices = jax.local_devices()
     reason = None if options.streams else "not wanted"
     reason = reason or why_no_other_stream()
-    environment = f"XLA_FLAGS={options.flags!r}, {policy.GROUPS_OVERRIDE}={os.environ.get(policy.GROUPS_OVERRIDE)}"
+    overrides = (f"{name}={os.environ.get(name)}" for name in (policy.GROUPS_OVERRIDE, policy.IN_ONE_OVERRIDE))
+    environment = ", ".join((f"XLA_FLAGS={options.flags!r}", *overrides))
     print(f"{jax.__version__}, {len(devices)} x {devices[0].device_kind}, {options.pair}, {environment}")
     print("a second stream: " + (f"no, {reason}" if reason else "yes"), flush=True)
     start, rounds, longest, base = time.monotonic(), 0, 0.0, None
@@ -512,11 +513,12 @@ def _start(options: argparse.Namespace, i: int, seconds: float, report: Path) ->
 
 
 def _variables(options: argparse.Namespace, i: int) -> dict[str, str]:
-    """What distinguishes process i: command buffers, groups of heads in the backward pass, and no more than its share
-    of memory if others run beside it."""
+    """What distinguishes process i: command buffers, groups of heads in the backward pass, whether one kernel computes
+    that wherever it can, and no more than its share of memory if others run beside it."""
     off = [] if i % 2 == 0 else ["--xla_gpu_enable_command_buffer="]
     variables = {"XLA_FLAGS": " ".join([*os.environ.get("XLA_FLAGS", "").split(), *off])}
     variables[policy.GROUPS_OVERRIDE] = ("", "2", "4")[i % 3]
+    variables[policy.IN_ONE_OVERRIDE] = ("", "1")[i // 2 % 2]
     if options.processes:
         variables["XLA_PYTHON_CLIENT_MEM_FRACTION"] = f"{MEMORY / options.processes:.3f}"
     return variables

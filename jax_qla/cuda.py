@@ -260,26 +260,25 @@ def backward(
     together = policy.key_heads_together(chunks, call.key_heads // groups, heads)
     tile = call.value_tile_of(heads)
     beside = policy.room_for_both(call.recurrences * heads * (call.value_dim // tile))
+    of_two, of_one = (DIFFERENT, ALIKE) if in_one == "if alike" else (ALWAYS, ALWAYS)
     for first in range(0, call.value_heads, heads):
-        of: dict[str, Any] = {"first_head": first, "value_tile": tile}
+        of: dict[str, Any] = {"first_head": first}
         if chunk_states is None:
             # Unless there is room for it beside `state_gradients`, `states` begins where blocks of `adjoint_summaries`
             # end, before `compose`, which begins where its own end.
             ahead = first == 0 and between is not None and not beside
             awaits = states_kernel.NOTHING if ahead else states_kernel.EVERYTHING
             place = len(steps) - 1 if ahead else len(steps)
-            steps.insert(place, call.step(states_kernel, rename=initial, awaits=awaits, **of))
+            steps.insert(place, call.step(states_kernel, rename=initial, awaits=awaits, value_tile=tile, **of))
         if in_one != "always":
-            only = DIFFERENT if in_one == "if alike" else ALWAYS
             behind = bool(steps) and steps[-1].kernel == "compose"  # which writes what it begins with
             awaits = state_gradients_kernel.STATE if behind else state_gradients_kernel.NOTHING
-            of |= {"scale": scale, "only": only}
-            steps.append(call.step(state_gradients_kernel, rename=final, awaits=awaits, **of))
-            del of["value_tile"]
+            of |= {"scale": scale, "only": of_two}
+            steps.append(call.step(state_gradients_kernel, rename=final, awaits=awaits, value_tile=tile, **of))
             steps.append(call.step(gradients_kernel, rename={"d": "dv"}, group=together, **of))
         if in_one != "never":
-            only = ALIKE if in_one == "if alike" else ALWAYS
-            step = call.step(backward_kernel, rename=final, scale=scale, first_head=first, heads=heads, only=only)
+            of |= {"scale": scale, "only": of_one}
+            step = call.step(backward_kernel, rename=final, heads=heads, **of)
             steps.append(dataclasses.replace(step, neighbours=call.value_heads // call.key_heads))  # a cluster
     results = launch(
         steps,
