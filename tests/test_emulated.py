@@ -112,6 +112,8 @@ IN_ONE = [
         ("a tail", "float16", {"tokens": 200, "key_heads": 1, "value_heads": 2}),
         ("faint beta", "bfloat16", {"tokens": 300, "key_heads": 1, "value_heads": 1, "beta": "some faint"}),
         ("normalised", "bfloat16", {"tokens": 300, "key_heads": 1, "value_heads": 2, "l2norm": True}),
+        ("three of a key head", "bfloat16", {"tokens": 100, "key_heads": 1, "value_heads": 3}),
+        ("four of a key head", "bfloat16", {"tokens": 130, "key_heads": 2, "value_heads": 8}),
         (
             "packed",
             "bfloat16",
@@ -160,7 +162,7 @@ def test_a_fence_before_another_block_is_told(fenced: bool) -> None:
     arrays |= {"a": rows(2, tokens, 64).view(np.int16), "h": rows(2, 2, 2, 128, 64)}
     arrays |= {"segments": np.array([[0, tokens]], np.int32)}
     arrays |= {name: np.zeros((0, width), np.int32) for name, width in (("pieces", 4), ("spans", 2))}
-    scalars = {"ratio": 2, "scale": 0.1, "first_head": 0, "heads": 2, "only": ALWAYS}
+    scalars = {"ratio": 2, "scale": 0.1, "first_head": 0, "heads": 2, "width": 2, "offset": 0, "only": ALWAYS}
     with nullcontext() if fenced else pytest.raises(RuntimeError, match="without a fence of the block that wrote it"):
         kernel(arrays, scalars, neighbours=2, seed=0)
 

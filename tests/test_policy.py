@@ -369,8 +369,10 @@ def test_shards_are_always_cut(monkeypatch: pytest.MonkeyPatch) -> None:
         (4, 16, 32, {"split": True}, "never"),
         (1, 16, 32, {}, "never"),  # most of the card would be idle
         (5, 16, 32, {}, "never"),  # and in the second round
-        (4, 16, 64, {}, "never"),  # more than two value heads a key head
-        (4, 8, 24, {}, "never"),
+        (4, 16, 64, {}, "always"),  # two value heads of each key head, then the others
+        (2, 16, 64, {}, "never"),
+        (8, 16, 48, {}, "always"),  # three, one by one
+        (4, 16, 48, {}, "never"),
     ],
 )
 def test_recurrence_and_gradients_in_one(

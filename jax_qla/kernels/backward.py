@@ -31,6 +31,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from jax_qla.kernels import gradients, state_gradients
 from jax_qla.kernels.common import (
@@ -160,9 +161,9 @@ __device__ __forceinline__ void jax_qla_tell(Barrier& barrier, int blocks) {
   }
 }
 // Sums over the `blocks` (1 or 2) of the cluster of their tiles [64, 128] (halves of 64 columns at near and far, swizzled): of rows 64 / blocks rank .. those that
-// are there (`rows` in all) to rows of `out` that are `stride` elements apart; 128 threads.
+// are there (`rows` in all) to rows of `out` that are `stride` elements apart, beside what is there if `add`; 128 threads.
 template <typename T>
-__device__ __forceinline__ void jax_qla_sum(const void* near, const void* far, T* out, int rows, int stride, int blocks, int rank) {
+__device__ __forceinline__ void jax_qla_sum(const void* near, const void* far, T* out, int rows, int stride, int blocks, int rank, int add) {
   const int thread = threadIdx.x & 127, row = thread >> 4, vector = thread & 15, first = 32 * rank + row;
   unsigned own = jax_qla_address(vector & 8 ? far : near) + first * 128 + (((vector & 7) ^ row) << 4);
   unsigned others = jax_qla_of_block(own, blocks - 1 - rank);
@@ -175,14 +176,20 @@ __device__ __forceinline__ void jax_qla_sum(const void* near, const void* far, T
     for (int n = 0; n < 2; ++n) y[n] = jax_qla_read_of_block(others + n * 1024);
 #pragma unroll
     for (int n = 0; n < 2; ++n) x[n] = jax_qla_read_16(own + n * 1024);
+    uint4 z[2] = {};
+#pragma unroll
+    for (int n = 0; n < 2; ++n) {
+      if (add && n * 8 < left) z[n] = *reinterpret_cast<const uint4*>(to + static_cast<long long>(n * 8) * stride);
+    }
 #pragma unroll
     for (int n = 0; n < 2; ++n) {
       const unsigned from[4] = {x[n].x, x[n].y, x[n].z, x[n].w}, and_from[4] = {y[n].x, y[n].y, y[n].z, y[n].w};
+      const unsigned there[4] = {z[n].x, z[n].y, z[n].z, z[n].w};
       unsigned sum[4];
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
-        const float2 a = jax_qla_unpack<T>(from[e]), b = jax_qla_unpack<T>(and_from[e]);
-        sum[e] = blocks == 1 ? from[e] : jax_qla_pack<T>(a.x + b.x, a.y + b.y);
+        const float2 a = jax_qla_unpack<T>(from[e]), b = jax_qla_unpack<T>(and_from[e]), c = jax_qla_unpack<T>(there[e]);
+        sum[e] = blocks == 1 ? jax_qla_pack<T>(a.x + c.x, a.y + c.y) : jax_qla_pack<T>(a.x + b.x + c.x, a.y + b.y + c.y);
       }
       if (n * 8 < left) jax_qla_write_16(to + static_cast<long long>(n * 8) * stride, sum[0], sum[1], sum[2], sum[3]);
     }
@@ -382,18 +389,25 @@ def program(config: Config):
         scale: T.float32,
         first_head: T.int32,
         heads: T.int32,  # of this launch
+        width: T.int32,  # value heads of a key head in this launch, blocks of a cluster
+        offset: T.int32,  # the first of them among the key head's
         only: T.int32,  # ALWAYS, or sequences for which it computes anything
     ):
         with T.Kernel(sequences * heads, threads=512, prelude=PRELUDE) as block:
             T.annotate_min_blocks_per_sm(1)
             place = T.alloc_var("int32")  # among the sequences
             place = T.truncdiv(block, heads)
-            head = first_head + block - place * heads
+            number = block - place * heads
+            key_head = T.alloc_var("int32")
+            rank = T.alloc_var("int32")  # in the cluster
+            key_head = T.truncdiv(number, width)
+            rank = number - key_head * width
+            key_head = T.truncdiv(first_head, ratio) + key_head
+            head = key_head * ratio + offset + rank
             n = T.alloc_var("int32")
             start = T.alloc_var("int32")
             end = T.alloc_var("int32")
             count = T.alloc_var("int32")
-            key_head = T.alloc_var("int32")
             target = T.alloc_var("int32")  # where the gradient of the initial state goes, if anywhere
             first_slot = T.alloc_var("int32")
             T.pdl_sync()
@@ -402,7 +416,6 @@ def program(config: Config):
             start = segments[n, 0]
             end = segments[n, 1]
             count = (end - start + C - 1) // C
-            key_head = T.truncdiv(head, ratio)
             first_slot = start // C + n
             target = n
             if cut_pieces > 0:  # only that of the state before a sequence's first piece
@@ -489,7 +502,7 @@ def program(config: Config):
             if tx == 0:
                 bounds_s[0] = start + (count - 1) * C
                 bounds_s[1] = end
-                bounds_s[2] = T.Select(kept_heads == value_heads, head, block - place * heads)
+                bounds_s[2] = T.Select(kept_heads == value_heads, head, number)
             T.call_extern("handle", "jax_qla_meet")
             if tx >= 384:
                 T.set_max_nreg(REGISTERS[3], 0)
@@ -703,10 +716,11 @@ def program(config: Config):
                             - T.call_extern("int32", "jax_qla_read", T.access_ptr(bounds_s[0], "r"))
                             + (turn - 1) * C,
                             key_heads * K,
-                            ratio,
-                            head - key_head * ratio,
+                            width,
+                            rank,
+                            offset,
                         )
-                        T.call_extern("handle", "jax_qla_tell<false>", dq_free[0], ratio)
+                        T.call_extern("handle", "jax_qla_tell<false>", dq_free[0], width)
                         T.barrier_wait(dk_full[0], (turn + 1) % 2)
                         T.call_extern(
                             "handle",
@@ -725,10 +739,11 @@ def program(config: Config):
                             - T.call_extern("int32", "jax_qla_read", T.access_ptr(bounds_s[0], "r"))
                             + (turn - 1) * C,
                             key_heads * K,
-                            ratio,
-                            head - key_head * ratio,
+                            width,
+                            rank,
+                            offset,
                         )
-                        T.call_extern("handle", "jax_qla_tell<false>", dk_free[0], ratio)
+                        T.call_extern("handle", "jax_qla_tell<false>", dk_free[0], width)
                 for side in tuple(range(2)):  # rows of no sequence that follow, and those before all
                     begin = end if side == 0 else 0
                     beyond = (
@@ -737,7 +752,7 @@ def program(config: Config):
                         else T.Select(n == 0, start, 0)
                     )
                     for x in T.serial(beyond - begin):
-                        if head == key_head * ratio:
+                        if rank + offset == 0:
                             dq[begin + x, key_head, i] = T.cast(0, dtype)
                             dk[begin + x, key_head, i] = T.cast(0, dtype)
                         dv[begin + x, head, i] = T.cast(0, dtype)
@@ -936,7 +951,7 @@ def program(config: Config):
                                             T.address_of(result[0, half * 64]),
                                             T.access_ptr(d_s[0, 0, half * 64], "r"),
                                         )
-                                T.call_extern("handle", "jax_qla_tell<true>", dq_full[0], ratio)
+                                T.call_extern("handle", "jax_qla_tell<true>", dq_full[0], width)
                                 T.barrier_arrive(parts_ready[at2])
                                 T.barrier_arrive(keys_free[at2])
                             else:
@@ -1075,7 +1090,7 @@ def program(config: Config):
                                             T.access_ptr((e_s if half == 0 else f_s)[0, 0], "r"),
                                         )
                                 T.barrier_arrive(keys_free[at2])
-                                T.call_extern("handle", "jax_qla_tell<true>", dk_full[0], ratio)
+                                T.call_extern("handle", "jax_qla_tell<true>", dk_full[0], width)
                         if initial_states > 0 and target >= 0:
                             for i, j in T.Parallel(64, K):
                                 d_initial_state[target, head, j, part + i] = d[i, j]
@@ -1102,22 +1117,51 @@ def specification(
     pieces: jax.Array,
     spans: jax.Array,
     chunks: jax.Array,
+    dq: jax.Array,
+    dk: jax.Array,
     *,
     ratio: int,
     scale: float,
     l2norm: int = 0,
     first_head: int = 0,
     heads: int | None = None,
+    width: int | None = None,
+    offset: int = 0,
     only: int = 0,
 ) -> tuple[jax.Array, ...]:
     """(dq, dk [tokens, Hk, K], dv [tokens, Hv, V], dg, dbeta [tokens, Hv], d_initial_state [N, Hv, K, V]): what the two kernels' specifications give, one
-    after the other, of so many value heads from `first_head` on, or of all. `segments` are sequences or, with `pieces` and `spans`, their pieces; without,
-    these are empty."""
-    scalars: dict[str, Any] = {"ratio": ratio, "scale": scale, "l2norm": l2norm, "first_head": first_head, "only": only}
+    after the other, of `width` value heads of each key head, from its `offset`-th on; beside what `dq` and `dk` hold, if that is not the first. Not a number in other
+    value heads than those, and in key heads that have none of the launch's `heads` from `first_head` on, or of all. `segments` are sequences or, with
+    `pieces` and `spans`, their pieces; without, these are empty."""
+    width = ratio if width is None else width
+    all_heads = v.shape[1]
+
+    def of_these(x: jax.Array, axis: int = 1) -> jax.Array:
+        """Of [.., Hv, ..], or of so many heads, those of the launch's place among each key head's."""
+        if x.shape[axis] % ratio:
+            return x
+        x = x.reshape(*x.shape[:axis], -1, ratio, *x.shape[axis + 1 :])
+        x = jax.lax.slice_in_dim(x, offset, offset + width, axis=axis + 1)
+        return x.reshape(*x.shape[:axis], -1, *x.shape[axis + 2 :])
+
+    scalars: dict[str, Any] = {"ratio": width, "scale": scale, "l2norm": l2norm, "only": only}
+    scalars["first_head"] = first_head // ratio * width
+    if width < ratio:
+        v, g, gamma, beta, do, vd, h, d_final_state = map(of_these, (v, g, gamma, beta, do, vd, h, d_final_state))
+        a = of_these(a, 0)
     of_keys = (gamma, beta, lengths, query_lengths)
     tables = (segments, pieces, spans, chunks)
     dh, d, d_initial_state = state_gradients.specification(
         q, k, do, a, *of_keys, d_final_state, *tables, heads=heads, **scalars
     )
     results = gradients.specification(q, k, v, g, *of_keys, do, vd, d, h, dh, segments, **scalars)
-    return (*results, d_initial_state)
+    if width == ratio:
+        return (*results, d_initial_state)
+
+    def among_all(x: jax.Array) -> jax.Array:
+        x = x.reshape(x.shape[0], -1, width, *x.shape[2:])
+        full = jnp.full((*x.shape[:2], ratio, *x.shape[3:]), jnp.nan, x.dtype)
+        return full.at[:, :, offset : offset + width].set(x).reshape(x.shape[0], all_heads, *x.shape[3:])
+
+    of_keys = [new + old.astype(new.dtype) if offset else new for new, old in zip(results[:2], (dq, dk), strict=True)]
+    return (*of_keys, *map(among_all, (*results[2:], d_initial_state)))
