@@ -39,7 +39,6 @@ from jax_qla.kernels.common import (
     FAINT,
     LENGTH_PRELUDE,
     LONG,
-    MIN_LOG_DECAY,
     P_PRELUDE,
     PASS_CONFIGS,
     SHORT,
@@ -48,7 +47,6 @@ from jax_qla.kernels.common import (
     macros,
 )
 from jax_qla.kernels.gradients import PRELUDE as GRADIENTS_PRELUDE
-from jax_qla.kernels.gradients import SCANTY
 from jax_qla.kernels.inverse import INVERSE_PRELUDE
 
 __all__ = ["PASS_CONFIGS", "Config", "program", "specification"]
@@ -310,15 +308,13 @@ def program(config: Config):
     ctype = {"bfloat16": "bfloat16_t", "float16": "half_t"}[dtype]
     l2norm, normed = config.l2norm, "true" if config.l2norm else "false"
     m = macros()
+    write_gates = gradients.gate_gradients(dtype, l2norm)
     tokens, key_heads, value_heads, sequences, state_slots = T.dynamic(
         "tokens, key_heads, value_heads, sequences, state_slots"
     )
     kept_heads = T.dynamic("kept_heads")  # of h and Vd: all, or those of this launch
     initial_states, final_states = T.dynamic("initial_states, final_states")  # sequences, or 0: not wanted, not given
     cut_sequences, cut_pieces = T.dynamic("cut_sequences, cut_pieces")  # or 0: each of `segments` has an initial state
-
-    def ample(beta):
-        return T.abs(beta) >= T.float32(SCANTY[dtype]) if SCANTY[dtype] > 0 else beta != 0
 
     def of_length(c):
         """Where the lengths of a chunk's rows are."""
@@ -474,6 +470,19 @@ def program(config: Config):
             bounds_s = T.alloc_shared(
                 (3,), "int32"
             )  # first row of the last chunk, row behind it, the head's number in h and Vd
+            parts = SimpleNamespace(
+                rows_k_s=rows_k_s,
+                rows_q_s=rows_q_s,
+                z_dots_s=z_dots_s,
+                q_dots_s=q_dots_s,
+                y_dots_s=y_dots_s,
+                columns_q_s=columns_q_s,
+                columns_k_s=columns_k_s,
+                dot_s=dot_s,
+                dot_v_s=dot_v_s,
+                halves_s=halves_s,
+                states_dot_s=states_dot_s,
+            )
             keys_loaded = T.alloc_barrier([32] * 2)
             keys_free = T.alloc_barrier([256] * 2)
             do_loaded = T.alloc_barrier([32])
@@ -508,13 +517,9 @@ def program(config: Config):
                 T.set_max_nreg(REGISTERS[3], 0)
                 if tx < 448:
                     i = tx - 384
-                    total = T.alloc_var("float32")
-                    inner = T.alloc_var("float32")
                     gates = T.alloc_local((3,), "float32")
                     of_rows = T.alloc_local((2,), "float32")  # 1 / |k|, 1 / |q|
                     decay = T.alloc_var("float32")
-                    later = T.alloc_var("float32")
-                    earlier = T.alloc_var("float32")
                     for c in T.serial(T.min(count, 2)):
                         row = start + (count - 1 - c) * C
                         m.fetch_gates(gamma, beta, row, T.min(end - row, C), head, i, gates)
@@ -533,44 +538,7 @@ def program(config: Config):
                                 m.fetch_lengths(lengths, query_lengths, row - 2 * C, C, key_head, i, of_rows)
                         T.barrier_wait(dots_ready[at], c // 2 % 2)
                         T.barrier_wait(parts_ready[at], c // 2 % 2)
-                        total = 0.0
-                        earlier = 0.0
-                        if i < rows:
-                            inner = rows_k_s[at, i] - rise_s[at, i] * z_dots_s[at, i]
-                            total = (
-                                rows_q_s[at, i]
-                                + (scale * query_s[of_length(c), i] if l2norm else scale)
-                                * rise_s[at, i]
-                                * q_dots_s[at, i]
-                                + (weight_s[at, i] * key_s[of_length(c), i] if l2norm else weight_s[at, i]) * inner
-                            )
-                            for x in T.unroll(4):
-                                total = total - (columns_q_s[at, x, i] + columns_k_s[at, x, i])
-                            if ample(beta_s[at, i]):
-                                divisor = (
-                                    beta_s[at, i]
-                                    * T.Select(T.abs(beta_s[at, i]) < T.float32(FAINT), T.float32(1), beta_s[at, i])
-                                    * (key_s[of_length(c), i] if l2norm else T.float32(1))
-                                )
-                                dbeta[row + i, head] = dot_s[at, i] / divisor
-                            else:
-                                dbeta[row + i, head] = (key_s[of_length(c), i] * inner if l2norm else inner) + dot_v_s[
-                                    at, i
-                                ]
-                            earlier = fall_s[at, i] * y_dots_s[at, i]
-                        later = T.call_extern("float32", "jax_qla_from", total)
-                        total = earlier
-                        earlier = T.call_extern("float32", "jax_qla_below", total)
-                        if i == 31:
-                            halves_s[0] = earlier + total
-                        if i == 32:
-                            halves_s[1] = later
-                        T.sync_threads(5, 64)
-                        if i < rows:
-                            total = later + earlier + halves_s[1 - i // 32]
-                            for x in T.unroll(4):
-                                total = total + rise_s[at, rows - 1] * states_dot_s[at, x]
-                            dg[row + i, head] = T.Select(decay >= T.float32(MIN_LOG_DECAY), total, T.float32(0))
+                        write_gates(vectors, parts, at, of_length(c), row, rows, head, i, scale, decay, dg, dbeta)
                         T.sync_threads(5, 64)
                         if c + 2 < count:
                             publish_gates(gates, of_rows, C, i, c + 2, at, scale, vectors, gated)

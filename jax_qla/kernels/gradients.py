@@ -481,6 +481,61 @@ class Config:
     split: bool = False
 
 
+def gate_gradients(dtype: str, l2norm: bool):
+    """A macro of this kernel and of kernels/backward.py, for q and k of `dtype`, to be normalised or not."""
+    import tilelang.language as T
+
+    def ample(beta):
+        return T.abs(beta) >= T.float32(SCANTY[dtype]) if SCANTY[dtype] > 0 else beta != 0
+
+    @T.macro
+    def write_gates(vectors, parts, at, length, row, rows, head, i, scale, decay, dg, dbeta):
+        """Thread i, of 64, whose row's g is `decay`: dg and dbeta of a chunk's rows, from what others have summed (stage `at` of `parts`, by their names) and the
+        `vectors` of the chunk, those of lengths at `length`."""
+        total = T.alloc_var("float32")
+        inner = T.alloc_var("float32")
+        later = T.alloc_var("float32")
+        earlier = T.alloc_var("float32")
+        total = 0.0
+        earlier = 0.0
+        if i < rows:
+            inner = parts.rows_k_s[at, i] - vectors.rise_s[at, i] * parts.z_dots_s[at, i]
+            total = (
+                parts.rows_q_s[at, i]
+                + (scale * vectors.query_s[length, i] if l2norm else scale)
+                * vectors.rise_s[at, i]
+                * parts.q_dots_s[at, i]
+                + (vectors.weight_s[at, i] * vectors.key_s[length, i] if l2norm else vectors.weight_s[at, i]) * inner
+            )
+            for x in T.unroll(4):
+                total = total - (parts.columns_q_s[at, x, i] + parts.columns_k_s[at, x, i])
+            if ample(vectors.beta_s[at, i]):
+                divisor = (
+                    vectors.beta_s[at, i]
+                    * T.Select(T.abs(vectors.beta_s[at, i]) < T.float32(FAINT), T.float32(1), vectors.beta_s[at, i])
+                    * (vectors.key_s[length, i] if l2norm else T.float32(1))
+                )
+                dbeta[row + i, head] = parts.dot_s[at, i] / divisor
+            else:
+                dbeta[row + i, head] = (vectors.key_s[length, i] * inner if l2norm else inner) + parts.dot_v_s[at, i]
+            earlier = vectors.fall_s[at, i] * parts.y_dots_s[at, i]
+        later = T.call_extern("float32", "jax_qla_from", total)
+        total = earlier
+        earlier = T.call_extern("float32", "jax_qla_below", total)
+        if i == 31:
+            parts.halves_s[0] = earlier + total
+        if i == 32:
+            parts.halves_s[1] = later
+        T.sync_threads(5, 64)
+        if i < rows:
+            total = later + earlier + parts.halves_s[1 - i // 32]
+            for x in T.unroll(4):
+                total = total + vectors.rise_s[at, rows - 1] * parts.states_dot_s[at, x]
+            dg[row + i, head] = T.Select(decay >= T.float32(MIN_LOG_DECAY), total, T.float32(0))
+
+    return write_gates
+
+
 def program(config: Config):
     """The TileLang program. Numbers of tokens, heads, sequences and chunk slots are run-time values."""
     import tilelang.language as T
@@ -489,15 +544,13 @@ def program(config: Config):
     ctype = {"bfloat16": "bfloat16_t", "float16": "half_t"}[dtype]
     m = macros()
     l2norm, normed, split = config.l2norm, "true" if config.l2norm else "false", config.split
+    write_gates = gate_gradients(dtype, l2norm)
     row_stages = 1 if split else 2  # of Vd and D
     tokens, key_heads, value_heads, sequences, state_slots = T.dynamic(
         "tokens, key_heads, value_heads, sequences, state_slots"
     )
     of_launch = T.dynamic("heads")  # value heads, from first_head on
     kept_heads = T.dynamic("kept_heads")  # these, or all
-
-    def ample(beta):
-        return T.abs(beta) >= T.float32(SCANTY[dtype]) if SCANTY[dtype] > 0 else beta != 0
 
     def tile_of(stage):
         """Where the rows of a value head lie, from its number modulo 2."""
@@ -652,6 +705,19 @@ def program(config: Config):
             q_loaded = T.alloc_barrier([32])
             q_ready = T.alloc_barrier([128])
             q_free = T.alloc_barrier([256])
+            parts = SimpleNamespace(
+                rows_k_s=rows_k_s,
+                rows_q_s=rows_q_s,
+                z_dots_s=z_dots_s,
+                q_dots_s=q_dots_s,
+                y_dots_s=y_dots_s,
+                columns_q_s=columns_q_s,
+                columns_k_s=columns_k_s,
+                dot_s=dot_s,
+                dot_v_s=dot_v_s,
+                halves_s=halves_s,
+                states_dot_s=states_dot_s,
+            )
             do_loaded = T.alloc_barrier([32])
             do_free = T.alloc_barrier([128])
             rows_loaded = T.alloc_barrier([32] * row_stages)
@@ -670,14 +736,10 @@ def program(config: Config):
                 T.set_max_nreg(48, 0)
                 if tx < 448:
                     i = tx - 384
-                    total = T.alloc_var("float32")
-                    inner = T.alloc_var("float32")
                     gates = T.alloc_local((3,), "float32")
                     second = T.alloc_local((3,), "float32")
                     of_rows = T.alloc_local((2,), "float32")  # 1 / |k|, 1 / |q|
                     decay = T.alloc_var("float32")
-                    later = T.alloc_var("float32")
-                    earlier = T.alloc_var("float32")
                     if rows > 0:
                         m.fetch_gates(gamma, beta, row, rows, first * ratio, i, gates)
                         if heads > 1:
@@ -707,46 +769,7 @@ def program(config: Config):
                                             )
                                 T.barrier_wait(dots_ready[at], (key * ratio + r) // 2 % 2)
                                 T.barrier_wait(parts_ready[at], (key * ratio + r) // 2 % 2)
-                                total = 0.0
-                                earlier = 0.0
-                                if i < rows:
-                                    inner = rows_k_s[at, i] - rise_s[at, i] * z_dots_s[at, i]
-                                    total = (
-                                        rows_q_s[at, i]
-                                        + (scale * query_s[key % 4, i] if l2norm else scale)
-                                        * rise_s[at, i]
-                                        * q_dots_s[at, i]
-                                        + (weight_s[at, i] * key_s[key % 4, i] if l2norm else weight_s[at, i]) * inner
-                                    )
-                                    for x in T.unroll(4):
-                                        total = total - (columns_q_s[at, x, i] + columns_k_s[at, x, i])
-                                    if ample(beta_s[at, i]):
-                                        divisor = (
-                                            beta_s[at, i]
-                                            * T.Select(
-                                                T.abs(beta_s[at, i]) < T.float32(FAINT), T.float32(1), beta_s[at, i]
-                                            )
-                                            * (key_s[key % 4, i] if l2norm else T.float32(1))
-                                        )
-                                        dbeta[row + i, head] = dot_s[at, i] / divisor
-                                    else:
-                                        dbeta[row + i, head] = (
-                                            key_s[key % 4, i] * inner if l2norm else inner
-                                        ) + dot_v_s[at, i]
-                                    earlier = fall_s[at, i] * y_dots_s[at, i]
-                                later = T.call_extern("float32", "jax_qla_from", total)
-                                total = earlier
-                                earlier = T.call_extern("float32", "jax_qla_below", total)
-                                if i == 31:
-                                    halves_s[0] = earlier + total
-                                if i == 32:
-                                    halves_s[1] = later
-                                T.sync_threads(5, 64)
-                                if i < rows:
-                                    total = later + earlier + halves_s[1 - i // 32]
-                                    for x in T.unroll(4):
-                                        total = total + rise_s[at, rows - 1] * states_dot_s[at, x]
-                                    dg[row + i, head] = T.Select(decay >= T.float32(MIN_LOG_DECAY), total, T.float32(0))
+                                write_gates(vectors, parts, at, key % 4, row, rows, head, i, scale, decay, dg, dbeta)
                                 T.sync_threads(5, 64)
                                 if key * ratio + r + 2 < heads:
                                     number = key * ratio + r + 2
