@@ -279,7 +279,7 @@ def backward(
         if in_one != "always":
             behind = bool(steps) and steps[-1].kernel == "compose"  # which writes what it begins with
             awaits = state_gradients_kernel.STATE if behind else state_gradients_kernel.NOTHING
-            of |= {"only": only[0]}
+            of |= {"only": only[0], "expected": call.recurrences}
             tile = call.value_tile_of(heads)
             steps.append(call.step(state_gradients_kernel, rename=final, awaits=awaits, value_tile=tile, **of))
             steps.append(call.step(gradients_kernel, rename={"d": "dv"}, group=together, **of))
@@ -707,7 +707,7 @@ class _Call:
     def in_one_step(self, rename: Mapping[str, str], *, first_head: int = 0, offset: int = 0, **options: Any) -> Step:
         """`backward`, of so many heads from one on or of all key heads; its blocks are clusters."""
         width = policy.in_one_width(self.value_heads // self.key_heads)
-        options |= {"first_head": first_head, "offset": offset, "width": width}
+        options |= {"first_head": first_head, "offset": offset, "width": width, "expected": self.recurrences}
         return dataclasses.replace(self.step(backward_kernel, rename=rename, **options), neighbours=width)
 
     def step(self, kernel: Any, *, rename: Mapping[str, str] | None = None, **options: Any) -> Step:

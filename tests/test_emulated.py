@@ -162,7 +162,16 @@ def test_a_fence_before_another_block_is_told(fenced: bool) -> None:
     arrays |= {"a": rows(2, tokens, 64).view(np.int16), "h": rows(2, 2, 2, 128, 64)}
     arrays |= {"segments": np.array([[0, tokens]], np.int32)}
     arrays |= {name: np.zeros((0, width), np.int32) for name, width in (("pieces", 4), ("spans", 2))}
-    scalars = {"ratio": 2, "scale": 0.1, "first_head": 0, "heads": 2, "width": 2, "offset": 0, "only": ALWAYS}
+    scalars = {
+        "ratio": 2,
+        "scale": 0.1,
+        "first_head": 0,
+        "heads": 2,
+        "width": 2,
+        "offset": 0,
+        "only": ALWAYS,
+        "expected": 1,
+    }
     with nullcontext() if fenced else pytest.raises(RuntimeError, match="without a fence of the block that wrote it"):
         kernel(arrays, scalars, neighbours=2, seed=0)
 

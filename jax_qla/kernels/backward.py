@@ -387,7 +387,8 @@ def program(config: Config):
         heads: T.int32,  # of this launch
         width: T.int32,  # value heads of a key head in this launch, blocks of a cluster
         offset: T.int32,  # the first of them among the key head's
-        only: T.int32,  # ALWAYS, or sequences for which it computes anything
+        only: T.int32,  # ALWAYS, or sequences for which it computes anything, ALIKE or DIFFERENT, ...
+        expected: T.int32,  # ... so many
     ):
         with T.Kernel(sequences * heads, threads=512, prelude=PRELUDE) as block:
             T.annotate_min_blocks_per_sm(1)
@@ -407,7 +408,7 @@ def program(config: Config):
             target = T.alloc_var("int32")  # where the gradient of the initial state goes, if anywhere
             first_slot = T.alloc_var("int32")
             T.pdl_sync()
-            m.leave_unless(only, segments, sequences)
+            m.leave_unless(only, expected, segments, sequences)
             n = T.call_extern("int32", "jax_qla_long_first", T.address_of(segments[0, 0]), sequences, tokens, place)
             start = segments[n, 0]
             end = segments[n, 1]
@@ -1096,6 +1097,7 @@ def specification(
     width: int | None = None,
     offset: int = 0,
     only: int = 0,
+    expected: int = 0,
 ) -> tuple[jax.Array, ...]:
     """(dq, dk [tokens, Hk, K], dv [tokens, Hv, V], dg, dbeta [tokens, Hv], d_initial_state [N, Hv, K, V]): what the two kernels' specifications give, one
     after the other, of `width` value heads of each key head, from its `offset`-th on; beside what `dq` and `dk` hold, if that is not the first. Not a number in other
@@ -1112,7 +1114,7 @@ def specification(
         x = jax.lax.slice_in_dim(x, offset, offset + width, axis=axis + 1)
         return x.reshape(*x.shape[:axis], -1, *x.shape[axis + 2 :])
 
-    scalars: dict[str, Any] = {"ratio": width, "scale": scale, "l2norm": l2norm, "only": only}
+    scalars: dict[str, Any] = {"ratio": width, "scale": scale, "l2norm": l2norm, "only": only, "expected": expected}
     scalars["first_head"] = first_head // ratio * width
     if width < ratio:
         v, g, gamma, beta, do, vd, h, d_final_state = map(of_these, (v, g, gamma, beta, do, vd, h, d_final_state))

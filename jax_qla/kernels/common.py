@@ -243,8 +243,9 @@ __device__ __forceinline__ void jax_qla_store_decayed(const void* product, const
 
 
 ALIKE_PRELUDE = r"""
-// Whether the longest of `count` sequences (first row and end of each) is at most a 32nd longer than they are on average. To be called by whole warps.
-__device__ __forceinline__ int jax_qla_alike(const int* segments, int count) {
+// Whether the longest of `count` sequences (first row and end of each) is at most a 32nd longer than `expected` of them would be on average, so that they are alike and
+// no fewer. To be called by whole warps.
+__device__ __forceinline__ int jax_qla_alike(const int* segments, int count, int expected) {
   int longest = 0, all = 0;
   for (int n = threadIdx.x & 31; n < count; n += 32) {
     const int length = segments[2 * n + 1] - segments[2 * n];
@@ -256,7 +257,7 @@ __device__ __forceinline__ int jax_qla_alike(const int* segments, int count) {
     longest = max(longest, __shfl_xor_sync(0xffffffffu, longest, step));
     all += __shfl_xor_sync(0xffffffffu, all, step);
   }
-  return __any_sync(0xffffffffu, 32LL * longest * count <= 33LL * all);  // a vote: ptxas knows that all of a warp leave, or none
+  return __any_sync(0xffffffffu, 32LL * longest * expected <= 33LL * all);  // a vote: ptxas knows that all of a warp leave, or none
 }
 """
 
@@ -445,11 +446,11 @@ def macros():
     C = CHUNK
 
     @T.macro
-    def leave_unless(only, segments, sequences):
-        """All threads return, after what the kernel waits for, unless the sequences are as `only` says."""
+    def leave_unless(only, expected, segments, sequences):
+        """All threads return, after what the kernel waits for, unless the sequences are as `only` says: alike, `expected` of them, or not."""
         if only != ALWAYS:
             alike = T.alloc_var("int32")
-            alike = T.call_extern("int32", "jax_qla_alike", T.address_of(segments[0, 0]), sequences)
+            alike = T.call_extern("int32", "jax_qla_alike", T.address_of(segments[0, 0]), sequences, expected)
             if alike != T.Select(only == ALIKE, 1, 0):
                 T.pdl_sync()
                 T.thread_return()

@@ -615,7 +615,8 @@ def program(config: Config):
         scale: T.float32,
         group: T.int32,  # key heads of a block
         first_head: T.int32,
-        only: T.int32,  # ALWAYS, or sequences for which it computes anything
+        only: T.int32,  # ALWAYS, or sequences for which it computes anything, ALIKE or DIFFERENT, ...
+        expected: T.int32,  # ... so many
     ):
         with T.Kernel(
             state_slots + 1, T.ceildiv(T.truncdiv(of_launch, ratio), group), threads=512, prelude=PRELUDE
@@ -624,7 +625,7 @@ def program(config: Config):
             part_of_heads,
         ):
             T.annotate_min_blocks_per_sm(1)
-            m.leave_unless(only, segments, sequences)
+            m.leave_unless(only, expected, segments, sequences)
             # One warp for all, and by way of shared memory: registers are few.
             chunk_s = T.alloc_shared((4,), "int32")
             if T.get_thread_binding() < 32:
@@ -1203,6 +1204,7 @@ def specification(
     l2norm: int = 0,
     first_head: int = 0,
     only: int = 0,
+    expected: int = 0,
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array]:
     """(dq, dk [tokens, Hk, K], dv [tokens, Hv, V], dg, dbeta [tokens, Hv]); rows of no sequence are zero; not a number in other heads than those
     of dh, from `first_head` on. h and vd have these heads, or all."""

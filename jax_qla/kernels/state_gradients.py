@@ -138,7 +138,8 @@ def program(config: Config):
         scale: T.float32,
         first_head: T.int32,
         awaits: T.int32,
-        only: T.int32,  # ALWAYS, or sequences for which it computes anything
+        only: T.int32,  # ALWAYS, or sequences for which it computes anything, ALIKE or DIFFERENT, ...
+        expected: T.int32,  # ... so many
     ):
         with T.Kernel(sequences * heads * tiles, threads=S + 256 + 128 * sends, prelude=PRELUDE) as block:
             T.annotate_min_blocks_per_sm(1)
@@ -148,7 +149,7 @@ def program(config: Config):
             number = of_place // tiles
             head = first_head + number
             T.pdl_trigger()  # `gradients` waits by itself
-            m.leave_unless(only, segments, sequences)
+            m.leave_unless(only, expected, segments, sequences)
             n = T.alloc_var("int32")
             start = T.alloc_var("int32")
             end = T.alloc_var("int32")
@@ -397,6 +398,7 @@ def specification(
     first_head: int = 0,
     heads: int | None = None,
     only: int = 0,
+    expected: int = 0,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """(dh [slots - 1, heads, K / 64, V, 64] in do's dtype, dv [tokens, Hv, V] in do's dtype, d_initial_state [N, Hv, K, V]), of so many value heads from
     `first_head` on, or of all; dv and d_initial_state are not a number in others.
