@@ -24,9 +24,9 @@ from jax_qla import policy
 PACKED = battery.Case("sanitized", "bfloat16", tokens=333, key_heads=2, value_heads=4, segments=((0, 300), (300, 333)))
 WIDE = replace(PACKED, key_dim=128, value_dim=128, l2norm=True)
 IN_ONE = replace(PACKED, key_dim=128, value_dim=128)
+FOUR = replace(IN_ONE, value_heads=8)
 MANY_KEY_HEADS = replace(PACKED, key_heads=72, value_heads=72)
 LIES = partial(test_lying_cu_seqlens_stay_in_bounds, [-5, 64, 64, 1 << 30], None, False)
-
 CALLS: dict[str, tuple[int, Callable[[], object]]] = {
     "whole": (0, partial(battery.run, PACKED, cuda)),
     "whole, states kept": (0, partial(battery.run, PACKED, that_keeps)),
@@ -36,6 +36,8 @@ CALLS: dict[str, tuple[int, Callable[[], object]]] = {
     "K = V = 128, normalised": (0, partial(battery.run, WIDE, cuda)),
     "backward pass in one kernel": (0, partial(battery.run, IN_ONE, cuda)),
     "backward pass in one kernel, normalised": (0, partial(battery.run, WIDE, cuda)),
+    "backward pass in one kernel, four value heads a key head": (0, partial(battery.run, FOUR, cuda)),
+    "cu_seqlens that lie, backward pass in one kernel": (0, LIES),
     "72 heads with keys of their own": (0, partial(battery.run, MANY_KEY_HEADS, cuda)),
     "high precision": (0, partial(battery.run, PACKED, in_high_precision)),
     "high precision, pieces of 64, states kept": (
