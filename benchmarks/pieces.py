@@ -5,8 +5,9 @@
     python benchmarks/pieces.py --rows 1,2/1x256 --lengths 0 64 --implementation xla       # a CPU, to try the script
 
 A row is named Hk,Hv/sequences x length; lengths are rows of a piece, 0 for whole sequences; K = V = 128, bfloat16,
-packed. Prints device milliseconds of the forward and the backward pass, what the policy chooses, and how much more
-that takes than the best by the sum of both; writes pieces.json to the output folder.
+packed. Prints device milliseconds of the forward and of the backward pass, the latter without and with
+kernels/backward.py (`policy.in_one`), what the policy chooses, and how much more that takes than the best: forward of
+all lengths, backward of the forward pass's choice and whole sequences. Writes pieces.json to the output folder.
 """
 
 from __future__ import annotations
@@ -14,44 +15,74 @@ from __future__ import annotations
 import argparse
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple
 
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
 import inputs
 import jax
+from measurement import SHORT_WARM_UP
 from ours import JaxQla
 from rows import HEAD_DIM, Row, parse
 
 from jax_qla import policy
 
 ROWS = (
-    *("2,8/1x32768", "2,8/1x8192", "2,8/1x2048", "2,8/2x16384", "2,8/4x8192"),
-    *("16,32/1x32768", "16,32/1x8192", "16,32/1x2048", "16,32/2x16384"),
-    *("16,64/1x32768", "16,64/1x8192", "16,48/1x8192", "16,48/4x8192"),
+    *("2,8/1x32768", "2,8/1x8192", "2,8/1x2048", "2,8/2x16384", "2,8/4x8192", "4,16/1x32768", "16,16/1x8192"),
+    *("16,32/1x32768", "16,32/1x16384", "16,32/1x8192", "16,32/1x2048", "16,32/2x16384", "16,32/4x8192"),
+    *("16,64/1x32768", "16,64/1x8192", "16,64/4x8192", "16,48/1x32768", "16,48/1x8192", "16,48/4x8192"),
 )
 LENGTHS = (0, 512, 1024, 2048, 4096, 8192)
 
 
-def times(row: Row, length: int, implementation: str) -> tuple[float, float]:
-    """Device milliseconds of both passes of sequences in pieces of `length` rows."""
+class Times(NamedTuple):
+    """Device milliseconds of pieces of one length."""
+
+    forward: float
+    backward: float
+    """By `state_gradients` and `gradients`, ..."""
+    in_one: float
+    """... and by `backward`."""
+
+
+def times(row: Row, length: int, implementation: str) -> Times:
+    """Of both passes of sequences in pieces of `length` rows."""
     os.environ[policy.OVERRIDE] = str(length)
-    jax.clear_caches()  # The environment is read when a call is traced.
-    library = JaxQla("jax_qla", implementation)
     passes = (row, replace(row, direction="backward"))
-    library.prepare(passes)
     operands = inputs.make(row)
-    forward, backward = (library.measure(one, operands).device for one in passes)
-    return forward, backward
+    found = []
+    for in_one in "01":
+        os.environ[policy.IN_ONE_OVERRIDE] = in_one
+        jax.clear_caches()  # The environment is read when a call is traced.
+        library = JaxQla("jax_qla", implementation)
+        now = passes[int(in_one) :]
+        library.prepare(now, memory=False)
+        found += [library.device_time(one, library.arguments(one, operands), SHORT_WARM_UP) for one in now]
+    return Times(*found)
 
 
-def chosen(row: Row) -> int:
-    """What the policy chooses, 0 for whole sequences."""
-    os.environ.pop(policy.OVERRIDE, None)
-    rows = policy.piece_rows(row.tokens, row.sequences, row.value_heads, HEAD_DIM, HEAD_DIM, packed=True)
-    return rows or 0
+class Choice(NamedTuple):
+    """What the policy chooses; rows of a piece are 0 for whole sequences."""
+
+    rows: int
+    backward_rows: int
+    in_one: bool
+
+
+def chosen(row: Row) -> Choice:
+    """Of a packed batch whose sequences are alike."""
+    for override in (policy.OVERRIDE, policy.IN_ONE_OVERRIDE):
+        os.environ.pop(override, None)
+    sizes = (row.tokens, row.sequences, row.value_heads, HEAD_DIM, HEAD_DIM)
+    rows = policy.piece_rows(*sizes, packed=True)
+    ratio = row.value_heads // row.key_heads
+    back = policy.backward_rows(*sizes, ratio=ratio, split=False, packed=True)
+    recurrences = row.tokens // back if back else row.sequences
+    heads = (row.key_heads, row.value_heads, HEAD_DIM, HEAD_DIM)
+    return Choice(rows or 0, back or 0, policy.in_one(recurrences, *heads, split=False, packed=True) != "never")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -62,20 +93,33 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--output", type=Path, default=Path("runs/pieces"), metavar="DIR")
     options = parser.parse_args(arguments)
     options.output.mkdir(parents=True, exist_ok=True)
-    print(f"{jax.devices()[0].device_kind}, jax {jax.__version__}: ms of forward / backward by rows of a piece")
-    found: dict[str, dict[str, tuple[float, float]]] = {}
+    print(
+        f"{jax.devices()[0].device_kind}, jax {jax.__version__}: ms of forward / backward / in one by rows of a piece"
+    )
+    found: dict[str, dict[str, Times]] = {}
     for name in options.rows:
         row = parse(f"forward/{name}")
         choice = chosen(row)
         # Pieces as long as the sequences are none.
-        lengths = sorted({length for length in (*options.lengths, choice) if length < row.length})
+        lengths = sorted({length for length in (*options.lengths, choice.rows) if length < row.length})
         measured = {length: times(row, length, options.implementation) for length in lengths}
-        found[name] = {str(length): pair for length, pair in measured.items()}
-        sums = {length: sum(pair) for length, pair in measured.items()}
-        cells = " | ".join(f"{length}: {pair[0]:.3f} / {pair[1]:.3f}" for length, pair in measured.items())
-        excess = sums[choice] / min(sums.values()) - 1
-        print(f"{name:14s} {cells} | the policy takes {choice}, {excess:.1%} above the best", flush=True)
+        found[name] = {str(length): of for length, of in measured.items()}
+        cells = " | ".join(f"{length}: " + " / ".join(f"{x:.3f}" for x in of) for length, of in measured.items())
+        print(f"{name:14s} {cells} | {_judged(choice, measured)}", flush=True)
         (options.output / "pieces.json").write_text(json.dumps(found, indent=1))
+
+
+def _judged(choice: Choice, measured: Mapping[int, Times]) -> str:
+    """The choice, and how much more it takes than the best."""
+    forward = measured[choice.rows].forward / min(of.forward for of in measured.values()) - 1
+    of_backward = measured[choice.backward_rows]
+    taken = of_backward.in_one if choice.in_one else of_backward.backward
+    best = min(min(of.backward, of.in_one) for length, of in measured.items() if length in (0, choice.rows))
+    in_one = " in one" if choice.in_one else ""
+    return (
+        f"the policy takes {choice.rows}, {forward:.1%} above the best, "
+        f"backward {choice.backward_rows}{in_one}, {taken / best - 1:.1%}"
+    )
 
 
 if __name__ == "__main__":

@@ -255,7 +255,6 @@ def backward(
         *(call.recurrences, call.key_heads // at_once, call.value_heads // at_once, call.key_dim, call.value_dim),
         split=call.split,
         packed=segments is not None,
-        cut=call.cut,
     )
     at_once = groups if in_one == "never" else at_once
     shapes = functools.partial(ChunkStates.shapes, call.parts, v, call.key_dim, precision)
@@ -520,8 +519,11 @@ class _Call:
         self.sequences = segments.shape[0] if segments is not None else self.batch
         if rows is None and shard is None and not whole:
             sizes = (self.tokens, self.sequences, self.value_heads, self.key_dim, self.value_dim)
-            choose = policy.backward_rows if backward else policy.piece_rows
-            rows = choose(*sizes, packed=packed, asked_rows=asked_rows)
+            if backward:
+                ratio = self.value_heads // self.key_heads
+                rows = policy.backward_rows(*sizes, ratio=ratio, split=self.split, packed=packed, asked_rows=asked_rows)
+            else:
+                rows = policy.piece_rows(*sizes, packed=packed, asked_rows=asked_rows)
         self.shard = shard
         """How the sequences, of a dense batch, are cut if their pieces have been summarised before."""
         self.cut = rows is not None or shard is not None

@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Sequence
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from jax_qla.kernels.common import CHUNK
 from jax_qla.kernels.compose import COLUMNS
@@ -42,6 +42,8 @@ _BLOCK = 1.0
 """Reading and writing the states of a block."""
 _STATES = 0.15
 """Moving what is kept of a piece and head: response, transition, the states that enter and leave it."""
+_STEP_IN_ONE = 8.0
+"""A chunk step of kernels/backward.py."""
 _HEAD, _FIRST_HEAD = 6.1, 1.0
 """A value head of one chunk in kernels/gradients.py, and what a block's first one takes longer."""
 _GROUP = 15.0
@@ -241,7 +243,6 @@ def in_one(
     *,
     split: bool,
     packed: bool,
-    cut: bool,
 ) -> Literal["never", "if alike", "always"]:
     """Whether kernels/backward.py computes the backward pass, instead of state_gradients.py and gradients.py.
 
@@ -256,7 +257,6 @@ def in_one(
         key_dim, value_dim: K and V.
         split: whether operands are sums of two numbers.
         packed: whether lengths are known on the device only.
-        cut: whether sequences are cut into pieces.
     """
     if split or key_dim != 128 or value_dim != 128:
         return "never"
@@ -265,7 +265,7 @@ def in_one(
             raise ValueError(f"{IN_ONE_OVERRIDE} must be 0 or 1, got {override!r}")
         return "always" if override == "1" else "never"
     rounds = recurrences * key_heads * in_one_width(value_heads // key_heads) / MULTIPROCESSORS
-    if (packed and cut) or rounds < _FULL * math.ceil(rounds):
+    if rounds < _FULL * math.ceil(rounds):
         return "never"
     return "if alike" if packed else "always"
 
@@ -335,20 +335,32 @@ def backward_rows(
     key_dim: int,
     value_dim: int,
     *,
+    ratio: int,
+    split: bool,
     packed: bool,
     asked_rows: int | None = None,
 ) -> int | None:
     """Rows of the pieces of the backward pass: those of `piece_rows`, with the same arguments, or None.
 
     Sequences that are cut in the forward pass may be better left whole here: two recurrences then run side by side.
+    They should be cut where kernels/backward.py then fills the card (`in_one`).
+
+    Args:
+        tokens, sequences, heads, key_dim, value_dim, packed, asked_rows: as in `piece_rows`.
+        ratio: value heads of a key head.
+        split: whether operands are sums of two numbers.
     """
     sizes = (tokens, sequences, heads, key_dim, value_dim)
     rows = piece_rows(*sizes, packed=packed, asked_rows=asked_rows)
     if rows is None or _override(asked_rows) is not None:
         return rows
 
+    def of_one_kernel(recurrences: int) -> bool:
+        return in_one(recurrences, heads // ratio, heads, key_dim, value_dim, split=split, packed=packed) != "never"
+
     def time(length: int | None, count: int, chunks: int) -> float:
-        return _time_back(length, chunks, count, heads, value_dim, packed)
+        even = count == max(sequences, 1)
+        return _time_back(length, chunks, count, heads, ratio, value_dim, packed, even, of_one_kernel)
 
     return rows if _best((None, rows // CHUNK), time, tokens, sequences, packed) else None
 
@@ -395,11 +407,13 @@ def kept_rows(
     key_dim: int,
     value_dim: int,
     *,
+    ratio: int,
+    split: bool,
     packed: bool,
     asked_rows: int | None = None,
     with_states: bool = False,
 ) -> int | None:
-    """As `piece_rows`, where what is found of the pieces can be kept for the backward pass; else None.
+    """As `backward_rows`, where what is found of the pieces can be kept for the backward pass; else None.
 
     The backward pass finds out from their number how long they are (`segments.rows_of_pieces`), which does not say it
     of a packed batch whose tokens are no multiple of them, or nearly so. Nor is it kept of more pieces than one in 1024
@@ -409,8 +423,11 @@ def kept_rows(
     """
     if tokens == 0 or sequences == 0:
         return None
-    choose = piece_rows if with_states else backward_rows
-    rows = choose(tokens, sequences, heads, key_dim, value_dim, packed=packed, asked_rows=asked_rows)
+    sizes = (tokens, sequences, heads, key_dim, value_dim)
+    if with_states:
+        rows = piece_rows(*sizes, packed=packed, asked_rows=asked_rows)
+    else:
+        rows = backward_rows(*sizes, ratio=ratio, split=split, packed=packed, asked_rows=asked_rows)
     if rows is None:
         return None
     parts = piece_count(tokens, sequences, rows, packed=packed)
@@ -420,11 +437,12 @@ def kept_rows(
     return rows if rows == rows_of_pieces(tokens, sequences, parts, packed=packed) else None
 
 
-def keeps_states(*sizes: int, packed: bool, asked_rows: int | None = None) -> bool:
+def keeps_states(*sizes: int, ratio: int, split: bool, packed: bool, asked_rows: int | None = None) -> bool:
     """Whether the states before all chunks can be kept for the backward pass, with the arguments of `kept_rows`: where
     sequences are whole, or what is found of their pieces can be."""
     whole = piece_rows(*sizes, packed=packed, asked_rows=asked_rows) is None
-    return whole or kept_rows(*sizes, packed=packed, asked_rows=asked_rows, with_states=True) is not None
+    options: dict[str, Any] = {"ratio": ratio, "split": split, "packed": packed, "asked_rows": asked_rows}
+    return whole or kept_rows(*sizes, **options, with_states=True) is not None
 
 
 def shard_cut(
@@ -482,22 +500,64 @@ def _time(
     return _cut(length, chunks, sequences, heads, key_dim, value_dim)
 
 
-def _time_back(length: int | None, chunks: int, sequences: int, heads: int, value_dim: int, packed: bool) -> float:
-    """Microseconds of the backward recurrences of sequences of `chunks` chunks, in pieces of `length` or whole. The
-    forward pass has summarised the pieces."""
-    recurrences = sequences * heads
+def _time_back(
+    length: int | None,
+    chunks: int,
+    sequences: int,
+    heads: int,
+    ratio: int,
+    value_dim: int,
+    packed: bool,
+    even: bool,
+    of_one_kernel: Callable[[int], bool],
+) -> float:
+    """Microseconds of the backward pass of sequences of `chunks` chunks, in pieces of `length` or whole. The forward
+    pass has summarised the pieces.
+
+    Args:
+        length, chunks, sequences, heads, value_dim, packed: as in `_time`.
+        ratio: value heads of a key head.
+        even: whether sequences are alike, and so are their pieces.
+        of_one_kernel: whether kernels/backward.py computes so many recurrences a head if they are alike.
+    """
+
+    def recurrence(count: int, chunks: int) -> float:
+        return _recurrence_back(chunks, count, heads, ratio, value_dim, in_one=even and of_one_kernel(count))
+
     if length is None or (length >= chunks and not packed):
-        return max(1.0, _whole_back(chunks, recurrences, value_tile(recurrences, value_dim), value_dim))
-    if packed and chunks * CHUNK <= cut_beyond(length * CHUNK):
-        tile = value_tile(max(sequences * chunks // length, sequences) * heads, value_dim)
-        return _whole_back(chunks, recurrences, tile, value_dim) + _OVERHEAD
+        return max(1.0, recurrence(sequences, chunks))
+    if packed and chunks * CHUNK <= cut_beyond(length * CHUNK):  # left whole, by blocks for pieces
+        expected = max(sequences * chunks // length, sequences)
+        tile = value_tile(expected * heads, value_dim)
+        return _recurrence_back(chunks, sequences, heads, ratio, value_dim, tile=tile) + _OVERHEAD
     pieces = -(-chunks // length)
+    recurrences = sequences * heads
     exact, short = (part * (pieces - 1) * recurrences * (value_dim // 64) for part in (0.25, 0.75))  # as in `_cut`
     summaries = _ADJOINT_STEP * max(length, (exact * length + short * min(length, _SHORT)) / MULTIPROCESSORS)
-    tile = value_tile(pieces * recurrences, value_dim)
-    of_pieces = _whole_back(length, pieces * recurrences, tile, value_dim)
     compositions = pieces * _COMPOSE_STEP_BACK[composed_columns(recurrences, value_dim)]
-    return of_pieces + summaries + compositions + _OVERHEAD
+    return recurrence(pieces * sequences, length) + summaries + compositions + _OVERHEAD
+
+
+def _recurrence_back(
+    chunks: int,
+    count: int,
+    heads: int,
+    ratio: int,
+    value_dim: int,
+    *,
+    tile: int | None = None,
+    in_one: bool = False,
+) -> float:
+    """Microseconds of `states` and, `in_one` or not, what gives the gradients, of `count` sequences or pieces of
+    `chunks` chunks, by blocks of `tile` value columns in the recurrences or as many as `value_tile` says."""
+    recurrences, key_heads = count * heads, heads // ratio
+    tile = tile or value_tile(recurrences, value_dim)
+    if in_one:
+        width = in_one_width(ratio)
+        states = _rounds(recurrences * (value_dim // tile), 1) * _STEP_BACK[128 if tile > 64 else 64]
+        return chunks * (states + ratio // width * _rounds(count * key_heads * width, 1) * _STEP_IN_ONE)
+    together = key_heads_together(chunks * count, key_heads, heads)
+    return _whole_back(chunks, recurrences, tile, value_dim) + _gradients(chunks * count, key_heads, heads, together)
 
 
 def _whole_back(chunks: int, recurrences: int, tile: int, value_dim: int) -> float:

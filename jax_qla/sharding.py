@@ -34,7 +34,7 @@ from jax.sharding import PartitionSpec as P
 
 from jax_qla import context_parallel, dispatch, policy
 from jax_qla.context_parallel import Axes, Carry
-from jax_qla.implementations import Between, Choice, ChunkStates, Lengths, Pieces, Residuals, keeps_lengths
+from jax_qla.implementations import Between, Choice, ChunkStates, Lengths, Pieces, Residuals, keeps_lengths, splits
 from jax_qla.refusal import refuse_sharded_export
 from jax_qla.segments import segments_from_segment_ids
 
@@ -521,7 +521,8 @@ def forward(
     # Nor can what lies between pieces of sequences that the compiler may cut. Those of a dense shard are in the carry.
     keep = keep and with_residuals and not layout.automatic
     if with_residuals and not layout.automatic and not (exchanged and segments is None):
-        sizes, of_part = _part(layout, k, v, segments, choice.piece_rows)
+        sizes, of_part = _part(layout, k, v, segments)
+        of_part |= {"split": splits(precision, q.dtype), "asked_rows": choice.piece_rows}
         keep = keep and policy.keeps_states(*sizes, **of_part)
         piece_rows = policy.kept_rows(*sizes, **of_part, with_states=keep)
     with_lengths = keeps_lengths(choice, q.dtype, l2norm)
@@ -586,9 +587,9 @@ def _residual_dims(between: bool, chunk_states: bool, lengths: bool) -> tuple[st
 
 
 def _part(
-    layout: Layout, k: jax.Array, v: jax.Array, segments: jax.Array | None, asked_rows: int | None
+    layout: Layout, k: jax.Array, v: jax.Array, segments: jax.Array | None
 ) -> tuple[tuple[int, ...], dict[str, Any]]:
-    """What `policy.kept_rows` wants to know of what each device computes."""
+    """What `policy.kept_rows` wants to know of the operands' shapes that each device computes."""
     sizes = (jax.sharding.get_abstract_mesh() if layout.mesh is None else layout.mesh).shape
 
     def part(size: int, axes: Axes) -> int:
@@ -598,7 +599,7 @@ def _part(
     sequences = batch if segments is None else batch * segments.shape[1]
     heads = part(v.shape[2], layout.heads)
     sizes = (batch * tokens, sequences, heads, k.shape[3], v.shape[3])
-    return sizes, {"packed": segments is not None, "asked_rows": asked_rows}
+    return sizes, {"packed": segments is not None, "ratio": v.shape[2] // k.shape[2]}
 
 
 def _carry(arrays: Sequence[jax.Array]) -> Carry:

@@ -222,8 +222,9 @@ def test_forward_and_backward(
     tokens = TOKENS  # of both cases
     sizes = (tokens, len(PACKED) if packed else 2, 4, 16, 8)
     keep, pieces = kept in ("chunk states", "both"), kept in ("pieces", "both")
-    assert policy.keeps_states(*sizes, packed=packed)
-    piece_rows = policy.kept_rows(*sizes, packed=packed, with_states=keep) if pieces else None
+    plain: Any = {"ratio": 2, "split": False}
+    assert policy.keeps_states(*sizes, **plain, packed=packed)
+    piece_rows = policy.kept_rows(*sizes, **plain, packed=packed, with_states=keep) if pieces else None
     assert piece_rows == (int(rows) or None if pieces else None)
     operands: Any = [x[name] for name in ("q", "k", "v", "g", "beta")]
     state, d_final = (x["initial_state"], x["d_final_state"]) if states else (None, None)
@@ -261,7 +262,7 @@ def test_groups_of_heads(rows: str, packed: bool, keep: bool, monkeypatch: pytes
     operands: Any = [x[name] for name in ("q", "k", "v", "g", "beta", "initial_state")]
     module: Any = cuda
     sizes = (TOKENS, len(PACKED) if packed else 2, 4, 16, 8)
-    piece_rows = policy.kept_rows(*sizes, packed=packed, with_states=True) if keep else None
+    piece_rows = policy.kept_rows(*sizes, ratio=2, split=False, packed=packed, with_states=True) if keep else None
     of_group = ["dh"] if keep else ["h", "dh", "vd"]
     end = [name for name in END if not (keep and name == "states")]
     kernels: list[str] = []

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from jax_qla import policy
 from jax_qla import segments as tables
+
+PLAIN: dict[str, Any] = {"ratio": 4, "split": False}
+"""Of no matter where a test has it: value heads of a key head, and whether operands are split."""
 
 
 def test_saturated_calls_stay_whole_and_starved_ones_are_cut() -> None:
@@ -80,7 +85,7 @@ def test_backward_choice_is_within_five_per_cent_of_the_better(
     """Microseconds on an H200; in pieces as the forward pass has them."""
     sizes = (sequences * tokens, sequences, heads, 128, 128)
     assert policy.piece_rows(*sizes, packed=False) is not None
-    rows = policy.backward_rows(*sizes, packed=False)
+    rows = policy.backward_rows(*sizes, **PLAIN, packed=False)
     assert (cut if rows else whole) <= 1.05 * min(whole, cut)
 
 
@@ -90,11 +95,11 @@ def test_backward_cuts_as_asked_and_as_the_forward_pass_or_not_at_all(monkeypatc
             for packed in (False, True):
                 sizes = (sequences * tokens, sequences, heads, 128, 128)
                 rows = policy.piece_rows(*sizes, packed=packed)
-                assert policy.backward_rows(*sizes, packed=packed) in (None, rows)
+                assert policy.backward_rows(*sizes, **PLAIN, packed=packed) in (None, rows)
                 asked = policy.piece_rows(*sizes, packed=packed, asked_rows=1024)
-                assert policy.backward_rows(*sizes, packed=packed, asked_rows=1024) == asked
+                assert policy.backward_rows(*sizes, **PLAIN, packed=packed, asked_rows=1024) == asked
     monkeypatch.setenv(policy.OVERRIDE, "2048")
-    assert policy.backward_rows(8192, 1, 32, 128, 128, packed=True) == 2048
+    assert policy.backward_rows(8192, 1, 32, 128, 128, **PLAIN, packed=True) == 2048
 
 
 @pytest.mark.parametrize(
@@ -280,7 +285,7 @@ def test_what_a_call_asks_for_comes_before_the_environment(monkeypatch: pytest.M
     for asked, rows in ((256, 256), (0, None), (32768, None), (2**50, None), (None, 64)):
         for packed in (False, True):
             assert policy.piece_rows(*sizes, packed=packed, asked_rows=asked) == rows
-            assert policy.kept_rows(*sizes, packed=packed, asked_rows=asked) == rows
+            assert policy.kept_rows(*sizes, **PLAIN, packed=packed, asked_rows=asked) == rows
         cut = policy.shard_cut(*sizes, asked_rows=asked)
         assert cut == ((32768, 1) if rows is None else (rows, 32768 // rows))
 
@@ -314,33 +319,33 @@ def test_what_is_kept_says_how_long_pieces_are(monkeypatch: pytest.MonkeyPatch) 
                         rows is not None
                         and 1024 * (tables.piece_count(*sizes[:2], rows, packed=packed) - slack) <= sizes[0]
                     )
-                    few = few and policy.backward_rows(*sizes, packed=packed) == rows
-                    assert policy.kept_rows(*sizes, packed=packed) == (rows if few else None)
+                    few = few and policy.backward_rows(*sizes, **PLAIN, packed=packed) == rows
+                    assert policy.kept_rows(*sizes, **PLAIN, packed=packed) == (rows if few else None)
                     cut += few
     assert cut > 15
     monkeypatch.setenv(policy.OVERRIDE, "192")
     for tokens, kept in ((1000, True), (1280, True), (560, False)):  # 5, 6 and 2 pieces, which may be of 256 rows
         assert policy.piece_rows(tokens, 2, 8, 128, 128, packed=True) == 192
-        assert policy.kept_rows(tokens, 2, 8, 128, 128, packed=True) == (192 if kept else None)
-    assert policy.kept_rows(0, 2, 8, 128, 128, packed=False) is None
+        assert policy.kept_rows(tokens, 2, 8, 128, 128, **PLAIN, packed=True) == (192 if kept else None)
+    assert policy.kept_rows(0, 2, 8, 128, 128, **PLAIN, packed=False) is None
 
 
 def test_states_are_kept_of_the_pieces_of_the_forward_pass(monkeypatch: pytest.MonkeyPatch) -> None:
     """However many there are and whatever the backward pass would do; unless their number does not say how long."""
     whole, many = (32768, 4, 32, 128, 128), (2048, 1, 8, 128, 128)
     assert policy.piece_rows(*whole, packed=False) is None
-    assert policy.keeps_states(*whole, packed=False)
-    assert policy.kept_rows(*many, packed=False) is None
+    assert policy.keeps_states(*whole, **PLAIN, packed=False)
+    assert policy.kept_rows(*many, **PLAIN, packed=False) is None
     left_whole = (8192, 1, 32, 128, 128)
-    assert policy.backward_rows(*left_whole, packed=False) is None
+    assert policy.backward_rows(*left_whole, **PLAIN, packed=False) is None
     for sizes in (whole, many, left_whole):
         for packed in (False, True):
             rows = policy.piece_rows(*sizes, packed=packed)
-            assert policy.kept_rows(*sizes, packed=packed, with_states=True) == rows
-            assert policy.keeps_states(*sizes, packed=packed)
+            assert policy.kept_rows(*sizes, **PLAIN, packed=packed, with_states=True) == rows
+            assert policy.keeps_states(*sizes, **PLAIN, packed=packed)
     monkeypatch.setenv(policy.OVERRIDE, "192")
     for tokens, kept in ((1000, True), (560, False)):
-        assert policy.keeps_states(tokens, 2, 8, 128, 128, packed=True) == kept
+        assert policy.keeps_states(tokens, 2, 8, 128, 128, **PLAIN, packed=True) == kept
 
 
 def test_shards_are_always_cut(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -363,9 +368,7 @@ def test_shards_are_always_cut(monkeypatch: pytest.MonkeyPatch) -> None:
         (4, 16, 32, {}, "always"),  # 0.88 to 0.93 of the three kernels on an H200 (docs/performance.md)
         (8, 16, 32, {}, "always"),
         (8, 16, 16, {}, "always"),
-        (4, 16, 32, {"cut": True}, "always"),
         (4, 16, 32, {"packed": True}, "if alike"),
-        (4, 16, 32, {"packed": True, "cut": True}, "never"),  # the last pieces are shorter
         (4, 16, 32, {"split": True}, "never"),
         (1, 16, 32, {}, "never"),  # most of the card would be idle
         (5, 16, 32, {}, "never"),  # and in the second round
@@ -378,19 +381,19 @@ def test_shards_are_always_cut(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_recurrence_and_gradients_in_one(
     recurrences: int, key_heads: int, value_heads: int, options: dict[str, bool], chosen: str
 ) -> None:
-    options = {"split": False, "packed": False, "cut": False} | options
+    options = {"split": False, "packed": False} | options
     assert policy.in_one(recurrences, key_heads, value_heads, 128, 128, **options) == chosen
     assert policy.in_one(recurrences, key_heads, value_heads, 64, 128, **options) == "never"
 
 
 def test_in_one_as_the_environment_says(monkeypatch: pytest.MonkeyPatch) -> None:
     sizes = (1, 1, 2, 128, 128)
-    options = {"split": False, "packed": True, "cut": False}
+    options = {"split": False, "packed": True}
     monkeypatch.setenv(policy.IN_ONE_OVERRIDE, "1")
     assert policy.in_one(*sizes, **options) == "always"
     assert policy.in_one(*sizes[:3], 64, 128, **options) == "never"
     monkeypatch.setenv(policy.IN_ONE_OVERRIDE, "0")
-    assert policy.in_one(4, 16, 32, 128, 128, split=False, packed=False, cut=False) == "never"
+    assert policy.in_one(4, 16, 32, 128, 128, split=False, packed=False) == "never"
     monkeypatch.setenv(policy.IN_ONE_OVERRIDE, "yes")
     with pytest.raises(ValueError, match="must be 0 or 1, got 'yes'"):
         policy.in_one(*sizes, **options)

@@ -1133,5 +1133,5 @@ def specification(
         full = jnp.full((*x.shape[:2], ratio, *x.shape[3:]), jnp.nan, x.dtype)
         return full.at[:, :, offset : offset + width].set(x).reshape(x.shape[0], all_heads, *x.shape[3:])
 
-    of_keys = [new + old.astype(new.dtype) if offset else new for new, old in zip(results[:2], (dq, dk), strict=True)]
-    return (*of_keys, *map(among_all, (*results[2:], d_initial_state)))
+    summed = [new + old.astype(new.dtype) if offset else new for new, old in zip(results[:2], (dq, dk), strict=True)]
+    return (*summed, *map(among_all, (*results[2:], d_initial_state)))
