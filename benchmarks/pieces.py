@@ -81,7 +81,7 @@ def chosen(row: Row) -> Choice:
     ratio = row.value_heads // row.key_heads
     back = policy.backward_rows(*sizes, ratio=ratio, split=False, packed=True)
     recurrences = row.tokens // back if back else row.sequences
-    heads = (row.key_heads, row.value_heads, HEAD_DIM, HEAD_DIM)
+    heads = (row.value_heads, HEAD_DIM, HEAD_DIM)
     return Choice(rows or 0, back or 0, policy.in_one(recurrences, *heads, split=False, packed=True) != "never")
 
 

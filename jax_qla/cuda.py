@@ -248,45 +248,43 @@ def backward(
     groups = policy.head_groups(chunks, call.recurrences, *sizes, with_states=chunk_states is not None)
     steps = [*call.table_steps, *steps]
     heads, ratio = call.value_heads // groups, call.value_heads // call.key_heads
-    width = policy.in_one_width(ratio)
-    # Heads that one launch of `backward` does not compute find h and Vd of all heads.
-    at_once = groups if width == ratio else 1
+    chunk_shapes = ChunkStates.shapes(call.parts, v, call.key_dim, precision, groups=groups)
+    of_pieces |= chunk_shapes if chunk_states is None else {}
     in_one = policy.in_one(
-        *(call.recurrences, call.key_heads // at_once, call.value_heads // at_once, call.key_dim, call.value_dim),
-        split=call.split,
-        packed=segments is not None,
+        *(call.recurrences, heads, call.key_dim, call.value_dim), split=call.split, packed=segments is not None
     )
-    at_once = groups if in_one == "never" else at_once
-    shapes = functools.partial(ChunkStates.shapes, call.parts, v, call.key_dim, precision)
-    of_pieces |= shapes(groups=at_once) if chunk_states is None else {}
-    of_pieces |= {} if in_one == "always" else {"dh": shapes(groups=groups)["h"]}
+    of_pieces |= {} if in_one == "always" else {"dh": chunk_shapes["h"]}
     together = policy.key_heads_together(chunks, call.key_heads // groups, heads)
-    only = (DIFFERENT, ALIKE) if in_one == "if alike" else (ALWAYS, ALWAYS)
+    tile = call.value_tile_of(heads)
+    beside = policy.room_for_both(call.recurrences * heads * (call.value_dim // tile))
+    of_two, of_one = (DIFFERENT, ALIKE) if in_one == "if alike" else (ALWAYS, ALWAYS)
     for first in range(0, call.value_heads, heads):
-        here = call.value_heads // at_once  # heads whose states are computed
-        if chunk_states is None and first % here == 0:
-            tile = call.value_tile_of(here)
-            beside = policy.room_for_both(call.recurrences * here * (call.value_dim // tile))
+        of: dict[str, Any] = {"first_head": first}
+        if chunk_states is None:
             # Unless there is room for it beside `state_gradients`, `states` begins where blocks of `adjoint_summaries`
             # end, before `compose`, which begins where its own end.
             ahead = first == 0 and between is not None and not beside
             awaits = states_kernel.NOTHING if ahead else states_kernel.EVERYTHING
             place = len(steps) - 1 if ahead else len(steps)
-            step = call.step(states_kernel, rename=initial, awaits=awaits, first_head=first, value_tile=tile)
-            steps.insert(place, step)
-        of: dict[str, Any] = {"scale": scale, "first_head": first}
+            steps.insert(place, call.step(states_kernel, rename=initial, awaits=awaits, value_tile=tile, **of))
+        of |= {"scale": scale, "expected": call.recurrences}
         if in_one != "always":
             behind = bool(steps) and steps[-1].kernel == "compose"  # which writes what it begins with
             awaits = state_gradients_kernel.STATE if behind else state_gradients_kernel.NOTHING
-            of |= {"only": only[0], "expected": call.recurrences}
-            tile = call.value_tile_of(heads)
+            of |= {"only": of_two}
             steps.append(call.step(state_gradients_kernel, rename=final, awaits=awaits, value_tile=tile, **of))
             steps.append(call.step(gradients_kernel, rename={"d": "dv"}, group=together, **of))
-        if in_one != "never" and width == ratio:
-            steps.append(call.in_one_step(final, only=only[1], scale=scale, first_head=first, heads=heads))
-    if in_one != "never" and width < ratio:
-        of = {"only": only[1], "scale": scale, "heads": call.key_heads * width}
-        steps += [call.in_one_step(final, offset=offset, **of) for offset in range(0, ratio, width)]
+        if in_one != "never":
+            width = policy.in_one_width(ratio)
+            of |= {"only": of_one, "heads": heads, "width": width}
+            step = call.step(backward_kernel, rename=final, **of)
+            steps.append(dataclasses.replace(step, neighbours=width))  # a cluster
+    progress, in_place = {}, {}
+    if in_one != "never":
+        counted = call.parts if ratio > policy.in_one_width(ratio) else 0
+        progress = {"progress": jax.ShapeDtypeStruct((counted, call.value_heads), jnp.int32)}
+        inputs["none_done"] = jnp.zeros((counted, call.value_heads), jnp.int32)
+        in_place = {"none_done": "progress"}
     results = launch(
         steps,
         inputs,
@@ -299,7 +297,9 @@ def backward(
             "d_initial_state": call.state_shape(initial_state is not None, whole=pieces is None),
         }
         | of_pieces
+        | progress
         | call.table_shapes,
+        in_place,
     )
     dq, dk, dv, dg, dbeta = (call.unflat(results[name]) for name in ("dq", "dk", "dv", "dg", "dbeta"))
     d_initial_state = None
@@ -705,12 +705,6 @@ class _Call:
         if policy.summarised_alone(responses, transitions, *sizes):
             return dataclasses.replace(step, shared_at_least=policy.MORE_THAN_HALF)
         return step
-
-    def in_one_step(self, rename: Mapping[str, str], *, first_head: int = 0, offset: int = 0, **options: Any) -> Step:
-        """`backward`, of so many heads from one on or of all key heads; its blocks are clusters."""
-        width = policy.in_one_width(self.value_heads // self.key_heads)
-        options |= {"first_head": first_head, "offset": offset, "width": width, "expected": self.recurrences}
-        return dataclasses.replace(self.step(backward_kernel, rename=rename, **options), neighbours=width)
 
     def step(self, kernel: Any, *, rename: Mapping[str, str] | None = None, **options: Any) -> Step:
         """One kernel of the sequence, by its module; options that are not fields of its Config are scalars. Besides

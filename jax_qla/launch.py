@@ -83,7 +83,7 @@ def launch(
 
     Args:
         steps: the kernels, in order.
-        inputs: operands of the call by name; those that no kernel uses are left out of it.
+        inputs: operands of the call by name; those that no kernel uses, nor `aliases` name, are left out of it.
         outputs: shapes and dtypes of its results, workspaces included; a kernel may read what an earlier one wrote.
         aliases: names of inputs, each with the name of the output of the same shape and dtype that takes its memory.
             XLA copies such an input first if anything else still needs it.
@@ -102,7 +102,7 @@ def launch(
         for step, kernel in zip(steps, kernels, strict=True)
         for operand in kernel.plan["operands"]
     }
-    inputs = {name: x for name, x in inputs.items() if name in used}
+    inputs = {name: x for name, x in inputs.items() if name in used or name in (aliases or ())}
     operands: dict[str, jax.Array | jax.ShapeDtypeStruct] = {**inputs, **outputs}
     shapes = {name: (tuple(x.shape), x.dtype.name) for name, x in operands.items()}
     buffers = {name: index for index, name in enumerate(shapes)}

@@ -236,7 +236,6 @@ def head_groups(
 
 def in_one(
     recurrences: int,
-    key_heads: int,
     value_heads: int,
     key_dim: int,
     value_dim: int,
@@ -246,14 +245,14 @@ def in_one(
 ) -> Literal["never", "if alike", "always"]:
     """Whether kernels/backward.py computes the backward pass, instead of state_gradients.py and gradients.py.
 
-    It can with K = V = 128, one or two value heads a key head, and operands that are not split. It should where its
+    It can with K = V = 128 and operands that are not split. It should where its
     blocks, one a recurrence, fill the card in each of their rounds and are alike: it would wait for the longest
     sequence, where kernels/gradients.py does not. Whether those of a packed batch are alike is known on the device
     only: all three are launched then, and each of them looks.
 
     Args:
         recurrences: of a head: sequences, or the pieces of them that are computed side by side.
-        key_heads, value_heads: of those that are computed at once.
+        value_heads: that are computed at once.
         key_dim, value_dim: K and V.
         split: whether operands are sums of two numbers.
         packed: whether lengths are known on the device only.
@@ -264,16 +263,15 @@ def in_one(
         if override not in ("0", "1"):
             raise ValueError(f"{IN_ONE_OVERRIDE} must be 0 or 1, got {override!r}")
         return "always" if override == "1" else "never"
-    rounds = recurrences * key_heads * in_one_width(value_heads // key_heads) / MULTIPROCESSORS
+    rounds = recurrences * value_heads / MULTIPROCESSORS
     if rounds < _FULL * math.ceil(rounds):
         return "never"
     return "if alike" if packed else "always"
 
 
 def in_one_width(ratio: int) -> int:
-    """Value heads of a key head, of `ratio`, that kernels/backward.py computes at once, the blocks of a cluster. Others
-    follow in launches of their own, which add to dq and dk as they find them. (Of clusters of four a card runs 30.)
-    """
+    """Blocks of a cluster of kernels/backward.py, value heads of a key head, which has `ratio`. Clusters of the same
+    key head go through a sequence one behind the other. (Of clusters of four a card runs 30, not 33.)"""
     return 2 if ratio % 2 == 0 else 1
 
 
@@ -356,7 +354,7 @@ def backward_rows(
         return rows
 
     def of_one_kernel(recurrences: int) -> bool:
-        return in_one(recurrences, heads // ratio, heads, key_dim, value_dim, split=split, packed=packed) != "never"
+        return in_one(recurrences, heads, key_dim, value_dim, split=split, packed=packed) != "never"
 
     def time(length: int | None, count: int, chunks: int) -> float:
         even = count == max(sequences, 1)
@@ -553,9 +551,9 @@ def _recurrence_back(
     recurrences, key_heads = count * heads, heads // ratio
     tile = tile or value_tile(recurrences, value_dim)
     if in_one:
-        width = in_one_width(ratio)
         states = _rounds(recurrences * (value_dim // tile), 1) * _STEP_BACK[128 if tile > 64 else 64]
-        return chunks * (states + ratio // width * _rounds(count * key_heads * width, 1) * _STEP_IN_ONE)
+        behind = ratio // in_one_width(ratio) - 1  # steps of the last cluster of a key head, behind the first
+        return chunks * states + (chunks * _rounds(recurrences, 1) + behind) * _STEP_IN_ONE
     together = key_heads_together(chunks * count, key_heads, heads)
     return _whole_back(chunks, recurrences, tile, value_dim) + _gradients(chunks * count, key_heads, heads, together)
 

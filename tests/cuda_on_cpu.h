@@ -316,6 +316,19 @@ inline uint4 jax_qla_read_16(unsigned address) {
   return jax_qla_read_of_block(address);
 }
 inline void jax_qla_write_16(void* to, unsigned a, unsigned b, unsigned c, unsigned d) { *static_cast<uint4*>(to) = {a, b, c, d}; }
+template <typename T> inline void jax_qla_add_16(void* to, unsigned a, unsigned b, unsigned c, unsigned d) {
+  const unsigned words[4] = {a, b, c, d};
+  T more[8], *sum = static_cast<T*>(to);
+  std::memcpy(more, words, sizeof more);
+  for (int i = 0; i < 8; ++i) sum[i] = T(float(sum[i]) + float(more[i]));
+}
+// Clusters run one after the other.
+inline void jax_qla_publish(int* progress, int place, int count) {
+  if ((emulator::thread() & 127) == 0) progress[place] = count;
+}
+inline void jax_qla_await(const int* progress, int place, int count) {
+  if (progress[place] < count) emulator::fail("a cluster waits for one behind it");
+}
 template <bool written> inline void jax_qla_tell(Barrier& barrier, int blocks) {
   const int lane = emulator::current & 31;
   if (written) emulator::block_fence();

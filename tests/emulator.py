@@ -49,6 +49,9 @@ INSTRUCTIONS = (
     "jax_qla_read_of_block",
     "jax_qla_read_16",
     "jax_qla_write_16",
+    "jax_qla_add_16",
+    "jax_qla_publish",
+    "jax_qla_await",
 )
 """Functions made of PTX, which the header has too."""
 

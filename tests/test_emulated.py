@@ -160,7 +160,7 @@ def test_a_fence_before_another_block_is_told(fenced: bool) -> None:
     state = (1, 2, 128, 128)
     arrays |= {name: rows(*state, dtype=np.float32) for name in ("d_final_state", "d_initial_state")}
     arrays |= {"a": rows(2, tokens, 64).view(np.int16), "h": rows(2, 2, 2, 128, 64)}
-    arrays |= {"segments": np.array([[0, tokens]], np.int32)}
+    arrays |= {"segments": np.array([[0, tokens]], np.int32), "progress": np.zeros((0, 2), np.int32)}
     arrays |= {name: np.zeros((0, width), np.int32) for name, width in (("pieces", 4), ("spans", 2))}
     scalars = {
         "ratio": 2,
@@ -168,7 +168,6 @@ def test_a_fence_before_another_block_is_told(fenced: bool) -> None:
         "first_head": 0,
         "heads": 2,
         "width": 2,
-        "offset": 0,
         "only": ALWAYS,
         "expected": 1,
     }

@@ -363,37 +363,37 @@ def test_shards_are_always_cut(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("recurrences", "key_heads", "value_heads", "options", "chosen"),
+    ("recurrences", "value_heads", "options", "chosen"),
     [
-        (4, 16, 32, {}, "always"),  # 0.88 to 0.93 of the three kernels on an H200 (docs/performance.md)
-        (8, 16, 32, {}, "always"),
-        (8, 16, 16, {}, "always"),
-        (4, 16, 32, {"packed": True}, "if alike"),
-        (4, 16, 32, {"split": True}, "never"),
-        (1, 16, 32, {}, "never"),  # most of the card would be idle
-        (5, 16, 32, {}, "never"),  # and in the second round
-        (4, 16, 64, {}, "always"),  # two value heads of each key head, then the others
-        (2, 16, 64, {}, "never"),
-        (8, 16, 48, {}, "always"),  # three, one by one
-        (4, 16, 48, {}, "never"),
+        (4, 32, {}, "always"),  # 0.86 of the three kernels on an H100 (docs/performance.md)
+        (8, 32, {}, "always"),
+        (8, 16, {}, "always"),
+        (4, 32, {"packed": True}, "if alike"),
+        (4, 32, {"split": True}, "never"),
+        (1, 32, {}, "never"),  # most of the card would be idle
+        (5, 32, {}, "never"),  # and in the second round
+        (4, 64, {}, "always"),
+        (2, 64, {}, "always"),
+        (8, 48, {}, "always"),
+        (4, 48, {}, "never"),
     ],
 )
 def test_recurrence_and_gradients_in_one(
-    recurrences: int, key_heads: int, value_heads: int, options: dict[str, bool], chosen: str
+    recurrences: int, value_heads: int, options: dict[str, bool], chosen: str
 ) -> None:
     options = {"split": False, "packed": False} | options
-    assert policy.in_one(recurrences, key_heads, value_heads, 128, 128, **options) == chosen
-    assert policy.in_one(recurrences, key_heads, value_heads, 64, 128, **options) == "never"
+    assert policy.in_one(recurrences, value_heads, 128, 128, **options) == chosen
+    assert policy.in_one(recurrences, value_heads, 64, 128, **options) == "never"
 
 
 def test_in_one_as_the_environment_says(monkeypatch: pytest.MonkeyPatch) -> None:
-    sizes = (1, 1, 2, 128, 128)
+    sizes = (1, 2, 128, 128)
     options = {"split": False, "packed": True}
     monkeypatch.setenv(policy.IN_ONE_OVERRIDE, "1")
     assert policy.in_one(*sizes, **options) == "always"
-    assert policy.in_one(*sizes[:3], 64, 128, **options) == "never"
+    assert policy.in_one(*sizes[:2], 64, 128, **options) == "never"
     monkeypatch.setenv(policy.IN_ONE_OVERRIDE, "0")
-    assert policy.in_one(4, 16, 32, 128, 128, split=False, packed=False) == "never"
+    assert policy.in_one(4, 32, 128, 128, split=False, packed=False) == "never"
     monkeypatch.setenv(policy.IN_ONE_OVERRIDE, "yes")
     with pytest.raises(ValueError, match="must be 0 or 1, got 'yes'"):
         policy.in_one(*sizes, **options)

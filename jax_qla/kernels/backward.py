@@ -1,9 +1,9 @@
 """The backward pass along a sequence, in one kernel: the recurrence of the state's gradient and all gradients beside it.
 
 What kernels/state_gradients.py and kernels/gradients.py compute, whose notation and formulas this is, but neither dh nor D go by way of memory: a chunk and
-value head is 128 KB of traffic instead of 149 (of 229 with `states`, which stays), and memory holds no dh. Of K = V = 128, one or two value heads a key head.
+value head is 128 KB of traffic instead of 149 (of 229 with `states`, which stays), and memory holds no dh. Of K = V = 128.
 
-Plan, one block per (sequence, value head), the last chunk first; the blocks of the value heads of a key head are a cluster:
+Plan, one block per (sequence, value head), the last chunk first; the blocks of `width` (1 or 2) value heads of a key head are a cluster:
 
     warpgroup   registers   work
     0, "A"      208         dS of the first 64 value columns; E, dQ
@@ -22,6 +22,11 @@ dQ and dK of a value head are rounded before C adds them, for there is no room f
 block where they lie. Each block may be behind the other by what lies between a tile's last use in one step and its first in the next, some 3000 cycles: where they waited for
 each other earlier in a step, all took a tenth longer (docs/performance.md, which has all versions).
 
+Of more value heads a key head, each cluster adds to dq and dk what the one before it has written, a chunk behind it, by reductions in memory, for reads, four in a row of
+some 800 cycles each, would make C what is waited for. A block awaits the one with its rank in the cluster before, whose chunks done `progress` counts, from zero. That has a
+lower number, and blocks begin in the order of their numbers where all need the same, so that it has begun: a launch ends however few multiprocessors there are. (A cluster
+of four would need no counts; of these a card runs 30, not 33.)
+
 Addresses are computed where they are needed, from a threadIdx.x and a stage that the compiler cannot know to be the same as before (jax_qla_thread, jax_qla_again): a
 spilled register costs up to 470 cycles, since shared memory leaves no first-level cache.
 """
@@ -31,7 +36,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from jax_qla.kernels import gradients, state_gradients
 from jax_qla.kernels.common import (
@@ -144,6 +148,15 @@ __device__ __forceinline__ uint4 jax_qla_read_16(unsigned address) {
 __device__ __forceinline__ void jax_qla_write_16(void* to, unsigned a, unsigned b, unsigned c, unsigned d) {
   asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(to), "r"(a), "r"(b), "r"(c), "r"(d) : "memory");
 }
+// Adds 8 numbers to those in memory.
+template <typename T>
+__device__ __forceinline__ void jax_qla_add_16(void* to, unsigned a, unsigned b, unsigned c, unsigned d) {
+  if constexpr (std::is_same_v<T, half_t>) {
+    asm volatile("red.relaxed.gpu.global.add.noftz.v4.f16x2 [%0], {%1, %2, %3, %4};" ::"l"(to), "r"(a), "r"(b), "r"(c), "r"(d) : "memory");
+  } else {
+    asm volatile("red.relaxed.gpu.global.add.noftz.v4.bf16x2 [%0], {%1, %2, %3, %4};" ::"l"(to), "r"(a), "r"(b), "r"(c), "r"(d) : "memory");
+  }
+}
 // A warp tells both, or the only one, of the `blocks` of the cluster: at each, 8 / blocks of the arrivals that `barrier` awaits, 8 of each warp. What the warp has
 // `written` to its shared memory is there before. An arrival at another block's barrier does not wait for stmatrix: without the fence, three of 2000 calls read what
 // a tile had held before. The fence is one of a block, though the other block reads; that of a cluster, MEMBAR.ALL.GPU, waits for the multiprocessor's stores to
@@ -174,25 +187,31 @@ __device__ __forceinline__ void jax_qla_sum(const void* near, const void* far, T
     for (int n = 0; n < 2; ++n) y[n] = jax_qla_read_of_block(others + n * 1024);
 #pragma unroll
     for (int n = 0; n < 2; ++n) x[n] = jax_qla_read_16(own + n * 1024);
-    uint4 z[2] = {};
-#pragma unroll
-    for (int n = 0; n < 2; ++n) {
-      if (add && n * 8 < left) z[n] = *reinterpret_cast<const uint4*>(to + static_cast<long long>(n * 8) * stride);
-    }
 #pragma unroll
     for (int n = 0; n < 2; ++n) {
       const unsigned from[4] = {x[n].x, x[n].y, x[n].z, x[n].w}, and_from[4] = {y[n].x, y[n].y, y[n].z, y[n].w};
-      const unsigned there[4] = {z[n].x, z[n].y, z[n].z, z[n].w};
       unsigned sum[4];
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
-        const float2 a = jax_qla_unpack<T>(from[e]), b = jax_qla_unpack<T>(and_from[e]), c = jax_qla_unpack<T>(there[e]);
-        sum[e] = blocks == 1 ? jax_qla_pack<T>(a.x + c.x, a.y + c.y) : jax_qla_pack<T>(a.x + b.x + c.x, a.y + b.y + c.y);
+        const float2 a = jax_qla_unpack<T>(from[e]), b = jax_qla_unpack<T>(and_from[e]);
+        sum[e] = blocks == 1 ? from[e] : jax_qla_pack<T>(a.x + b.x, a.y + b.y);
       }
-      if (n * 8 < left) jax_qla_write_16(to + static_cast<long long>(n * 8) * stride, sum[0], sum[1], sum[2], sum[3]);
+      T* line = to + static_cast<long long>(n * 8) * stride;
+      if (n * 8 < left && add) jax_qla_add_16<T>(line, sum[0], sum[1], sum[2], sum[3]);
+      if (n * 8 < left && !add) jax_qla_write_16(line, sum[0], sum[1], sum[2], sum[3]);
     }
     own += 2048, others += 2048, left -= 16, to += static_cast<long long>(16) * stride;
   }
+}
+// Of a count in global memory: what 128 threads, who have met, wrote before is there for whoever finds `count`, as a warp does that awaits it.
+__device__ __forceinline__ void jax_qla_publish(int* progress, int place, int count) {
+  if ((threadIdx.x & 127) == 0) asm volatile("st.release.gpu.global.s32 [%0], %1;" ::"l"(progress + place), "r"(count) : "memory");
+}
+__device__ __forceinline__ void jax_qla_await(const int* progress, int place, int count) {
+  int found = count;
+  do {
+    if ((threadIdx.x & 31) == 0) asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(found) : "l"(progress + place) : "memory");
+  } while (__any_sync(0xffffffffu, found < count));
 }
 __device__ __forceinline__ int jax_qla_read(const int* x) { return *static_cast<const volatile int*>(x); }
 // dots_i = <x_i, y_i> for i < rows of a tile x [64, 128] in shared memory (halves of 64 columns, 128-byte swizzled) and y [.., heads, 128] in global memory, by one warp.
@@ -315,6 +334,7 @@ def program(config: Config):
     kept_heads = T.dynamic("kept_heads")  # of h and Vd: all, or those of this launch
     initial_states, final_states = T.dynamic("initial_states, final_states")  # sequences, or 0: not wanted, not given
     cut_sequences, cut_pieces = T.dynamic("cut_sequences, cut_pieces")  # or 0: each of `segments` has an initial state
+    counted = T.dynamic("counted")  # sequences, or 0: nobody counts
 
     def of_length(c):
         """Where the lengths of a chunk's rows are."""
@@ -381,12 +401,14 @@ def program(config: Config):
         dg: T.Tensor((tokens, value_heads), "float32"),
         dbeta: T.Tensor((tokens, value_heads), "float32"),
         d_initial_state: T.Tensor((initial_states, value_heads, K, V), "float32"),
+        progress: T.Tensor(
+            (counted, value_heads), "int32"
+        ),  # chunks done, zero at first; needed where `width` is less than `ratio`
         ratio: T.int32,
         scale: T.float32,
         first_head: T.int32,
         heads: T.int32,  # of this launch
-        width: T.int32,  # value heads of a key head in this launch, blocks of a cluster
-        offset: T.int32,  # the first of them among the key head's
+        width: T.int32,  # blocks of a cluster
         only: T.int32,  # ALWAYS, or sequences for which it computes anything, ALIKE or DIFFERENT, ...
         expected: T.int32,  # ... so many
     ):
@@ -396,11 +418,13 @@ def program(config: Config):
             place = T.truncdiv(block, heads)
             number = block - place * heads
             key_head = T.alloc_var("int32")
+            within = T.alloc_var("int32")  # among the key head's
             rank = T.alloc_var("int32")  # in the cluster
-            key_head = T.truncdiv(number, width)
-            rank = number - key_head * width
+            key_head = T.truncdiv(number, ratio)
+            within = number - key_head * ratio
+            rank = within - T.truncdiv(within, width) * width
             key_head = T.truncdiv(first_head, ratio) + key_head
-            head = key_head * ratio + offset + rank
+            head = key_head * ratio + within
             n = T.alloc_var("int32")
             start = T.alloc_var("int32")
             end = T.alloc_var("int32")
@@ -469,8 +493,8 @@ def program(config: Config):
             dot_s = T.alloc_shared((2, C), "float32")
             dot_v_s = T.alloc_shared((2, C), "float32")
             bounds_s = T.alloc_shared(
-                (3,), "int32"
-            )  # first row of the last chunk, row behind it, the head's number in h and Vd
+                (5,), "int32"
+            )  # first row of the last chunk, row behind it, the head's number in h and Vd; its place among the key head's, and in `progress`
             parts = SimpleNamespace(
                 rows_k_s=rows_k_s,
                 rows_q_s=rows_q_s,
@@ -513,6 +537,8 @@ def program(config: Config):
                 bounds_s[0] = start + (count - 1) * C
                 bounds_s[1] = end
                 bounds_s[2] = T.Select(kept_heads == value_heads, head, number)
+                bounds_s[3] = within
+                bounds_s[4] = place * value_heads + head
             T.call_extern("handle", "jax_qla_meet")
             if tx >= 384:
                 T.set_max_nreg(REGISTERS[3], 0)
@@ -668,6 +694,16 @@ def program(config: Config):
                         T.barrier_arrive(dh_free[0])
                         T.barrier_arrive(dots_ready[(turn + 1) % 2])
                         T.barrier_wait(dq_full[0], (turn + 1) % 2)
+                        behind = T.alloc_var("int32")  # as many value heads of the key head come before
+                        behind = T.call_extern("int32", "jax_qla_read", T.access_ptr(bounds_s[3], "r"))
+                        if behind >= width:
+                            T.call_extern(
+                                "handle",
+                                "jax_qla_await",
+                                T.address_of(progress[0, 0]),
+                                T.call_extern("int32", "jax_qla_read", T.access_ptr(bounds_s[4], "r")) - width,
+                                turn,
+                            )
                         T.call_extern(
                             "handle",
                             "jax_qla_sum",
@@ -686,8 +722,8 @@ def program(config: Config):
                             + (turn - 1) * C,
                             key_heads * K,
                             width,
-                            rank,
-                            offset,
+                            behind & (width - 1),
+                            behind & -width,
                         )
                         T.call_extern("handle", "jax_qla_tell<false>", dq_free[0], width)
                         T.barrier_wait(dk_full[0], (turn + 1) % 2)
@@ -709,10 +745,19 @@ def program(config: Config):
                             + (turn - 1) * C,
                             key_heads * K,
                             width,
-                            rank,
-                            offset,
+                            behind & (width - 1),
+                            behind & -width,
                         )
                         T.call_extern("handle", "jax_qla_tell<false>", dk_free[0], width)
+                        if behind < ratio - width:
+                            T.sync_threads(3, 128)
+                            T.call_extern(
+                                "handle",
+                                "jax_qla_publish",
+                                T.address_of(progress[0, 0]),
+                                T.call_extern("int32", "jax_qla_read", T.access_ptr(bounds_s[4], "r")),
+                                turn,
+                            )
                 for side in tuple(range(2)):  # rows of no sequence that follow, and those before all
                     begin = end if side == 0 else 0
                     beyond = (
@@ -721,7 +766,7 @@ def program(config: Config):
                         else T.Select(n == 0, start, 0)
                     )
                     for x in T.serial(beyond - begin):
-                        if rank + offset == 0:
+                        if T.call_extern("int32", "jax_qla_read", T.access_ptr(bounds_s[3], "r")) == 0:
                             dq[begin + x, key_head, i] = T.cast(0, dtype)
                             dk[begin + x, key_head, i] = T.cast(0, dtype)
                         dv[begin + x, head, i] = T.cast(0, dtype)
@@ -1086,8 +1131,6 @@ def specification(
     pieces: jax.Array,
     spans: jax.Array,
     chunks: jax.Array,
-    dq: jax.Array,
-    dk: jax.Array,
     *,
     ratio: int,
     scale: float,
@@ -1095,43 +1138,19 @@ def specification(
     first_head: int = 0,
     heads: int | None = None,
     width: int | None = None,
-    offset: int = 0,
     only: int = 0,
     expected: int = 0,
 ) -> tuple[jax.Array, ...]:
     """(dq, dk [tokens, Hk, K], dv [tokens, Hv, V], dg, dbeta [tokens, Hv], d_initial_state [N, Hv, K, V]): what the two kernels' specifications give, one
-    after the other, of `width` value heads of each key head, from its `offset`-th on; beside what `dq` and `dk` hold, if that is not the first. Not a number in other
-    value heads than those, and in key heads that have none of the launch's `heads` from `first_head` on, or of all. `segments` are sequences or, with
-    `pieces` and `spans`, their pieces; without, these are empty."""
-    width = ratio if width is None else width
-    all_heads = v.shape[1]
-
-    def of_these(x: jax.Array, axis: int = 1) -> jax.Array:
-        """Of [.., Hv, ..], or of so many heads, those of the launch's place among each key head's."""
-        if x.shape[axis] % ratio:
-            return x
-        x = x.reshape(*x.shape[:axis], -1, ratio, *x.shape[axis + 1 :])
-        x = jax.lax.slice_in_dim(x, offset, offset + width, axis=axis + 1)
-        return x.reshape(*x.shape[:axis], -1, *x.shape[axis + 2 :])
-
-    scalars: dict[str, Any] = {"ratio": width, "scale": scale, "l2norm": l2norm, "only": only, "expected": expected}
-    scalars["first_head"] = first_head // ratio * width
-    if width < ratio:
-        v, g, gamma, beta, do, vd, h, d_final_state = map(of_these, (v, g, gamma, beta, do, vd, h, d_final_state))
-        a = of_these(a, 0)
+    after the other, of so many value heads from `first_head` on, or of all. `segments` are sequences or, with `pieces` and `spans`, their pieces; without,
+    these are empty."""
+    del width  # but for roundings, results do not go by it
+    scalars: dict[str, Any] = {"ratio": ratio, "scale": scale, "l2norm": l2norm, "first_head": first_head}
+    scalars |= {"only": only, "expected": expected}
     of_keys = (gamma, beta, lengths, query_lengths)
     tables = (segments, pieces, spans, chunks)
     dh, d, d_initial_state = state_gradients.specification(
         q, k, do, a, *of_keys, d_final_state, *tables, heads=heads, **scalars
     )
     results = gradients.specification(q, k, v, g, *of_keys, do, vd, d, h, dh, segments, **scalars)
-    if width == ratio:
-        return (*results, d_initial_state)
-
-    def among_all(x: jax.Array) -> jax.Array:
-        x = x.reshape(x.shape[0], -1, width, *x.shape[2:])
-        full = jnp.full((*x.shape[:2], ratio, *x.shape[3:]), jnp.nan, x.dtype)
-        return full.at[:, :, offset : offset + width].set(x).reshape(x.shape[0], all_heads, *x.shape[3:])
-
-    summed = [new + old.astype(new.dtype) if offset else new for new, old in zip(results[:2], (dq, dk), strict=True)]
-    return (*summed, *map(among_all, (*results[2:], d_initial_state)))
+    return (*results, d_initial_state)
