@@ -27,6 +27,10 @@ _HASTY = frozenset({"layout", "prepare", "adjoint_summaries", "state_gradients"}
 """Let the next kernel begin at once, use everything, and wait at their end. So does `compose` of the gradients.
 `state_gradients` may have to wait for the gradient that it begins with."""
 
+_IN_ORDER = frozenset({"backward"})
+"""Begin only when the one before has ended. Blocks that begin one by one, where those before them end, do not lie side
+by side in their order, and these take up to 1.4 times as long for it (docs/performance.md)."""
+
 _OF_PREPARE = frozenset({"a", "gamma", "lengths", "query_lengths"})
 
 _OF_STATE = frozenset({"d_final_state", "dh", "dv", "d_initial_state"})
@@ -89,7 +93,8 @@ def early_starts(steps: Sequence[Step], plans: Sequence[Mapping[str, Any]], resu
         early = {name: buffer for name, buffer in buffers.items() if uses_early(step, name) and name not in apart}
         awaited = [writers.get(buffer, -2) for buffer in early.values()]
         awaited += [used.get(buffer, -2) for name, buffer in early.items() if (step.kernel, name) in written]
-        found.append(index > 0 and all(which < known for which in awaited))
+        may = index > 0 and step.kernel not in _IN_ORDER
+        found.append(may and all(which < known for which in awaited))
         for buffer in buffers.values():
             used[buffer] = index
             if buffer in results:

@@ -419,10 +419,8 @@ def program(config: Config):
             number = block - place * heads
             key_head = T.alloc_var("int32")
             within = T.alloc_var("int32")  # among the key head's
-            rank = T.alloc_var("int32")  # in the cluster
             key_head = T.truncdiv(number, ratio)
             within = number - key_head * ratio
-            rank = within - T.truncdiv(within, width) * width
             key_head = T.truncdiv(first_head, ratio) + key_head
             head = key_head * ratio + within
             n = T.alloc_var("int32")
