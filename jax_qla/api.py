@@ -280,6 +280,7 @@ def which_pieces(
     segment_ids: jax.Array | jax.ShapeDtypeStruct | None = None,
     max_segments: int | None = None,
     piece_rows: int | None = None,
+    differentiated: bool = False,
 ) -> PieceChoice:
     """How the kernels of "cuda" cut the sequences of a call into pieces, which one card computes side by side.
 
@@ -289,7 +290,9 @@ def which_pieces(
     leaves them whole where that is faster and `piece_rows` is not given. Other implementations have no pieces.
 
     Args:
-        Those of `chunk_gated_delta_rule` that matter here, as there; arrays may be `jax.ShapeDtypeStruct`s.
+        differentiated: whether gradients of the call are computed too. Sequences may then be cut for the backward
+            pass's sake, where both together are faster for it.
+        others: those of `chunk_gated_delta_rule` that matter here, as there; arrays may be `jax.ShapeDtypeStruct`s.
 
     Returns:
         (rows, pieces).
@@ -316,7 +319,12 @@ def which_pieces(
     )
     tokens, sequences = v.shape[0] * v.shape[1], math.prod(checked.state_shape[:-3])
     sizes = (tokens, sequences, v.shape[2], k.shape[3], v.shape[3])
-    rows = policy.piece_rows(*sizes, packed=checked.packed, asked_rows=piece_rows)
+    options: Any = {"packed": checked.packed, "asked_rows": piece_rows}
+    rows = None
+    if differentiated:
+        rows = policy.kept_rows(*sizes, ratio=v.shape[2] // k.shape[2], split=False, **options)
+    if rows is None:
+        rows = policy.piece_rows(*sizes, **options)
     if rows is None:
         return PieceChoice(0, sequences)
     return PieceChoice(rows, piece_count(tokens, sequences, rows, packed=checked.packed))

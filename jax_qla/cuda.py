@@ -251,7 +251,10 @@ def backward(
     chunk_shapes = ChunkStates.shapes(call.parts, v, call.key_dim, precision, groups=groups)
     of_pieces |= chunk_shapes if chunk_states is None else {}
     in_one = policy.in_one(
-        *(call.recurrences, heads, call.key_dim, call.value_dim), split=call.split, packed=segments is not None
+        *(call.recurrences, heads, call.key_dim, call.value_dim),
+        ratio=ratio,
+        split=call.split,
+        packed=segments is not None,
     )
     of_pieces |= {} if in_one == "always" else {"dh": chunk_shapes["h"]}
     together = policy.key_heads_together(chunks, call.key_heads // groups, heads)

@@ -25,7 +25,7 @@ MULTIPROCESSORS = 132
 # Measured on an H200, microseconds (docs/performance.md).
 _STEP = {64: 1.4, 128: 2.2}
 """A chunk step of the forward kernel by value columns of its block; one block runs on a multiprocessor."""
-_STEP_BACK, _STEP_OF_BOTH = {64: 1.75, 128: 3.2}, 1.65
+_STEP_BACK, _STEP_OF_BOTH = {64: 1.75, 128: 3.2}, {64: 1.65, 128: 4.3}
 """A chunk step of kernels/states.py or state_gradients.py where one has the card, and of both where that has room for
 them side by side."""
 _ADJOINT_STEP = 1.9
@@ -42,8 +42,13 @@ _BLOCK = 1.0
 """Reading and writing the states of a block."""
 _STATES = 0.15
 """Moving what is kept of a piece and head: response, transition, the states that enter and leave it."""
-_STEP_IN_ONE = 8.0
-"""A chunk step of kernels/backward.py."""
+_STEP_IN_ONE, _ROUND = 7.6, 40.0
+"""A chunk step of kernels/backward.py; from one round of its blocks and of those of `states` to the next, together."""
+_BETWEEN_BACK, _COMPOSED = 25.0, 6.0
+"""Three kernels, `states` to `gradients`, beside what their blocks take; from the end of `states` to that of `compose`,
+which both follow `adjoint_summaries`."""
+_GAIN = 0.03
+"""Of both passes, where the forward pass is cut for the backward pass's sake, at the least."""
 _HEAD, _FIRST_HEAD = 6.1, 1.0
 """A value head of one chunk in kernels/gradients.py, and what a block's first one takes longer."""
 _GROUP = 15.0
@@ -240,6 +245,7 @@ def in_one(
     key_dim: int,
     value_dim: int,
     *,
+    ratio: int,
     split: bool,
     packed: bool,
 ) -> Literal["never", "if alike", "always"]:
@@ -254,6 +260,7 @@ def in_one(
         recurrences: of a head: sequences, or the pieces of them that are computed side by side.
         value_heads: that are computed at once.
         key_dim, value_dim: K and V.
+        ratio: value heads of a key head. With three, whose blocks are no clusters, it takes 1.1 times as long.
         split: whether operands are sums of two numbers.
         packed: whether lengths are known on the device only.
     """
@@ -264,7 +271,7 @@ def in_one(
             raise ValueError(f"{IN_ONE_OVERRIDE} must be 0 or 1, got {override!r}")
         return "always" if override == "1" else "never"
     rounds = recurrences * value_heads / MULTIPROCESSORS
-    if rounds < _FULL * math.ceil(rounds):
+    if (ratio > 2 and in_one_width(ratio) == 1) or rounds < _FULL * math.ceil(rounds):
         return "never"
     return "if alike" if packed else "always"
 
@@ -316,10 +323,7 @@ def piece_rows(
         return _time(length, chunks, count, heads, key_dim, value_dim, packed)
 
     def fits(length: int) -> bool:
-        if packed and length & (length - 1):  # few batches are a multiple of such pieces (`kept_rows`)
-            return False
-        parts = piece_count(tokens, sequences, length * CHUNK, packed=packed)
-        return _ROWS_OF_MEMORY * (parts - packed) <= tokens  # of a packed batch, at least one is empty
+        return _fits(length, tokens, sequences, packed)
 
     lengths = (None, *filter(fits, _LENGTHS)) if tokens and sequences else (None,)
     best = _best(lengths, time, tokens, sequences, packed)
@@ -352,15 +356,62 @@ def backward_rows(
     rows = piece_rows(*sizes, packed=packed, asked_rows=asked_rows)
     if rows is None or _override(asked_rows) is not None:
         return rows
+    time = _backward_time(sequences, heads, key_dim, value_dim, ratio=ratio, split=split, packed=packed)
+    return rows if _best((None, rows // CHUNK), time, tokens, sequences, packed) else None
+
+
+def _backward_time(
+    sequences: int, heads: int, key_dim: int, value_dim: int, *, ratio: int, split: bool, packed: bool
+) -> Callable[[int | None, int, int], float]:
+    """What `_best` takes, for the backward pass."""
 
     def of_one_kernel(recurrences: int) -> bool:
-        return in_one(recurrences, heads, key_dim, value_dim, split=split, packed=packed) != "never"
+        chosen = in_one(recurrences, heads, key_dim, value_dim, ratio=ratio, split=split, packed=packed)
+        return chosen != "never"
 
     def time(length: int | None, count: int, chunks: int) -> float:
         even = count == max(sequences, 1)
         return _time_back(length, chunks, count, heads, ratio, value_dim, packed, even, of_one_kernel)
 
-    return rows if _best((None, rows // CHUNK), time, tokens, sequences, packed) else None
+    return time
+
+
+def _rows_for_both(
+    tokens: int, sequences: int, heads: int, key_dim: int, value_dim: int, *, ratio: int, split: bool, packed: bool
+) -> int | None:
+    """Rows of the pieces that both passes together are fastest with: those of `backward_rows`, or others, such that
+    kernels/backward.py fills the card, if these gain `_GAIN`."""
+    sizes = (tokens, sequences, heads, key_dim, value_dim)
+    of_kernel: dict[str, Any] = {"ratio": ratio, "split": split, "packed": packed}
+    forward, back = piece_rows(*sizes, packed=packed), backward_rows(*sizes, **of_kernel)
+    backward_time = _backward_time(*sizes[1:], **of_kernel)
+
+    def time(length: int | None, count: int, chunks: int) -> float:
+        as_it_is = length is None
+        of_forward, of_backward = (forward, back) if length is None else (length * CHUNK, length * CHUNK)
+        passes = _time(of_forward and of_forward // CHUNK, chunks, count, heads, key_dim, value_dim, packed)
+        passes += backward_time(of_backward and of_backward // CHUNK, count, chunks)
+        return passes if as_it_is else passes / (1 - _GAIN)
+
+    def fits(length: int) -> bool:
+        parts = piece_count(tokens, sequences, length * CHUNK, packed=packed)
+        pieces = parts - sequences if packed else parts
+        one = in_one(pieces, heads, key_dim, value_dim, ratio=ratio, split=split, packed=packed)
+        kept = 2 * _ROWS_OF_MEMORY * pieces <= tokens  # as in `kept_rows`
+        return pieces > sequences and kept and one != "never" and _fits(length, tokens, sequences, packed)
+
+    best = _best((None, *filter(fits, _LENGTHS)), time, tokens, sequences, packed)
+    if best is None:
+        return back
+    return _even(best, -(-tokens // (sequences * CHUNK)), -(-tokens // CHUNK), packed)
+
+
+def _fits(length: int, tokens: int, sequences: int, packed: bool) -> bool:
+    """Whether pieces of `length` chunks are considered."""
+    if packed and length & (length - 1):  # few batches are a multiple of such pieces (`kept_rows`)
+        return False
+    parts = piece_count(tokens, sequences, length * CHUNK, packed=packed)
+    return _ROWS_OF_MEMORY * (parts - packed) <= tokens  # of a packed batch, at least one is empty
 
 
 def _best(
@@ -422,10 +473,12 @@ def kept_rows(
     if tokens == 0 or sequences == 0:
         return None
     sizes = (tokens, sequences, heads, key_dim, value_dim)
-    if with_states:
-        rows = piece_rows(*sizes, packed=packed, asked_rows=asked_rows)
+    if _override(asked_rows) is None:
+        rows = _rows_for_both(*sizes, ratio=ratio, split=split, packed=packed)
+        if rows is None and with_states:
+            rows = piece_rows(*sizes, packed=packed)
     else:
-        rows = backward_rows(*sizes, ratio=ratio, split=split, packed=packed, asked_rows=asked_rows)
+        rows = piece_rows(*sizes, packed=packed, asked_rows=asked_rows)
     if rows is None:
         return None
     parts = piece_count(tokens, sequences, rows, packed=packed)
@@ -532,6 +585,8 @@ def _time_back(
     recurrences = sequences * heads
     exact, short = (part * (pieces - 1) * recurrences * (value_dim // 64) for part in (0.25, 0.75))  # as in `_cut`
     summaries = _ADJOINT_STEP * max(length, (exact * length + short * min(length, _SHORT)) / MULTIPROCESSORS)
+    if even and of_one_kernel(pieces * sequences):
+        return recurrence(pieces * sequences, length) + summaries + _COMPOSED
     compositions = pieces * _COMPOSE_STEP_BACK[composed_columns(recurrences, value_dim)]
     return recurrence(pieces * sequences, length) + summaries + compositions + _OVERHEAD
 
@@ -553,16 +608,18 @@ def _recurrence_back(
     if in_one:
         states = _rounds(recurrences * (value_dim // tile), 1) * _STEP_BACK[128 if tile > 64 else 64]
         behind = ratio // in_one_width(ratio) - 1  # steps of the last cluster of a key head, behind the first
-        return chunks * states + (chunks * _rounds(recurrences, 1) + behind) * _STEP_IN_ONE
+        rounds = _rounds(recurrences, 1)
+        return chunks * states + (chunks * rounds + behind) * _STEP_IN_ONE + (rounds - 1) * _ROUND
     together = key_heads_together(chunks * count, key_heads, heads)
-    return _whole_back(chunks, recurrences, tile, value_dim) + _gradients(chunks * count, key_heads, heads, together)
+    of_gradients = _gradients(chunks * count, key_heads, heads, together) + _BETWEEN_BACK
+    return _whole_back(chunks, recurrences, tile, value_dim) + of_gradients
 
 
 def _whole_back(chunks: int, recurrences: int, tile: int, value_dim: int) -> float:
     """Microseconds of the kernels `states` and `state_gradients`."""
     blocks = recurrences * (value_dim // tile)
     if room_for_both(blocks):
-        return chunks * _STEP_OF_BOTH
+        return chunks * _STEP_OF_BOTH[128 if tile > 64 else 64]
     return 2 * _rounds(blocks, 1) * chunks * _STEP_BACK[128 if tile > 64 else 64]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import pytest
@@ -66,27 +67,57 @@ def test_choice_is_within_five_per_cent_of_the_best_that_was_measured(
     assert times[rows or 0] <= 1.05 * min(times.values())
 
 
-@pytest.mark.parametrize(
-    ("sequences", "tokens", "heads", "whole", "cut"),
-    [
-        (1, 8192, 32, 475, 515),
-        (4, 8192, 8, 457, 494),
-        (1, 32768, 32, 1838, 1866),
-        (1, 16384, 16, 663, 551),
-        (1, 32768, 48, 2809, 2674),
-        (1, 2048, 8, 89, 84),
-        (1, 2048, 16, 98, 98),
-        (1, 4096, 8, 151, 105),
-    ],
-)
-def test_backward_choice_is_within_five_per_cent_of_the_better(
-    sequences: int, tokens: int, heads: int, whole: float, cut: float
+BOTH = {
+    # Sequences, tokens of each, value heads, of these of a key head: microseconds by rows of a piece, 0 for whole
+    # sequences, of the forward pass and of the backward pass by three kernels and by `backward`.
+    (1, 32768, 32, 2): {0: (716, 1950, 4122), 2048: (605, 2124, 1742), 4096: (541, 2090, 1632)},
+    (1, 16384, 32, 2): {0: (357, 995, 2099), 4096: (285, 1055, 829)},
+    (1, 8192, 32, 2): {0: (187, 512, 1085), 2048: (162, 542, 432)},
+    (1, 4096, 32, 2): {0: (96, 264, 539), 1024: (101, 288, 245)},
+    (2, 16384, 32, 2): {0: (479, 1938, 2254), 4096: (539, 2053, 1619)},
+    (4, 8192, 32, 2): {0: (419, 1918, 1482)},
+    (8, 1024, 32, 2): {0: (123, 509, 419)},
+    (1, 8192, 16, 1): {0: (176, 350, 999), 1024: (121, 342, 271)},
+    (1, 32768, 16, 1): {0: (677, 1316, 3889), 4096: (381, 1233, 911)},
+    (1, 32768, 48, 3): {0: (792, 3012, 5267), 4096: (815, 2894, 3014)},
+    (8, 1024, 48, 3): {0: (177, 730, 809)},
+    (1, 8192, 32, 4): {0: (183, 477, 1110), 2048: (153, 508, 434)},
+    (4, 8192, 32, 4): {0: (407, 1768, 1484)},
+    (1, 32768, 8, 4): {0: (622, 930, 3872), 2048: (175, 509, 434)},
+    (1, 8192, 8, 4): {1024: (61, 151, 193), 2048: (84, 209, 328)},
+    (2, 16384, 8, 4): {0: (328, 585, 2033), 2048: (165, 509, 437)},
+    (4, 8192, 8, 4): {0: (183, 468, 1085), 2048: (151, 507, 434)},
+    (1, 32768, 16, 4): {0: (636, 1155, 3984), 4096: (305, 981, 831)},
+    (1, 8192, 16, 4): {1024: (93, 285, 252), 2048: (97, 283, 349)},
+    (1, 8192, 64, 4): {0: (244, 971, 2169), 2048: (280, 1009, 867), 4096: (298, 1016, 1190)},
+    (1, 32768, 64, 4): {0: (912, 3654, 8395), 8192: (990, 3711, 3088)},
+    (2, 16384, 64, 4): {0: (790, 3476, 2820)},
+    (4, 8192, 64, 4): {0: (780, 3520, 2873)},
+    (8, 1024, 64, 4): {0: (232, 951, 876)},
+}
+"""On an H100, packed, K = V = 128, one run."""
+
+
+@pytest.mark.parametrize(("shape", "times"), BOTH.items(), ids=map(str, BOTH))
+def test_choice_for_both_passes_is_within_six_per_cent_of_the_best_that_was_measured(
+    shape: tuple[int, int, int, int], times: dict[int, tuple[float, float, float]]
 ) -> None:
-    """Microseconds on an H200; in pieces as the forward pass has them."""
+    """The policy is that of an H200, whose three kernels are faster than an H100's."""
+    sequences, tokens, heads, ratio = shape
     sizes = (sequences * tokens, sequences, heads, 128, 128)
-    assert policy.piece_rows(*sizes, packed=False) is not None
-    rows = policy.backward_rows(*sizes, **PLAIN, packed=False)
-    assert (cut if rows else whole) <= 1.05 * min(whole, cut)
+    of_kernel: dict[str, Any] = {"ratio": ratio, "split": False, "packed": True}
+    rows = policy.kept_rows(*sizes, **of_kernel)
+    forward = rows or policy.piece_rows(*sizes, packed=True) or 0
+    backward = rows or policy.backward_rows(*sizes, **of_kernel) or 0
+    recurrences = sequences * tokens // backward if backward else sequences
+    in_one = policy.in_one(recurrences, heads, 128, 128, **of_kernel) != "never"
+    best = min(
+        times[of_forward][0] + min(times[of_backward][1:])
+        for of_forward in times
+        for of_backward in times
+        if of_backward in (0, of_forward)
+    )
+    assert times[forward][0] + times[backward][1 + in_one] <= 1.06 * best
 
 
 def test_backward_cuts_as_asked_and_as_the_forward_pass_or_not_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -303,26 +334,40 @@ def test_dense_pieces_are_as_equal_as_can_be(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_what_is_kept_says_how_long_pieces_are(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Their number does, in all calls of usual sizes that are cut."""
+    """Their number does, in all calls of usual sizes whose backward pass is cut, unless pieces are many."""
     cut = 0
     for sequences in (1, 2, 3, 8):
         for tokens in (4096, 32768, 30000, 49152, 262144):
             for packed in (False, True):
                 for heads in (8, 32):
-                    sizes = (tokens if packed else tokens * sequences, sequences, heads, 128, 128)
-                    rows = policy.piece_rows(*sizes, packed=packed)
                     if packed and tokens == 30000:  # no multiple
                         continue
-                    # Of many pieces nothing is kept.
+                    sizes = (tokens if packed else tokens * sequences, sequences, heads, 128, 128)
+                    back = policy.backward_rows(*sizes, **PLAIN, packed=packed)
+                    rows = policy.kept_rows(*sizes, **PLAIN, packed=packed)
+                    pieces = functools.partial(tables.piece_count, *sizes[:2], packed=packed)
                     slack = sequences if packed else 0
-                    few = (
-                        rows is not None
-                        and 1024 * (tables.piece_count(*sizes[:2], rows, packed=packed) - slack) <= sizes[0]
-                    )
-                    few = few and policy.backward_rows(*sizes, **PLAIN, packed=packed) == rows
-                    assert policy.kept_rows(*sizes, **PLAIN, packed=packed) == (rows if few else None)
-                    cut += few
+                    if rows is None:
+                        assert back is None or 1024 * (pieces(back) - slack) > sizes[0]
+                        continue
+                    assert 1024 * (pieces(rows) - slack) <= sizes[0]
+                    assert tables.rows_of_pieces(*sizes[:2], pieces(rows), packed=packed) == rows
+                    cut += 1
     assert cut > 15
+
+
+def test_pieces_for_the_sake_of_the_backward_pass() -> None:
+    """One kernel then computes it; which leaves a forward pass by itself as it is."""
+    sizes = (32768, 1, 64, 128, 128)
+    of_kernel: dict[str, Any] = {"ratio": 4, "packed": True}
+    assert policy.piece_rows(*sizes, packed=True) is None
+    assert policy.kept_rows(*sizes, split=False, **of_kernel) == 8192  # 4.08 instead of 4.57 ms on an H100
+    assert policy.kept_rows(*sizes, split=True, **of_kernel) is None
+    assert policy.kept_rows(*sizes, split=False, **of_kernel, with_states=True) == 8192
+    assert policy.kept_rows(*sizes, split=False, **of_kernel, asked_rows=0) is None
+
+
+def test_rows_of_a_piece_from_the_environment_are_for_both_passes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(policy.OVERRIDE, "192")
     for tokens, kept in ((1000, True), (1280, True), (560, False)):  # 5, 6 and 2 pieces, which may be of 256 rows
         assert policy.piece_rows(tokens, 2, 8, 128, 128, packed=True) == 192
@@ -336,7 +381,7 @@ def test_states_are_kept_of_the_pieces_of_the_forward_pass(monkeypatch: pytest.M
     assert policy.piece_rows(*whole, packed=False) is None
     assert policy.keeps_states(*whole, **PLAIN, packed=False)
     assert policy.kept_rows(*many, **PLAIN, packed=False) is None
-    left_whole = (8192, 1, 32, 128, 128)
+    left_whole = (8192, 1, 24, 128, 128)
     assert policy.backward_rows(*left_whole, **PLAIN, packed=False) is None
     for sizes in (whole, many, left_whole):
         for packed in (False, True):
@@ -363,7 +408,7 @@ def test_shards_are_always_cut(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("recurrences", "value_heads", "options", "chosen"),
+    ("recurrences", "value_heads", "given", "chosen"),
     [
         (4, 32, {}, "always"),  # 0.86 of the three kernels on an H100 (docs/performance.md)
         (8, 32, {}, "always"),
@@ -374,26 +419,28 @@ def test_shards_are_always_cut(monkeypatch: pytest.MonkeyPatch) -> None:
         (5, 32, {}, "never"),  # and in the second round
         (4, 64, {}, "always"),
         (2, 64, {}, "always"),
-        (8, 48, {}, "always"),
+        (4, 64, {"ratio": 4}, "always"),
+        (8, 48, {"ratio": 3}, "never"),  # 1.1 of the three kernels
+        (8, 16, {"ratio": 1}, "always"),
         (4, 48, {}, "never"),
     ],
 )
 def test_recurrence_and_gradients_in_one(
-    recurrences: int, value_heads: int, options: dict[str, bool], chosen: str
+    recurrences: int, value_heads: int, given: dict[str, Any], chosen: str
 ) -> None:
-    options = {"split": False, "packed": False} | options
+    options: dict[str, Any] = {"ratio": 2, "split": False, "packed": False} | given
     assert policy.in_one(recurrences, value_heads, 128, 128, **options) == chosen
     assert policy.in_one(recurrences, value_heads, 64, 128, **options) == "never"
 
 
 def test_in_one_as_the_environment_says(monkeypatch: pytest.MonkeyPatch) -> None:
     sizes = (1, 2, 128, 128)
-    options = {"split": False, "packed": True}
+    options: dict[str, Any] = {"ratio": 2, "split": False, "packed": True}
     monkeypatch.setenv(policy.IN_ONE_OVERRIDE, "1")
     assert policy.in_one(*sizes, **options) == "always"
     assert policy.in_one(*sizes[:2], 64, 128, **options) == "never"
     monkeypatch.setenv(policy.IN_ONE_OVERRIDE, "0")
-    assert policy.in_one(4, 32, 128, 128, split=False, packed=False) == "never"
+    assert policy.in_one(4, 32, 128, 128, ratio=2, split=False, packed=False) == "never"
     monkeypatch.setenv(policy.IN_ONE_OVERRIDE, "yes")
     with pytest.raises(ValueError, match="must be 0 or 1, got 'yes'"):
         policy.in_one(*sizes, **options)
