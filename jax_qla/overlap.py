@@ -27,10 +27,6 @@ _HASTY = frozenset({"layout", "prepare", "adjoint_summaries", "state_gradients"}
 """Let the next kernel begin at once, use everything, and wait at their end. So does `compose` of the gradients.
 `state_gradients` may have to wait for the gradient that it begins with."""
 
-_IN_ORDER = frozenset({"backward"})
-"""Begin only when the one before has ended. Blocks that begin one by one, where those before them end, do not lie side
-by side in their order, and these take up to 1.4 times as long for it (docs/performance.md)."""
-
 _OF_PREPARE = frozenset({"a", "gamma", "lengths", "query_lengths"})
 
 _OF_STATE = frozenset({"d_final_state", "dh", "dv", "d_initial_state"})
@@ -68,6 +64,13 @@ def uses_early(step: Step, operand: str) -> bool:
     return not patient(step)
 
 
+def _in_order(before: Step, step: Step) -> bool:
+    """Whether a kernel's blocks are to begin together, when the one before has ended, and so to lie side by side in
+    their order. Those of `backward` that begin one by one, where blocks of `states` end, take up to 1.4 times as long
+    (docs/performance.md); behind `gradients` it has something to do where that had nothing."""
+    return step.kernel == "backward" and before.kernel != "gradients"
+
+
 def early_starts(steps: Sequence[Step], plans: Sequence[Mapping[str, Any]], results: Collection[str]) -> list[bool]:
     """For every kernel of a sequence, whether it may begin before the end of the one before it.
 
@@ -93,7 +96,7 @@ def early_starts(steps: Sequence[Step], plans: Sequence[Mapping[str, Any]], resu
         early = {name: buffer for name, buffer in buffers.items() if uses_early(step, name) and name not in apart}
         awaited = [writers.get(buffer, -2) for buffer in early.values()]
         awaited += [used.get(buffer, -2) for name, buffer in early.items() if (step.kernel, name) in written]
-        may = index > 0 and step.kernel not in _IN_ORDER
+        may = index > 0 and not _in_order(steps[index - 1], step)
         found.append(may and all(which < known for which in awaited))
         for buffer in buffers.values():
             used[buffer] = index

@@ -783,6 +783,7 @@ def test_no_kernel_writes_early_what_another_may_still_read() -> None:
     assert early(*END, *END) == [False, True, True, True, True, True]
     assert early(*END, *END[1:]) == [False, True, True, False, True]
     assert early("states", "backward", "states", "backward") == [False, False, True, False]
+    assert early(*END, "backward") == [False, True, True, True]
 
 
 @pytest.mark.parametrize("rows", ["0", "64"], ids=["whole", "in pieces"])
