@@ -254,7 +254,7 @@ def backward(
         *(call.recurrences, heads, call.key_dim, call.value_dim),
         ratio=ratio,
         split=call.split,
-        packed=segments is not None,
+        packed=segments is not None and call.sequences > 1,
     )
     of_pieces |= {} if in_one == "always" else {"dh": chunk_shapes["h"]}
     together = policy.key_heads_together(chunks, call.key_heads // groups, heads)

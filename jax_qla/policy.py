@@ -262,7 +262,7 @@ def in_one(
         key_dim, value_dim: K and V.
         ratio: value heads of a key head. With three, whose blocks are no clusters, it takes 1.1 times as long.
         split: whether operands are sums of two numbers.
-        packed: whether lengths are known on the device only.
+        packed: whether lengths of several sequences are known on the device only. (Of one, all but the last piece are.)
     """
     if split or key_dim != 128 or value_dim != 128:
         return "never"
@@ -366,8 +366,7 @@ def _backward_time(
     """What `_best` takes, for the backward pass."""
 
     def of_one_kernel(recurrences: int) -> bool:
-        chosen = in_one(recurrences, heads, key_dim, value_dim, ratio=ratio, split=split, packed=packed)
-        return chosen != "never"
+        return in_one(recurrences, heads, key_dim, value_dim, ratio=ratio, split=split, packed=False) != "never"
 
     def time(length: int | None, count: int, chunks: int) -> float:
         even = count == max(sequences, 1)
@@ -396,7 +395,7 @@ def _rows_for_both(
     def fits(length: int) -> bool:
         parts = piece_count(tokens, sequences, length * CHUNK, packed=packed)
         pieces = parts - sequences if packed else parts
-        one = in_one(pieces, heads, key_dim, value_dim, ratio=ratio, split=split, packed=packed)
+        one = in_one(pieces, heads, key_dim, value_dim, ratio=ratio, split=split, packed=False)
         kept = 2 * _ROWS_OF_MEMORY * pieces <= tokens  # as in `kept_rows`
         return pieces > sequences and kept and one != "never" and _fits(length, tokens, sequences, packed)
 
