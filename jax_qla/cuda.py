@@ -17,12 +17,13 @@ computes what the latter needs of the forward pass.
 Where q and k are to be normalised, prepare finds their lengths, which are residuals (`Lengths`); all others read them.
 Intermediate results (h, dh, Vd, states between pieces) are results of the call that are dropped here.
 
-Memory of the backward besides its operands and results, in elements of v's dtype: h and dh (h alone of dense batches
-whose gradients one kernel computes), ceil(T / 64) * Hv * K * V each, and Vd, as v (twice v where operands are split);
-of one group of heads at a time (policy.head_groups), whose kernels take the memory of the group before. (Kept h and Vd
-are operands, of all heads.) Rows of dv where |beta| is tiny are dX until the gradients kernel scales them. In pieces:
-five times K V in float32 per piece and value head (two where the forward pass has kept two), three times in the forward
-pass, five in `summary`.
+Memory of the backward besides its operands and results, in elements of v's dtype: h and dh (h alone where it is known
+here that one kernel computes all gradients), ceil(T / 64) * Hv * K * V each, and Vd, as v (twice v where operands are
+split); of one group of heads at a time (policy.head_groups), whose kernels take the memory of the group before. (Kept h
+and Vd are operands, of all heads.) Rows of dv where |beta| is tiny are dX until the gradients kernel scales them.
+`backward` counts chunks, in 4 bytes a sequence or piece and head, where a key head has three value heads or more. In
+pieces: five times K V in float32 per piece and value head (two where the forward pass has kept two), three times in the
+forward pass, five in `summary`.
 """
 
 from __future__ import annotations

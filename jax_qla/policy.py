@@ -4,8 +4,9 @@ Everything here follows from static shapes. A block of the recurrent kernels own
 its sequence has chunks, so few heads times sequences leave a card idle. Two ways out, one after the other: blocks of 64
 value columns, for all heads or (`whole_heads`) in a last round, and cutting sequences into pieces
 (jax_qla/kernels/summaries.py), which costs a summary of every piece but the last. `piece_rows` weighs them by a model
-of a few measured numbers, and `backward_rows` says whether the backward pass cuts them too. A shard of a sequence must
-be summarised anyway, and is always cut: `shard_cut`.
+of a few measured numbers; `backward_rows` says whether the backward pass cuts them too, and `kept_rows` how both passes
+of a call whose gradients are wanted are cut. A shard of a sequence must be summarised anyway, and is always cut:
+`shard_cut`.
 """
 
 from __future__ import annotations
@@ -461,7 +462,8 @@ def kept_rows(
     asked_rows: int | None = None,
     with_states: bool = False,
 ) -> int | None:
-    """As `backward_rows`, where what is found of the pieces can be kept for the backward pass; else None.
+    """Rows of the pieces of both passes, with the arguments of `backward_rows`, if what the forward pass finds of the
+    pieces can be kept for the backward pass; else None. Each then cuts as it is faster by itself.
 
     The backward pass finds out from their number how long they are (`segments.rows_of_pieces`), which does not say it
     of a packed batch whose tokens are no multiple of them, or nearly so. Nor is it kept of more pieces than one in 1024
@@ -472,19 +474,22 @@ def kept_rows(
     if tokens == 0 or sequences == 0:
         return None
     sizes = (tokens, sequences, heads, key_dim, value_dim)
-    if _override(asked_rows) is None:
-        rows = _rows_for_both(*sizes, ratio=ratio, split=split, packed=packed)
-        if rows is None and with_states:
-            rows = piece_rows(*sizes, packed=packed)
+    asked = _override(asked_rows) is not None
+    if asked:
+        considered = [piece_rows(*sizes, packed=packed, asked_rows=asked_rows)]
     else:
-        rows = piece_rows(*sizes, packed=packed, asked_rows=asked_rows)
-    if rows is None:
-        return None
-    parts = piece_count(tokens, sequences, rows, packed=packed)
-    filled = parts - sequences if packed else parts  # of a packed batch, one a sequence more than tokens fill
-    if not with_states and _override(asked_rows) is None and 2 * _ROWS_OF_MEMORY * filled > tokens:
-        return None
-    return rows if rows == rows_of_pieces(tokens, sequences, parts, packed=packed) else None
+        of_kernel: dict[str, Any] = {"ratio": ratio, "split": split, "packed": packed}
+        considered = [_rows_for_both(*sizes, **of_kernel), backward_rows(*sizes, **of_kernel)]
+        considered += [piece_rows(*sizes, packed=packed)] if with_states else []
+
+    def keeps(rows: int) -> bool:
+        parts = piece_count(tokens, sequences, rows, packed=packed)
+        filled = parts - sequences if packed else parts  # of a packed batch, one a sequence more than tokens fill
+        if not with_states and not asked and 2 * _ROWS_OF_MEMORY * filled > tokens:
+            return False
+        return rows == rows_of_pieces(tokens, sequences, parts, packed=packed)
+
+    return next((rows for rows in considered if rows is not None and keeps(rows)), None)
 
 
 def keeps_states(*sizes: int, ratio: int, split: bool, packed: bool, asked_rows: int | None = None) -> bool:
