@@ -69,6 +69,8 @@ _OF_GRADIENTS = {"response": "adjoint_response", "initial_state": "d_final_state
 
 _RECURRENT = frozenset({"recurrent"})
 _CHUNKED = frozenset(name for name, _ in PACKAGED) - _RECURRENT
+_OF_PLAIN_OPERANDS = frozenset({"backward"})
+"""Kernels that take no split operands."""
 
 
 def why_not(q: Any, k: Any, v: Any, *, precision: Any = None, build: bool | None = None) -> str | None:
@@ -80,7 +82,8 @@ def why_not(q: Any, k: Any, v: Any, *, precision: Any = None, build: bool | None
         build: whether kernels that are neither packaged nor cached may be built, where that is possible, when the call
             is traced. None leaves it to `launch`, which builds them or refuses.
     """
-    return _why_not(q, k, v, build, _CHUNKED, split=splits(precision, q.dtype))
+    split = splits(precision, q.dtype)
+    return _why_not(q, k, v, build, _CHUNKED - _OF_PLAIN_OPERANDS if split else _CHUNKED, split=split)
 
 
 def why_not_recurrent(q: Any, k: Any, v: Any, *, call: RecurrentCall, build: bool | None = None) -> str | None:

@@ -364,14 +364,43 @@ def backward_rows(
 def _backward_time(
     sequences: int, heads: int, key_dim: int, value_dim: int, *, ratio: int, split: bool, packed: bool
 ) -> Callable[[int | None, int, int], float]:
-    """What `_best` takes, for the backward pass."""
+    """Microseconds of the backward pass, as `_best` asks for them. The forward pass has summarised the pieces. Where
+    there are as many sequences as the call has, they and their pieces are taken to be alike."""
 
-    def of_one_kernel(recurrences: int) -> bool:
-        return in_one(recurrences, heads, key_dim, value_dim, ratio=ratio, split=split, packed=False) != "never"
+    def by_one_kernel(count: int, chunks: int) -> float:
+        recurrences = count * heads
+        tile = value_tile(recurrences, value_dim)
+        states = _rounds(recurrences * (value_dim // tile), 1) * chunks * _STEP_BACK[128 if tile > 64 else 64]
+        behind = ratio // in_one_width(ratio) - 1  # steps of the last cluster of a key head, behind the first
+        rounds = _rounds(recurrences, 1)
+        return states + (rounds * chunks + behind) * _STEP_IN_ONE + (rounds - 1) * _ROUND
+
+    def by_three_kernels(count: int, chunks: int, tile: int) -> float:
+        together = key_heads_together(chunks * count, heads // ratio, heads)
+        gradients = _gradients(chunks * count, heads // ratio, heads, together)
+        return _whole_back(chunks, count * heads, tile, value_dim) + gradients + _BETWEEN_BACK
 
     def time(length: int | None, count: int, chunks: int) -> float:
-        even = count == max(sequences, 1)
-        return _time_back(length, chunks, count, heads, ratio, value_dim, packed, even, of_one_kernel)
+        def in_one_of(recurrences: int) -> bool:
+            chosen = in_one(recurrences, heads, key_dim, value_dim, ratio=ratio, split=split, packed=False)
+            return count == max(sequences, 1) and chosen != "never"
+
+        if length is None or (length >= chunks and not packed):
+            if in_one_of(count):
+                return max(1.0, by_one_kernel(count, chunks))
+            return max(1.0, by_three_kernels(count, chunks, value_tile(count * heads, value_dim)))
+        if packed and chunks * CHUNK <= cut_beyond(length * CHUNK):  # left whole, by blocks for pieces
+            tile = value_tile(max(count * chunks // length, count) * heads, value_dim)
+            return by_three_kernels(count, chunks, tile) + _OVERHEAD
+        pieces = -(-chunks // length)
+        recurrences = count * heads
+        exact, short = (part * (pieces - 1) * recurrences * (value_dim // 64) for part in (0.25, 0.75))  # as in `_cut`
+        summaries = _ADJOINT_STEP * max(length, (exact * length + short * min(length, _SHORT)) / MULTIPROCESSORS)
+        if in_one_of(pieces * count):
+            return by_one_kernel(pieces * count, length) + summaries + _COMPOSED
+        compositions = pieces * _COMPOSE_STEP_BACK[composed_columns(recurrences, value_dim)]
+        tile = value_tile(pieces * recurrences, value_dim)
+        return by_three_kernels(pieces * count, length, tile) + summaries + compositions + _OVERHEAD
 
     return time
 
@@ -553,70 +582,6 @@ def _time(
         nothing = _EMPTY * (sequences * chunks // length + sequences) * heads * (key_dim + value_dim) / 64
         return _rounds(sequences * heads * (value_dim // tile), 1) * chunks * _STEP[tile] + nothing + _OVERHEAD
     return _cut(length, chunks, sequences, heads, key_dim, value_dim)
-
-
-def _time_back(
-    length: int | None,
-    chunks: int,
-    sequences: int,
-    heads: int,
-    ratio: int,
-    value_dim: int,
-    packed: bool,
-    even: bool,
-    of_one_kernel: Callable[[int], bool],
-) -> float:
-    """Microseconds of the backward pass of sequences of `chunks` chunks, in pieces of `length` or whole. The forward
-    pass has summarised the pieces.
-
-    Args:
-        length, chunks, sequences, heads, value_dim, packed: as in `_time`.
-        ratio: value heads of a key head.
-        even: whether sequences are alike, and so are their pieces.
-        of_one_kernel: whether kernels/backward.py computes so many recurrences a head if they are alike.
-    """
-
-    def recurrence(count: int, chunks: int) -> float:
-        return _recurrence_back(chunks, count, heads, ratio, value_dim, in_one=even and of_one_kernel(count))
-
-    if length is None or (length >= chunks and not packed):
-        return max(1.0, recurrence(sequences, chunks))
-    if packed and chunks * CHUNK <= cut_beyond(length * CHUNK):  # left whole, by blocks for pieces
-        expected = max(sequences * chunks // length, sequences)
-        tile = value_tile(expected * heads, value_dim)
-        return _recurrence_back(chunks, sequences, heads, ratio, value_dim, tile=tile) + _OVERHEAD
-    pieces = -(-chunks // length)
-    recurrences = sequences * heads
-    exact, short = (part * (pieces - 1) * recurrences * (value_dim // 64) for part in (0.25, 0.75))  # as in `_cut`
-    summaries = _ADJOINT_STEP * max(length, (exact * length + short * min(length, _SHORT)) / MULTIPROCESSORS)
-    if even and of_one_kernel(pieces * sequences):
-        return recurrence(pieces * sequences, length) + summaries + _COMPOSED
-    compositions = pieces * _COMPOSE_STEP_BACK[composed_columns(recurrences, value_dim)]
-    return recurrence(pieces * sequences, length) + summaries + compositions + _OVERHEAD
-
-
-def _recurrence_back(
-    chunks: int,
-    count: int,
-    heads: int,
-    ratio: int,
-    value_dim: int,
-    *,
-    tile: int | None = None,
-    in_one: bool = False,
-) -> float:
-    """Microseconds of `states` and, `in_one` or not, what gives the gradients, of `count` sequences or pieces of
-    `chunks` chunks, by blocks of `tile` value columns in the recurrences or as many as `value_tile` says."""
-    recurrences, key_heads = count * heads, heads // ratio
-    tile = tile or value_tile(recurrences, value_dim)
-    if in_one:
-        states = _rounds(recurrences * (value_dim // tile), 1) * _STEP_BACK[128 if tile > 64 else 64]
-        behind = ratio // in_one_width(ratio) - 1  # steps of the last cluster of a key head, behind the first
-        rounds = _rounds(recurrences, 1)
-        return chunks * states + (chunks * rounds + behind) * _STEP_IN_ONE + (rounds - 1) * _ROUND
-    together = key_heads_together(chunks * count, key_heads, heads)
-    of_gradients = _gradients(chunks * count, key_heads, heads, together) + _BETWEEN_BACK
-    return _whole_back(chunks, recurrences, tile, value_dim) + of_gradients
 
 
 def _whole_back(chunks: int, recurrences: int, tile: int, value_dim: int) -> float:

@@ -113,11 +113,15 @@ def test_what_the_kernel_does_not_take(shapes: Any, options: Any, sentence: str)
     assert o.shape == shapes[2].shape
 
 
-@pytest.mark.parametrize("recurrent", [None, implementations.RecurrentCall(packed=False, state_dtype="bfloat16")])
+@pytest.mark.parametrize(
+    ("recurrent", "precision"),
+    [(None, None), (None, "high"), (implementations.RecurrentCall(packed=False, state_dtype="bfloat16"), None)],
+)
 def test_only_the_kernels_needed_count(
-    monkeypatch: pytest.MonkeyPatch, recurrent: implementations.RecurrentCall | None
+    monkeypatch: pytest.MonkeyPatch, recurrent: implementations.RecurrentCall | None, precision: str | None
 ) -> None:
-    """A missing decoding kernel does not keep the chunked rule from its own, nor the other way round."""
+    """A missing decoding kernel does not keep the chunked rule from its own, nor the other way round; nor one that takes
+    no split operands the rule in high precision."""
     from jax_qla import cuda, store
 
     asked: list[tuple[str, Any]] = []
@@ -129,10 +133,11 @@ def test_only_the_kernels_needed_count(
     monkeypatch.setattr(cuda, "unavailable", lambda: None)
     q, k, v, *_ = kernel_shapes(128)
     with on_hopper():
-        choice = implementations.choose(q, k, v, implementation=None, precision=None, recurrent=recurrent)
+        choice = implementations.choose(q, k, v, implementation=None, precision=precision, recurrent=recurrent)
     assert choice.on_cuda == "cuda"
     if recurrent is None:
-        assert {name for name, _ in asked} == {name for name, _ in PACKAGED} - {"recurrent"}
+        others = {"recurrent"} | ({"backward"} if precision else set())
+        assert {name for name, _ in asked} == {name for name, _ in PACKAGED} - others
     else:
         ((name, config),) = asked
         assert name == "recurrent"
