@@ -120,8 +120,8 @@ def test_what_the_kernel_does_not_take(shapes: Any, options: Any, sentence: str)
 def test_only_the_kernels_needed_count(
     monkeypatch: pytest.MonkeyPatch, recurrent: implementations.RecurrentCall | None, precision: str | None
 ) -> None:
-    """A missing decoding kernel does not keep the chunked rule from its own, nor the other way round; nor one that takes
-    no split operands the rule in high precision."""
+    """A missing decoding kernel does not keep the chunked rule from its own, nor the other way round; nor one
+    that takes no split operands the rule in high precision."""
     from jax_qla import cuda, store
 
     asked: list[tuple[str, Any]] = []
