@@ -86,6 +86,11 @@ it can, or never (0)."""
 MORE_THAN_HALF = 116 * 1024
 """Bytes of shared memory of which a multiprocessor has no two."""
 
+_IN_ONE_RATIOS = (1, 2, 4)
+"""Value heads of a key head with which kernels/backward.py computes anything. With three, whose blocks are no clusters,
+it takes 1.1 times as long as three kernels, and with eight, whose dq and dk it rounds eight times and sums in four
+steps, errors of dk exceed 5e-3."""
+
 _FULL = 0.95
 """Of the multiprocessors in all rounds of blocks, so many are a full card."""
 
@@ -261,7 +266,7 @@ def in_one(
         recurrences: of a head: sequences, or the pieces of them that are computed side by side.
         value_heads: that are computed at once.
         key_dim, value_dim: K and V.
-        ratio: value heads of a key head. With three, whose blocks are no clusters, it takes 1.1 times as long.
+        ratio: value heads of a key head, for which it should be one of `_IN_ONE_RATIOS`.
         split: whether operands are sums of two numbers.
         packed: whether lengths of several sequences are known on the device only. (Of one, all but the last piece are.)
     """
@@ -272,7 +277,7 @@ def in_one(
             raise ValueError(f"{IN_ONE_OVERRIDE} must be 0 or 1, got {override!r}")
         return "always" if override == "1" else "never"
     rounds = recurrences * value_heads / MULTIPROCESSORS
-    if (ratio > 2 and in_one_width(ratio) == 1) or rounds < _FULL * math.ceil(rounds):
+    if ratio not in _IN_ONE_RATIOS or rounds < _FULL * math.ceil(rounds):
         return "never"
     return "if alike" if packed else "always"
 

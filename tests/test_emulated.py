@@ -198,14 +198,15 @@ def test_packed_sequences_in_one_if_alike(alike: bool, monkeypatch: pytest.Monke
     assert set(written) == {"gradients_kernel"}
 
 
-def test_a_shard_in_one(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("value_heads", [2, 4])
+def test_a_shard_in_one(value_heads: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a sequence that goes on beyond a device: pieces that each have a state, the first and the last empty."""
     monkeypatch.setenv(policy.OVERRIDE, "64")
-    sizes: Any = {"tokens": 200, "key_dim": 128, "value_dim": 128, "key_heads": 1, "value_heads": 2}
+    sizes: Any = {"tokens": 200, "key_dim": 128, "value_dim": 128, "key_heads": 1, "value_heads": value_heads}
     x = battery.inputs(battery.Case("a shard in one", dtype="bfloat16", **sizes))
     rows: Any = [jnp.asarray(y) for y in x[:5]]
     state, do, d_final = (jnp.asarray(y) for y in (x.initial_state, x.do, x.d_final_state))
-    cut = policy.shard_cut(200, 1, 2, 128, 128)
+    cut = policy.shard_cut(200, 1, value_heads, 128, 128)
     assert cut.pieces == 4
     kernels: Any = cuda
     used = _used(monkeypatch)

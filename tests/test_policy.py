@@ -421,6 +421,7 @@ def test_shards_are_always_cut(monkeypatch: pytest.MonkeyPatch) -> None:
         (2, 64, {}, "always"),
         (4, 64, {"ratio": 4}, "always"),
         (8, 48, {"ratio": 3}, "never"),  # 1.1 of the three kernels
+        (4, 64, {"ratio": 8}, "never"),  # an error of dk of 5.2e-3
         (8, 16, {"ratio": 1}, "always"),
         (4, 48, {}, "never"),
     ],
