@@ -521,8 +521,8 @@ def test_pieces_are_of_the_kernels_only() -> None:
 
 
 def test_which_pieces() -> None:
-    def shapes(batch: int, tokens: int, heads: int = 8) -> list[jax.ShapeDtypeStruct]:
-        rows = [(2, 128), (2, 128), (heads, 128), (heads,), (heads,)]
+    def shapes(batch: int, tokens: int, heads: int = 8, key_heads: int = 2) -> list[jax.ShapeDtypeStruct]:
+        rows = [(key_heads, 128), (key_heads, 128), (heads, 128), (heads,), (heads,)]
         return [jax.ShapeDtypeStruct((batch, tokens, *row), jnp.float32) for row in rows]
 
     def integers(*shape: int) -> jax.ShapeDtypeStruct:
@@ -532,8 +532,8 @@ def test_which_pieces() -> None:
     assert jax_qla.which_pieces(*one) == (2048, 16)
     assert jax_qla.which_pieces(*one, piece_rows=0) == (0, 1)
     assert jax_qla.which_pieces(*shapes(4, 8192, 64)) == (0, 4)
-    assert jax_qla.which_pieces(*shapes(1, 32768, 64)) == (0, 1)
-    assert jax_qla.which_pieces(*shapes(1, 32768, 64), differentiated=True) == (8192, 4)
+    assert jax_qla.which_pieces(*shapes(1, 32768, 64, 16)) == (0, 1)
+    assert jax_qla.which_pieces(*shapes(1, 32768, 64, 16), differentiated=True) == (8192, 4)
     assert jax_qla.which_pieces(*one, differentiated=True) == (2048, 16)
     assert jax_qla.which_pieces(*shapes(3, 640), piece_rows=512) == (320, 6)  # as equal as two can be
     assert jax_qla.which_pieces(*one, piece_rows=1024, cu_seqlens=integers(6)) == (1024, 32 + 5)
