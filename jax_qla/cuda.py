@@ -252,6 +252,7 @@ def backward(
     groups = policy.head_groups(chunks, call.recurrences, *sizes, with_states=chunk_states is not None)
     steps = [*call.table_steps, *steps]
     heads, ratio = call.value_heads // groups, call.value_heads // call.key_heads
+    width = policy.in_one_width(ratio)
     chunk_shapes = ChunkStates.shapes(call.parts, v, call.key_dim, precision, groups=groups)
     of_pieces |= chunk_shapes if chunk_states is None else {}
     in_one = policy.in_one(
@@ -282,13 +283,12 @@ def backward(
             steps.append(call.step(state_gradients_kernel, rename=final, awaits=awaits, value_tile=tile, **of))
             steps.append(call.step(gradients_kernel, rename={"d": "dv"}, group=together, **of))
         if in_one != "never":
-            width = policy.in_one_width(ratio)
             of |= {"only": of_one, "heads": heads, "width": width}
             step = call.step(backward_kernel, rename=final, **of)
             steps.append(dataclasses.replace(step, neighbours=width))  # a cluster
     progress, in_place = {}, {}
     if in_one != "never":
-        counted = call.parts if ratio > policy.in_one_width(ratio) else 0
+        counted = call.parts if ratio > width else 0
         progress = {"progress": jax.ShapeDtypeStruct((counted, call.value_heads), jnp.int32)}
         inputs["none_done"] = jnp.zeros((counted, call.value_heads), jnp.int32)
         in_place = {"none_done": "progress"}

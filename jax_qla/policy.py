@@ -328,10 +328,9 @@ def piece_rows(
     def time(length: int | None, count: int, chunks: int) -> float:
         return _time(length, chunks, count, heads, key_dim, value_dim, packed)
 
-    def fits(length: int) -> bool:
-        return _fits(length, tokens, sequences, packed)
-
-    lengths = (None, *filter(fits, _LENGTHS)) if tokens and sequences else (None,)
+    lengths: list[int | None] = [None]
+    if tokens and sequences:
+        lengths += [length for length in _LENGTHS if _fits(length, tokens, sequences, packed)]
     best = _best(lengths, time, tokens, sequences, packed)
     return None if best is None else _even(best, mean, total, packed)
 
@@ -411,33 +410,39 @@ def _backward_time(
 
 
 def _rows_for_both(
-    tokens: int, sequences: int, heads: int, key_dim: int, value_dim: int, *, ratio: int, split: bool, packed: bool
+    sizes: tuple[int, int, int, int, int],
+    forward: int | None,
+    back: int | None,
+    keeps: Callable[[int], bool],
+    *,
+    ratio: int,
+    split: bool,
+    packed: bool,
 ) -> int | None:
-    """Rows of the pieces that both passes together are fastest with: those of `backward_rows`, or others, such that
-    kernels/backward.py fills the card, if these gain `_GAIN`."""
-    sizes = (tokens, sequences, heads, key_dim, value_dim)
-    of_kernel: dict[str, Any] = {"ratio": ratio, "split": split, "packed": packed}
-    forward, back = piece_rows(*sizes, packed=packed), backward_rows(*sizes, **of_kernel)
-    backward_time = _backward_time(*sizes[1:], **of_kernel)
+    """Rows of pieces that can be kept (`keeps`) and with which both passes together gain `_GAIN` against `forward` and
+    `back`, those of each by itself, because kernels/backward.py then fills the card; None if there are none."""
+    tokens, sequences, heads, key_dim, value_dim = sizes
+    mean, total = -(-tokens // (sequences * CHUNK)), -(-tokens // CHUNK)
+    backward_time = _backward_time(*sizes[1:], ratio=ratio, split=split, packed=packed)
+
+    def of_passes(forward: int | None, back: int | None, count: int, chunks: int) -> float:
+        return _time(forward, chunks, count, heads, key_dim, value_dim, packed) + backward_time(back, count, chunks)
 
     def time(length: int | None, count: int, chunks: int) -> float:
-        as_it_is = length is None
-        of_forward, of_backward = (forward, back) if length is None else (length * CHUNK, length * CHUNK)
-        passes = _time(of_forward and of_forward // CHUNK, chunks, count, heads, key_dim, value_dim, packed)
-        passes += backward_time(of_backward and of_backward // CHUNK, count, chunks)
-        return passes if as_it_is else passes / (1 - _GAIN)
+        if length is None:
+            return of_passes(forward and forward // CHUNK, back and back // CHUNK, count, chunks)
+        return of_passes(length, length, count, chunks) / (1 - _GAIN)
 
     def fits(length: int) -> bool:
-        parts = piece_count(tokens, sequences, length * CHUNK, packed=packed)
-        pieces = parts - sequences if packed else parts
+        rows = _even(length, mean, total, packed)
+        if rows is None or not keeps(rows) or not _fits(length, tokens, sequences, packed):
+            return False
+        pieces = piece_count(tokens, sequences, rows, packed=packed) - packed * sequences
         one = in_one(pieces, heads, key_dim, value_dim, ratio=ratio, split=split, packed=False)
-        kept = 2 * _ROWS_OF_MEMORY * pieces <= tokens  # as in `kept_rows`
-        return pieces > sequences and kept and one != "never" and _fits(length, tokens, sequences, packed)
+        return pieces > sequences and one != "never"
 
     best = _best((None, *filter(fits, _LENGTHS)), time, tokens, sequences, packed)
-    if best is None:
-        return back
-    return _even(best, -(-tokens // (sequences * CHUNK)), -(-tokens // CHUNK), packed)
+    return None if best is None else _even(best, mean, total, packed)
 
 
 def _fits(length: int, tokens: int, sequences: int, packed: bool) -> bool:
@@ -509,21 +514,21 @@ def kept_rows(
         return None
     sizes = (tokens, sequences, heads, key_dim, value_dim)
     asked = _override(asked_rows) is not None
-    if asked:
-        considered = [piece_rows(*sizes, packed=packed, asked_rows=asked_rows)]
-    else:
-        of_kernel: dict[str, Any] = {"ratio": ratio, "split": split, "packed": packed}
-        considered = [_rows_for_both(*sizes, **of_kernel), backward_rows(*sizes, **of_kernel)]
-        considered += [piece_rows(*sizes, packed=packed)] if with_states else []
 
-    def keeps(rows: int) -> bool:
+    def keeps(rows: int, *, many: bool = False) -> bool:
         parts = piece_count(tokens, sequences, rows, packed=packed)
         filled = parts - sequences if packed else parts  # of a packed batch, one a sequence more than tokens fill
-        if not with_states and not asked and 2 * _ROWS_OF_MEMORY * filled > tokens:
+        if not many and 2 * _ROWS_OF_MEMORY * filled > tokens:
             return False
         return rows == rows_of_pieces(tokens, sequences, parts, packed=packed)
 
-    return next((rows for rows in considered if rows is not None and keeps(rows)), None)
+    of_kernel: dict[str, Any] = {"ratio": ratio, "split": split, "packed": packed}
+    forward = piece_rows(*sizes, packed=packed, asked_rows=asked_rows)
+    back = backward_rows(*sizes, **of_kernel, asked_rows=asked_rows)
+    both = None if asked else _rows_for_both(sizes, forward, back, keeps, **of_kernel)
+    considered = (both, back, forward if with_states else None)
+    many = with_states or asked
+    return next((rows for rows in considered if rows is not None and keeps(rows, many=many)), None)
 
 
 def keeps_states(*sizes: int, ratio: int, split: bool, packed: bool, asked_rows: int | None = None) -> bool:

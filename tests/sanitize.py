@@ -27,6 +27,7 @@ IN_ONE = replace(PACKED, key_dim=128, value_dim=128)
 FOUR = replace(IN_ONE, value_heads=8)
 MANY_KEY_HEADS = replace(PACKED, key_heads=72, value_heads=72)
 LIES = partial(test_lying_cu_seqlens_stay_in_bounds, [-5, 64, 64, 1 << 30], None, False)
+
 CALLS: dict[str, tuple[int, Callable[[], object]]] = {
     "whole": (0, partial(battery.run, PACKED, cuda)),
     "whole, states kept": (0, partial(battery.run, PACKED, that_keeps)),
