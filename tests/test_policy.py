@@ -118,11 +118,21 @@ BOTH = {
     (8, 1024, 64, 4): {0: (232, 951, 876)},
 }
 """On an H100, packed, K = V = 128, one run."""
+BOTH_ON_AN_H200 = {
+    (1, 8192, 64, 4): {0: (242, 861, 2220), 2048: (276, 891, 829)},
+    (2, 8192, 32, 2): {0: (248, 836, 1130), 2048: (286, 896, 841)},
+    (4, 8192, 32, 4): {0: (398, 1467, 1428)},
+    (4, 8192, 8, 4): {0: (186, 412, 1063), 2048: (147, 433, 416)},
+    (4, 8192, 64, 4): {0: (792, 2942, 2819)},
+}
 
 
-@pytest.mark.parametrize(("shape", "times"), BOTH.items(), ids=map(str, BOTH))
-def test_choice_for_both_passes_is_within_six_per_cent_of_the_best_that_was_measured(
-    shape: tuple[int, int, int, int], times: dict[int, tuple[float, float, float]]
+@pytest.mark.parametrize(
+    ("shape", "times", "limit"),
+    [*((*item, 1.05) for item in BOTH.items()), *((*item, 1.02) for item in BOTH_ON_AN_H200.items())],
+)
+def test_choice_for_both_passes_is_within_five_or_two_per_cent_of_the_best_that_was_measured(
+    shape: tuple[int, int, int, int], times: dict[int, tuple[float, float, float]], limit: float
 ) -> None:
     """The policy is that of an H200, whose three kernels are faster than an H100's."""
     sequences, tokens, heads, ratio = shape
@@ -139,7 +149,7 @@ def test_choice_for_both_passes_is_within_six_per_cent_of_the_best_that_was_meas
         for of_backward in times
         if of_backward in (0, of_forward)
     )
-    assert times[forward][0] + times[backward][1 + in_one] <= 1.06 * best
+    assert times[forward][0] + times[backward][1 + in_one] <= limit * best
 
 
 def test_backward_cuts_as_asked_and_as_the_forward_pass_or_not_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
