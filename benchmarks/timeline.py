@@ -81,9 +81,13 @@ def profile(row: Row) -> list[tuple[str, float, float]]:
             for _ in range(RUNS):
                 jax.block_until_ready(chain(*arguments))
         events = sorted(kernels(Path(folder)))
+    return of_a_call(events, ending(events, row.direction), RUNS * CALLS)
+
+
+def ending(events: Sequence[Kernel], direction: str) -> str:
+    """The kernel that ends a call of a pass: the first of `LAST` among the events."""
     running = {event.name for event in events}
-    last = next((name for name in LAST[row.direction] if name in running), LAST[row.direction][-1])
-    return of_a_call(events, last, RUNS * CALLS)
+    return next((name for name in LAST[direction] if name in running), LAST[direction][-1])
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

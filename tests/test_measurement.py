@@ -164,6 +164,14 @@ def test_when_kernels_of_a_call_begin_and_end(parts: int, expected: list[tuple[s
     assert timeline.of_a_call(events, "gradients_kernel", 10) == [pytest.approx(x) for x in expected]
 
 
+def test_which_kernel_ends_a_call() -> None:
+    """In packed batches `backward` comes behind `gradients`, one of which does nothing."""
+    events = chain(0, 3, 1)
+    assert timeline.ending(events, "backward") == "gradients_kernel"
+    assert timeline.ending([*events, Kernel(50e3, 60e3, "backward_kernel", "")], "backward") == "backward_kernel"
+    assert timeline.ending(events, "forward") == "forward_kernel"
+
+
 def test_a_profile_that_lacks_calls() -> None:
     events = chain(0, 3, 1)
     with pytest.raises(ValueError, match="3 times gradients_kernel, expected a multiple of 2 calls"):
