@@ -27,6 +27,9 @@ if jax.__version_info__ < (0, 11):  # later releases have one code generator, an
     QUICK.append("--xla_cpu_use_fusion_emitters=false")
 os.environ["XLA_FLAGS"] = " ".join(dict.fromkeys([*os.environ.get("XLA_FLAGS", "").split(), *QUICK]))
 
+# Several processes may test on one card (`pytest -n`), of whose memory JAX would give the first three quarters.
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+
 jax.config.update("jax_num_cpu_devices", 8)  # before anything is computed; test_sharding.py uses all
 
 
