@@ -152,6 +152,19 @@ def test_choice_for_both_passes_is_within_five_or_two_per_cent_of_the_best_that_
     assert times[forward][0] + times[backward][1 + in_one] <= limit * best
 
 
+@pytest.mark.parametrize("shape", [*BOTH, *BOTH_ON_AN_H200], ids=map(str, [*BOTH, *BOTH_ON_AN_H200]))
+def test_o_does_not_go_by_whether_states_are_kept(shape: tuple[int, int, int, int]) -> None:
+    """`save_chunk_states` promises the same bits, so both must cut alike."""
+    sequences, tokens, heads, ratio = shape
+    sizes = (sequences * tokens, sequences, heads, 128, 128)
+    for packed in (True, False):
+        of_kernel: dict[str, Any] = {"ratio": ratio, "split": False, "packed": packed}
+        alone = policy.piece_rows(*sizes, packed=packed)
+        without, kept = (policy.kept_rows(*sizes, **of_kernel, with_states=states) for states in (False, True))
+        if policy.keeps_states(*sizes, **of_kernel):
+            assert (without or alone) == kept
+
+
 def test_backward_cuts_as_asked_and_as_the_forward_pass_or_not_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
     for sequences, heads in ((1, 8), (1, 32), (4, 8), (2, 32)):
         for tokens in (512, 8192, 32768, 100000):
