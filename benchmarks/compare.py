@@ -37,19 +37,20 @@ from peers import PEERS
 from report import OURS, Report, joined
 from rows import Row, select
 
-SAVING = f"{OURS}_saving"
-"""With `save_chunk_states`."""
+SAVING, RECOMPUTING, ON_XLA = f"{OURS}_saving", f"{OURS}_recomputing", f"{OURS}_xla"
+"""With `save_chunk_states` True and False; by the other implementation. Only compared if asked for."""
 
 GPU_STATE = "name,driver_version,clocks.sm,clocks.max.sm,clocks.mem,temperature.gpu,power.draw"
 
 
-def libraries(shared_segments: bool) -> dict[str, Callable[[], Library]]:
-    """Every library that can be compared, by name."""
+def libraries(**options: bool) -> dict[str, Callable[[], Library]]:
+    """Every library that can be compared, by name; options of ours."""
     known: dict[str, Callable[[], Library]] = {
-        OURS: lambda: JaxQla(OURS, "cuda", shared_segments=shared_segments),
-        SAVING: lambda: JaxQla(SAVING, "cuda", shared_segments=shared_segments, saving=True),
+        OURS: lambda: JaxQla(OURS, "cuda", **options),
+        SAVING: lambda: JaxQla(SAVING, "cuda", saving=True, **options),
+        RECOMPUTING: lambda: JaxQla(RECOMPUTING, "cuda", saving=False, **options),
         # So much slower that two calls are enough.
-        f"{OURS}_xla": lambda: JaxQla(f"{OURS}_xla", "xla", calls=2, shared_segments=shared_segments),
+        ON_XLA: lambda: JaxQla(ON_XLA, "xla", calls=2, **options),
     }
     return known | {peer.name: peer for peer in PEERS}
 
@@ -89,13 +90,21 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     )
     parser.add_argument("--rows", nargs="+", default=[], metavar="PATTERN", help="default: all rows of the table")
     parser.add_argument(
-        "--libraries", nargs="+", choices=list(libraries(False)), help=f"default: all but {SAVING} and {OURS}_xla"
+        "--libraries",
+        nargs="+",
+        choices=list(libraries()),
+        help=f"default: all but {SAVING}, {RECOMPUTING} and {ON_XLA}",
     )
     parser.add_argument("--output", type=Path, default=Path("runs/comparison"), metavar="DIR")
     parser.add_argument(
         "--shared-segments",
         action="store_true",
         help="let the calls of jax_qla that are timed together derive the chunks from cu_seqlens once",
+    )
+    parser.add_argument(
+        "--differentiated",
+        action="store_true",
+        help="let forward passes of jax_qla compute all that they keep for the backward pass",
     )
     options = parser.parse_args(arguments)
     try:
@@ -105,11 +114,11 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     return options
 
 
-def installed(names: Sequence[str] | None, shared_segments: bool) -> tuple[list[Library], dict[str, str]]:
+def installed(names: Sequence[str] | None, **options: bool) -> tuple[list[Library], dict[str, str]]:
     """The libraries asked for, and their versions. A library that is not installed is left out, with a message."""
-    known = libraries(shared_segments)
+    known = libraries(**options)
     found, versions = [], {}
-    for name in names or [name for name in known if name not in (SAVING, f"{OURS}_xla")]:
+    for name in names or [name for name in known if name not in (SAVING, RECOMPUTING, ON_XLA)]:
         library = known[name]()
         try:
             versions[name] = library.version()
@@ -145,7 +154,8 @@ def compare(rows: Sequence[Row], found: Sequence[Library], report: Report, outpu
 
 def main() -> int:
     options = parse_arguments()
-    found, versions = installed(options.libraries, options.shared_segments)
+    of_ours = {"shared_segments": options.shared_segments, "differentiated": options.differentiated}
+    found, versions = installed(options.libraries, **of_ours)
     print(f"{len(options.rows)} rows; libraries: {joined([f'{name} {x}' for name, x in versions.items()])}", flush=True)
     start = time.perf_counter()
     with ThreadPoolExecutor() as pool:

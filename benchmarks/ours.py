@@ -29,23 +29,31 @@ class JaxQla:
     The device time is that of a jitted function of `calls` calls. Each call takes the state (backward: the gradient of
     the state) that the one before it returned, so XLA can neither merge them nor run them side by side. With
     `shared_segments`, XLA may derive the chunks from cu_seqlens once for all of them, as it does in a model of many
-    layers, and as FlashQLA, which remembers what it derived, does in the graph that is timed. `saving`: whether the
-    forward pass saves the states before all chunks.
+    layers, and as FlashQLA, which remembers what it derived, does in the graph that is timed. `saving`: the API's
+    `save_chunk_states`. `differentiated`: whether forward passes that are timed compute all that they keep for the
+    backward pass, as where gradients are wanted; what nobody reads is else left out, whatever `saving` is (if_used.py).
     """
 
     directions: tuple[str, ...] = ("forward", "backward")
 
     def __init__(
-        self, name: str, implementation: str, calls: int = CALLS, shared_segments: bool = False, saving: bool = False
+        self,
+        name: str,
+        implementation: str,
+        calls: int = CALLS,
+        shared_segments: bool = False,
+        saving: bool | None = None,
+        differentiated: bool = False,
     ) -> None:
         self.name = name
         # Earlier versions (versions.py) have no such option.
         self._forward = partial(
-            forward, implementation=implementation, **({"save_chunk_states": True} if saving else {})
+            forward, implementation=implementation, **({} if saving is None else {"save_chunk_states": saving})
         )
         self._backward = partial(backward, implementation=implementation)
         self._calls = calls
         self._shared_segments = shared_segments
+        self._differentiated = differentiated
         self._chains: dict[Row, Future[Any]] = {}
         self._memory: dict[Row, Future[dict[str, int]]] = {}
 
@@ -112,7 +120,7 @@ class JaxQla:
         single = self._single(row)
         arguments = inputs.shapes(row)
         if row.direction == "forward":
-            chain = partial(forward_chain, single, self._calls, self._shared_segments)
+            chain = partial(forward_chain, single, self._calls, self._shared_segments, self._differentiated)
             return jax.jit(chain).lower(*_pick(arguments, FORWARD)).compile()
         residuals = jax.eval_shape(self._forward, *_pick(arguments, FORWARD))[2]
         chain = partial(backward_chain, single, self._calls, self._shared_segments)
@@ -181,14 +189,15 @@ def backward(
 
 
 def forward_chain(
-    single: Callable[..., tuple[Any, ...]], calls: int, shared_segments: bool, *operands: Any
+    single: Callable[..., tuple[Any, ...]], calls: int, shared_segments: bool, differentiated: bool, *operands: Any
 ) -> tuple[jax.Array, jax.Array]:
     """`calls` forward calls, each from the final state of the one before it; one number of each o, and of the state."""
     *rows, state, cu_seqlens = operands
     probes: list[jax.Array] = []
     for _ in range(calls):
-        o, state, _ = single(*rows, state, cu_seqlens)
-        o, state, cu_seqlens = _materialise((o, state), cu_seqlens, shared_segments)
+        o, state, residuals = single(*rows, state, cu_seqlens)
+        kept = jax.tree.leaves(residuals) if differentiated else []
+        o, state, *_, cu_seqlens = _materialise((o, state, *kept), cu_seqlens, shared_segments)
         probes.append(_probe(o))
     return jnp.stack(probes), _probe(state)
 

@@ -88,8 +88,8 @@ class Shape:
     two_streams: bool
     precision: str | None = None
     """Of "cuda"."""
-    saving: bool = False
-    """Whether the states before all chunks are saved for the backward pass."""
+    saving: bool | None = None
+    """The option `save_chunk_states`."""
 
     @property
     def calls(self) -> int:
@@ -131,7 +131,7 @@ def draw_shape(random: np.random.Generator, pair: Sequence[str], largest: int, s
         l2norm=bool(random.random() < 0.5),
         two_streams=streams and bool(random.random() < 0.3),
         precision="high" if kernels and random.random() < 0.3 else None,
-        saving=bool(random.random() < 0.3),
+        saving=(None, None, True, False)[int(random.integers(4))],
     )
 
 

@@ -36,9 +36,9 @@ from rows import Row, parse, select
 class Version:
     """A checkout, in a process of its own."""
 
-    def __init__(self, name: str, folder: Path, implementation: str, calls: int, saving: bool) -> None:
+    def __init__(self, name: str, folder: Path, **options: Any) -> None:
         self.name = name
-        command = [sys.executable, __file__, "--serve", str(folder), implementation, str(calls), str(int(saving))]
+        command = [sys.executable, __file__, "--serve", str(folder), json.dumps(options)]
         path = os.pathsep.join([str(folder), *filter(None, [os.environ.get("PYTHONPATH")])])
         self._process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": path}
@@ -68,8 +68,8 @@ class Version:
         self._process.wait()
 
 
-def serve(folder: Path, implementation: str, calls: int, saving: bool) -> None:
-    """Answers what `Version.ask` asks, on the standard streams."""
+def serve(folder: Path, **options: Any) -> None:
+    """Answers what `Version.ask` asks, on the standard streams; `options` of `ours.JaxQla`."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # who prints meanwhile does not answer
     import inputs
@@ -87,7 +87,7 @@ def serve(folder: Path, implementation: str, calls: int, saving: bool) -> None:
         answer: Any
         if question == "begin":
             row, arguments = parse(name), ()
-            library = JaxQla("", implementation, calls=calls, saving=saving)
+            library = JaxQla("", **options)
             library.prepare([row], memory=False)
             arguments = library.arguments(row, inputs.make(row))
             answer = [x.tobytes().hex() for x in library.numbers(row, arguments)]
@@ -149,7 +149,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--implementation", default="cuda")
     parser.add_argument("--calls", type=int, default=CALLS, help="calls in one jitted function")
-    parser.add_argument("--saving", action="store_true", help="with save_chunk_states")
+    saving = parser.add_mutually_exclusive_group()
+    saving.add_argument("--saving", action="store_true", default=None, help="with save_chunk_states=True")
+    saving.add_argument("--recomputing", action="store_false", dest="saving", help="with save_chunk_states=False")
+    parser.add_argument("--differentiated", action="store_true", help="as in benchmarks/compare.py")
     parser.add_argument("--steady", action="store_true", help="turns of 1.2 s, and watts")
     parser.add_argument("--output", type=Path, default=Path("runs/versions"), metavar="DIR")
     options = parser.parse_args(arguments)
@@ -162,8 +165,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except ValueError as error:
         parser.error(str(error))
     options.output.mkdir(parents=True, exist_ok=True)
-    of_all = (options.implementation, options.calls, options.saving)
-    versions = [Version(name, Path(folder), *of_all) for name, _, folder in pairs]
+    of_all = {name: getattr(options, name) for name in ("implementation", "calls", "saving", "differentiated")}
+    versions = [Version(name, Path(folder), **of_all) for name, _, folder in pairs]
     found: dict[str, dict[str, Any]] = {}
     try:
         for row in rows:
@@ -178,6 +181,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--serve"]:
-        serve(Path(sys.argv[2]), sys.argv[3], int(sys.argv[4]), bool(int(sys.argv[5])))
+        serve(Path(sys.argv[2]), **json.loads(sys.argv[3]))
     else:
         main()

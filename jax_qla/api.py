@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -20,7 +20,7 @@ import jax.numpy as jnp
 
 from jax_qla import decode, dispatch, policy, reference, sharding, vjp
 from jax_qla.checks import Checked, check, check_gradient
-from jax_qla.implementations import Between, Choice, ChunkStates, RecurrentCall, Residuals, choose
+from jax_qla.implementations import Between, Choice, ChunkStates, RecurrentCall, Residuals, choose, keeping
 from jax_qla.l2norm import normalize
 from jax_qla.segments import gates_with_resets, piece_count, segments_from_cu_seqlens
 from jax_qla.sharding import Layout, MeshAxes
@@ -63,7 +63,7 @@ def chunk_gated_delta_rule(
     precision: jax.lax.PrecisionLike = None,
     mesh_axes: MeshAxes | None = None,
     piece_rows: int | None = None,
-    save_chunk_states: bool = False,
+    save_chunk_states: bool | None = None,
 ) -> tuple[jax.Array, jax.Array | None]:
     """The gated delta rule over whole sequences, computed by chunks of 64 tokens.
 
@@ -118,15 +118,17 @@ def chunk_gated_delta_rule(
             may be; packed ones of at most two pieces stay whole where all of a batch are so short. Where devices share
             a sequence, each cuts its part, 0 being one piece. No other implementation has pieces, so with `piece_rows`
             none but "cuda" is taken.
-        save_chunk_states: whether the forward pass of "cuda", where it is differentiated, keeps for the backward pass
-            what that else computes again: the state before each chunk of 64 tokens and what each token writes to it,
-            2 (K V / 64 + V) bytes per token and value head (768 at K = V = 128; with precision "high" in bfloat16
-            1024). o and the final state are the same bit for bit, gradients differ by rounding. The backward pass takes
-            10 to 31 % less time, the forward pass longer, both together 3 to 19 % less (docs/performance.md). Inside
-            `jax.checkpoint` they take no memory between the passes unless its policy keeps them (they are among
-            `jax_qla.CHECKPOINT_NAMES`): only the forward pass that the backward one runs again computes them. It has no
-            effect where the compiler cuts the operands (Auto meshes without `mesh_axes`, and several devices without a
-            mesh), and with other implementations.
+        save_chunk_states: what the forward pass of "cuda", where it is differentiated, keeps for the backward pass of
+            what that else computes again. None: what each token writes to the state, 2 V bytes per token and value head
+            (256 at V = 128), from which the backward pass computes the states before all chunks of 64 tokens; nothing
+            with precision "high" in bfloat16. True: these states too, 2 (K V / 64 + V) bytes together (768 at
+            K = V = 128; with precision "high" in bfloat16 1024). False: neither, for the least memory between the
+            passes. o and the final state are the same bit for bit, gradients differ by rounding. The more is kept, the
+            less time the backward pass takes, and the longer the forward pass (docs/performance.md). Inside
+            `jax.checkpoint` what is kept takes no memory between the passes unless its policy names it (it is among
+            `jax_qla.CHECKPOINT_NAMES`): only the forward pass that the backward one runs again computes it. Where the
+            compiler cuts the operands (Auto meshes without `mesh_axes`, and several devices without a mesh), True is
+            None. It has no effect with other implementations.
 
     Returns:
         o: [B, T, Hv, V] in v's dtype.
@@ -192,7 +194,7 @@ def chunk_gated_delta_rule(
         l2norm=use_qk_l2norm_in_kernel,
         precision=precision,
         layout=layout,
-        keep=save_chunk_states,
+        keep=keeping(save_chunk_states, precision, q.dtype),
     )
     o, final_state = _compute(options, (q, k, v, g, beta, initial_state, segments))
 
@@ -220,7 +222,7 @@ def which_implementation(
     implementation: str | Sequence[str] | None = None,
     precision: jax.lax.PrecisionLike = None,
     piece_rows: int | None = None,
-    save_chunk_states: bool = False,
+    save_chunk_states: bool | None = None,
     mesh_axes: MeshAxes | None = None,
 ) -> Implementation:
     """Which implementation `chunk_gated_delta_rule` takes for these arguments, and why.
@@ -344,7 +346,7 @@ def chunk_gated_delta_rule_fwd(
     implementation: str | Sequence[str] | None = None,
     precision: jax.lax.PrecisionLike = None,
     piece_rows: int | None = None,
-    save_chunk_states: bool = False,
+    save_chunk_states: bool | None = None,
 ) -> tuple[jax.Array, jax.Array | None, tuple[Any, ...] | None]:
     """The forward half of `chunk_gated_delta_rule`, with what the backward half reads; for writing one's own VJP.
 
@@ -359,14 +361,16 @@ def chunk_gated_delta_rule_fwd(
         residuals: (a, gamma), with a [Hv, B, T, 64] int16 the bits, in v's dtype, of each chunk's inverse
             (I + strict_lower(diag(beta) K K^T o G))^{-1}, packed (with precision "high" in bfloat16 [Hv, B, T, 128], of
             its high and low parts), and gamma [B, T, Hv] float32 the sums of g within each chunk;
-            or None where only "xla" can be chosen, which recomputes them. To be handed on as they are. Where one card
-            computes the sequences in P pieces there is a third, which may be left out and is then computed again:
-            (entering, transition, forgotten), the state before each piece [P, Hv, K, V] float32, what multiplies it
-            [P, Hv, K K / 128, 256] bfloat16, in the kernels' own order, and whether that is zero [P, Hv] int32.
-            With save_chunk_states, where it has an effect, there is a fourth, and the third is None where sequences
-            are whole: (h, vd), the state before each chunk in tiles [C, Hv, ceil(K / 64), V, min(K, 64)] in v's
-            dtype, C places for the chunks of all pieces, and what each token writes to the state,
-            [B T, Hv, V] (in high precision [B T, Hv, 2 V]). It may be left out, or both may.
+            or None where only "xla" can be chosen, which recomputes them. To be handed on as they are. Up to three more
+            may follow, vd, between and h, None where only a later one is there. Each may be left out, or replaced by
+            None, and is then computed again; h needs vd.
+            vd: [B, T, Hv, V] in v's dtype, what each token writes to the state, anything of tokens of no sequence;
+            unless save_chunk_states is False. (With precision "high" in bfloat16 [B, T, Hv, 2 V], only with h.)
+            between: where one card computes the sequences in P pieces, (entering, transition, forgotten), the state
+            before each piece [P, Hv, K, V] float32, what multiplies it [P, Hv, K K / 128, 256] bfloat16, in the
+            kernels' own order, and whether that is zero [P, Hv] int32.
+            h: where save_chunk_states is True and has an effect, the state before each chunk in tiles
+            [C, Hv, ceil(K / 64), V, min(K, 64)] in v's dtype, C places for the chunks of all pieces.
 
     Raises:
         As `chunk_gated_delta_rule`.
@@ -395,13 +399,14 @@ def chunk_gated_delta_rule_fwd(
         output_final_state=output_final_state,
         with_residuals=True,
         precision=precision,
-        keep=save_chunk_states,
+        keep=keeping(save_chunk_states, precision, q.dtype),
     )
     if final_state is not None and cu_seqlens is not None:
         final_state = final_state[0]
     if residuals is None:
         return o, final_state, None
-    a, gamma, *more = (x if x is None or isinstance(x, jax.Array) else tuple(x) for x in residuals)
+    a, gamma, vd, between, h, _ = residuals  # q and k, as they are, have no lengths
+    more = [vd, None if between is None else tuple(between), h]
     while more and more[-1] is None:
         more.pop()
     return o, final_state, (a, gamma, *more)
@@ -427,7 +432,8 @@ def chunk_gated_delta_rule_bwd(
     """The backward half of `chunk_gated_delta_rule`.
 
     Args:
-        residuals: what `chunk_gated_delta_rule_fwd` returned for the same operands and options, or its a and gamma.
+        residuals: what `chunk_gated_delta_rule_fwd` returned for the same operands and options, or its a and gamma, or
+            these and some of the others.
         do: [B, T, Hv, V] in v's dtype, the cotangent of o, or None for zero.
         d_final_state: float32, of the shape of final_state, its cotangent, or None for zero. Not both may be None.
         All others: as given to `chunk_gated_delta_rule_fwd`.
@@ -674,28 +680,32 @@ def _operands_of_half(
 
 def _residuals(residuals: Sequence[Any], k: Any, v: Any, sequences: int, precision: Any) -> Residuals:
     """What the forward half returned, checked."""
-    if not isinstance(residuals, Sequence) or len(residuals) not in (2, 3, 4):
+    if not isinstance(residuals, Sequence) or not 2 <= len(residuals) <= 5:
         raise TypeError(f"residuals must be what chunk_gated_delta_rule_fwd returned, got {type(residuals).__name__}")
     of_a, of_gamma = Residuals.shapes(v, precision).values()
     check_gradient("residuals[0]", residuals[0], of_a.shape, of_a.dtype, f"[Hv, B, T, {of_a.shape[-1]}]")
     check_gradient("residuals[1]", residuals[1], of_gamma.shape, of_gamma.dtype, "that of g")
-    a, gamma, between, states = (*residuals, None, None)[:4]
+    a, gamma, vd, between, h = (*residuals, None, None, None)[:5]
     parts = None
     if between is not None:
-        between = Between(*_of_residuals(between, 2, len(Between._fields)))
+        between = Between(*_of_residuals(between, 3, len(Between._fields)))
         parts = between.entering.shape[0] if getattr(between.entering, "ndim", 0) else 0
         shapes = Between.shapes(parts, v.shape[2], k.shape[3], v.shape[3])
-        _check_residuals(between, 2, shapes, "of P pieces")
-    if states is not None:
-        states = ChunkStates(*_of_residuals(states, 3, len(ChunkStates._fields)))
-        of_h, of_vd = ChunkStates.shapes(sequences if parts is None else parts, v, k.shape[3], precision).values()
-        places = states.h.shape[0] if getattr(states.h, "ndim", 0) else 0
+        for i, (x, right) in enumerate(zip(between, shapes.values(), strict=True)):
+            check_gradient(f"residuals[3][{i}]", x, right.shape, right.dtype, "of P pieces")
+    of_h, of_vd = ChunkStates.shapes(sequences if parts is None else parts, v, k.shape[3], precision).values()
+    if vd is not None:
+        check_gradient("residuals[2]", vd, of_vd.shape, of_vd.dtype, f"[B, T, Hv, {of_vd.shape[3]}]")
+    if h is not None:
+        places = h.shape[0] if getattr(h, "ndim", 0) else 0
         # Devices that share a batch may each have a part of a chunk, for which there is no place.
         if of_h.shape[0] - jax.device_count() < places < of_h.shape[0]:
             of_h = jax.ShapeDtypeStruct((places, *of_h.shape[1:]), of_h.dtype)
-        what = "of the chunks and of the tokens, with residuals[2] where that was returned too"
-        _check_residuals(states, 3, {"h": of_h, "vd": of_vd}, what)
-    return Residuals(a, gamma, between, states)
+        what = "of the chunks, with residuals[3] where that was returned too"
+        check_gradient("residuals[4]", h, of_h.shape, of_h.dtype, what)
+        if vd is None:
+            raise ValueError("residuals[2] is None but residuals[4] is not: give both or leave out residuals[4]")
+    return Residuals(a, gamma, vd, between, h)
 
 
 def _of_residuals(given: Any, index: int, count: int) -> Sequence[Any]:
@@ -706,11 +716,6 @@ def _of_residuals(given: Any, index: int, count: int) -> Sequence[Any]:
             f"{type(given).__name__}"
         )
     return given
-
-
-def _check_residuals(given: Sequence[Any], index: int, shapes: Mapping[str, jax.ShapeDtypeStruct], what: str) -> None:
-    for i, (x, right) in enumerate(zip(given, shapes.values(), strict=True)):
-        check_gradient(f"residuals[{index}][{i}]", x, right.shape, right.dtype, what)
 
 
 def _arrays(*operands: Any) -> tuple[Any, ...]:

@@ -40,7 +40,7 @@ def check(
     max_segments: Any = None,
     precision: Any = None,
     piece_rows: Any = None,
-    save_chunk_states: Any = False,
+    save_chunk_states: Any = None,
     gate_dtypes: Sequence[str] = ("bfloat16", "float16", "float32"),
     state_dtypes: Sequence[str] = ("float32",),
     symbolic_batch: bool = False,
@@ -85,10 +85,14 @@ def check(
     for name, flag in (
         ("output_final_state", output_final_state),
         ("use_qk_l2norm_in_kernel", use_qk_l2norm_in_kernel),
-        ("save_chunk_states", save_chunk_states),
     ):
         if not isinstance(flag, bool):
             raise TypeError(f"{name} must be True or False, got {flag!r} of type {type(flag).__name__}")
+    if not isinstance(save_chunk_states, bool | None):
+        raise TypeError(
+            f"save_chunk_states must be True, False or None, got {save_chunk_states!r} of type "
+            f"{type(save_chunk_states).__name__}"
+        )
 
     sequences = _check_packing(batch, tokens, cu_seqlens, segment_ids, max_segments)
     stateful = initial_state is not None or output_final_state

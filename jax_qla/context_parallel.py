@@ -30,7 +30,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_qla import dispatch
-from jax_qla.implementations import Choice, Pieces, Residuals
+from jax_qla.implementations import Choice, Keep, Pieces, Residuals
 
 _Tree = TypeVar("_Tree")
 
@@ -219,12 +219,12 @@ def _with_rows(rows: Any, batch: int, tokens: int) -> Any:
 
 def _of_rows(residuals: Residuals | None) -> Residuals | None:
     """The residuals that have rows."""
-    return None if residuals is None else residuals._replace(between=None, chunk_states=None)
+    return None if residuals is None else residuals._replace(between=None, h=None)
 
 
 def _of_pieces(residuals: Residuals) -> dict[str, Any]:
     """The others, by field."""
-    return {"between": residuals.between, "chunk_states": residuals.chunk_states}
+    return {"between": residuals.between, "h": residuals.h}
 
 
 def on_one_row(
@@ -260,7 +260,7 @@ def forward(
     piece_rows: int | None = None,
     l2norm: bool = False,
     precision: Any = None,
-    keep: bool = False,
+    keep: Keep = "nothing",
 ) -> tuple[jax.Array, jax.Array | None, Residuals | None, Carry | None]:
     """o, final_state, residuals and, with `axes`, what `backward` needs of the exchange.
 
@@ -341,11 +341,11 @@ def backward(
                 *rows, None, residuals, do, d_final_state, pieces, scale=scale, **shared
             )
             states = carry.incoming
-            if pieces is not None and residuals is not None and residuals.chunk_states is None:
+            if pieces is not None and residuals is not None and residuals.h is None:
                 # While the others answer: after the response is known and before what is received is looked at.
                 response, entering = jax.lax.optimization_barrier((response, states))
                 chunk_states = dispatch.chunk_states(*rows, entering, residuals, pieces, **shared)
-                residuals = residuals._replace(chunk_states=chunk_states)
+                residuals = residuals._replace(**chunk_states._asdict())
             outgoing, residuals = response_before(
                 jnp.swapaxes(carry.transition, -1, -2), response, axes, reverse=True, meanwhile=residuals
             )

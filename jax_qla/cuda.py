@@ -1,29 +1,32 @@
 """The Hopper implementation: which kernels run, in which order, on which arrays.
 
-Forward is two kernels in one FFI call (prepare, forward), backward three (states, state_gradients, gradients) or, where
-that fills the card, two (states, backward: `policy.in_one`), decoding one (recurrent, on a dense batch as it is).
+Forward is two kernels in one FFI call (prepare, forward), backward three (states_from_vd, state_gradients, gradients)
+or, where that fills the card, two (states_from_vd, backward: `policy.in_one`), decoding one (recurrent, on a dense
+batch as it is).
 The others work on flat token arrays, dense batches included: a dense batch is a packed one whose tables are constants.
 Where sequences are cut into pieces (policy.py), layout finds these in a packed batch, beside prepare, which does not go
 by them, and the states that enter them come next: summaries and compose, for the backward pass also adjoint_summaries
 and compose in reverse; what follows takes pieces for sequences.
 A forward pass that keeps what it finds of the pieces (`implementations.Between`) spares the backward one summaries and
-the first compose; `states` then goes ahead of the other, unless the card has room for it beside `state_gradients`.
-With `keep`, `forward` writes what `states` would (`ChunkStates`), of whole sequences or of these pieces, and the
-backward pass is without that.
+the first compose; `states_from_vd` then goes ahead of the other, unless the card has room for it beside
+`state_gradients`.
+The option `keep` (`implementations.Keep`) says what `forward` writes for the backward pass: "vd" Vd, from which
+`states_from_vd` computes h there; "states" h too, of whole sequences or of these pieces, and the backward pass is
+without that; "nothing" neither, and `states` computes both in its place. Where operands are split there is no "vd".
 Where a sequence goes on beyond a device, this falls into two calls: `summary` (prepare, summaries, and compose for N
 and for M) begins, and `forward`, given what it found, goes on (compose, forward) when the state before is known. So do
-`state_gradient` (adjoint_summaries, compose in reverse) and `backward`; meanwhile `chunk_states` (compose, states)
-computes what the latter needs of the forward pass.
+`state_gradient` (adjoint_summaries, compose in reverse) and `backward`; meanwhile `chunk_states` (compose,
+states_from_vd) computes what the latter needs of the forward pass.
 Where q and k are to be normalised, prepare finds their lengths, which are residuals (`Lengths`); all others read them.
 Intermediate results (h, dh, Vd, states between pieces) are results of the call that are dropped here.
 
 Memory of the backward besides its operands and results, in elements of v's dtype: h and dh (h alone where it is known
-here that one kernel computes all gradients), ceil(T / 64) * Hv * K * V each, and Vd, as v (twice v where operands are
-split); of one group of heads at a time (policy.head_groups), whose kernels take the memory of the group before. (Kept h
-and Vd are operands, of all heads.) Rows of dv where |beta| is tiny are dX until the gradients kernel scales them.
-`backward` counts chunks, in 4 bytes a sequence or piece and head, where a key head has three value heads or more. In
-pieces: five times K V in float32 per piece and value head (two where the forward pass has kept two), three times in the
-forward pass, five in `summary`.
+here that one kernel computes all gradients), ceil(T / 64) * Hv * K * V each, and, unless it has been kept, Vd, as v
+(twice v where operands are split); of one group of heads at a time (policy.head_groups), whose kernels take the memory
+of the group before. (Kept Vd and h are operands, of all heads.) Rows of dv where |beta| is tiny are dX until the
+gradients kernel scales them. `backward` counts chunks, in 4 bytes a sequence or piece and head, where a key head has
+three value heads or more. In pieces: five times K V in float32 per piece and value head (two where the forward pass has
+kept two), three times in the forward pass, five in `summary`.
 """
 
 from __future__ import annotations
@@ -38,7 +41,17 @@ import jax.numpy as jnp
 
 from jax_qla import policy, store
 from jax_qla import segments as tables
-from jax_qla.implementations import Between, ChunkStates, Lengths, Pieces, RecurrentCall, Residuals, splits
+from jax_qla.implementations import (
+    KEPT,
+    Between,
+    ChunkStates,
+    Keep,
+    Lengths,
+    Pieces,
+    RecurrentCall,
+    Residuals,
+    splits,
+)
 from jax_qla.kernels import adjoint_summaries as adjoint_summaries_kernel
 from jax_qla.kernels import backward as backward_kernel
 from jax_qla.kernels import compose as compose_kernel
@@ -49,6 +62,7 @@ from jax_qla.kernels import prepare as prepare_kernel
 from jax_qla.kernels import recurrent as recurrent_kernel
 from jax_qla.kernels import state_gradients as state_gradients_kernel
 from jax_qla.kernels import states as states_kernel
+from jax_qla.kernels import states_from_vd as states_from_vd_kernel
 from jax_qla.kernels import summaries as summaries_kernel
 from jax_qla.kernels.common import ALIKE, ALWAYS, CHUNK, DIFFERENT
 from jax_qla.kernels.packaged import PACKAGED
@@ -69,7 +83,7 @@ _OF_GRADIENTS = {"response": "adjoint_response", "initial_state": "d_final_state
 
 _RECURRENT = frozenset({"recurrent"})
 _CHUNKED = frozenset(name for name, _ in PACKAGED) - _RECURRENT
-_OF_PLAIN_OPERANDS = frozenset({"backward"})
+_OF_PLAIN_OPERANDS = frozenset({"backward", "states_from_vd"})
 """Kernels that take no split operands."""
 
 
@@ -142,7 +156,7 @@ def forward(
     l2norm: bool = False,
     precision: Any = None,
     asked_rows: int | None = None,
-    keep: bool = False,
+    keep: Keep = "nothing",
     with_lengths: bool = False,
 ) -> tuple[jax.Array, jax.Array | None, Residuals | None]:
     """o, final_state and residuals; the contract is `dispatch.forward`'s, whose choice asks for pieces of `asked_rows`.
@@ -153,7 +167,7 @@ def forward(
     shard = None if pieces is None else cut
     options: dict[str, Any] = {"shard": shard, "rows": piece_rows, "asked_rows": asked_rows}
     # The backward pass cannot tell what pieces kept states are of, unless it has more of these.
-    options["whole"] = keep and piece_rows is None
+    options["whole"] = keep == "states" and piece_rows is None
     call = _Call(q, k, v, segments, l2norm=l2norm, precision=precision, **options)
     inputs = call.flat(q=q, k=k, v=v, g=g, beta=beta) | call.tables | {"initial_state": call.states(initial_state)}
     tokens, value_heads, value_dim = call.tokens, call.value_heads, v.shape[3]
@@ -161,8 +175,8 @@ def forward(
         "o": jax.ShapeDtypeStruct((tokens, value_heads, value_dim), v.dtype),
         "final_state": call.state_shape(output_final_state, whole=pieces is None),
     }
-    if keep:
-        outputs |= ChunkStates.shapes(call.parts, v, call.key_dim, precision)
+    chunk_shapes = call.chunk_state_shapes(v, precision)
+    outputs |= {name: chunk_shapes[name] for name in KEPT[keep]}
     if pieces is not None or not call.cut:  # each of what the kernels take for sequences has a final state
         inputs |= _no_pieces()
     if residuals is None or pieces is None:
@@ -197,8 +211,8 @@ def forward(
         residuals = call.residuals(results)
         if piece_rows is not None:
             residuals = residuals._replace(between=Between(*(results[name] for name in Between._fields)))
-    if keep:
-        residuals = residuals._replace(chunk_states=ChunkStates(*(results[name] for name in ChunkStates._fields)))
+    if keep != "nothing":
+        residuals = residuals._replace(vd=call.unflat(results["vd"]), h=results.get("h"))
     return o, final_state, residuals
 
 
@@ -224,9 +238,9 @@ def backward(
     asked_rows: int | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array, jax.Array | None]:
     """Gradients; the contract is `dispatch.backward`'s, `asked_rows` as in `forward`."""
-    between, chunk_states = residuals.between, residuals.chunk_states
+    between, h, vd = residuals.between, residuals.h, residuals.vd
     options: dict[str, Any] = {"rows": piece_rows, "asked_rows": asked_rows, "backward": True}
-    options |= {"shard": None if pieces is None else cut, "whole": chunk_states is not None and piece_rows is None}
+    options |= {"shard": None if pieces is None else cut, "whole": h is not None and piece_rows is None}
     call = _Call(q, k, v, segments, l2norm=l2norm, precision=precision, **options)
     if do is None:
         do = jnp.zeros_like(v)
@@ -238,9 +252,10 @@ def backward(
         inputs |= between._asdict()
     gates = jax.ShapeDtypeStruct((call.tokens, call.value_heads), jnp.float32)
     flat_shape = {name: jax.ShapeDtypeStruct(inputs[name].shape, inputs[name].dtype) for name in ("q", "k", "v")}
-    if chunk_states is not None:
-        inputs |= chunk_states._asdict()
-    if between is not None or chunk_states is not None:
+    if h is None and call.split:
+        vd = None  # nothing computes h from it
+    inputs |= ({} if h is None else {"h": h}) | ({} if vd is None else call.flat(vd=vd))
+    if between is not None or h is not None:
         steps, of_pieces = call.leaving_gradients(scale, known=adjoint_response is not None)
     else:
         steps, of_pieces = call.entering_states(adjoint=True, known=pieces is not None, scale=scale)
@@ -249,12 +264,13 @@ def backward(
     initial, final = ({"initial_state": "entering"}, {"d_final_state": "leaving"}) if call.cut else ({}, {})
     chunks = -(-call.tokens // CHUNK)
     sizes = (call.key_heads, call.value_heads, call.key_dim, call.value_dim)
-    groups = policy.head_groups(chunks, call.recurrences, *sizes, with_states=chunk_states is not None)
+    kept = {"with_states": h is not None, "with_vd": vd is not None}
+    groups = policy.head_groups(chunks, call.recurrences, *sizes, **kept)
     steps = [*call.table_steps, *steps]
     heads, ratio = call.value_heads // groups, call.value_heads // call.key_heads
     width = policy.in_one_width(ratio)
-    chunk_shapes = ChunkStates.shapes(call.parts, v, call.key_dim, precision, groups=groups)
-    of_pieces |= chunk_shapes if chunk_states is None else {}
+    chunk_shapes = call.chunk_state_shapes(v, precision, groups=groups)
+    of_pieces |= {name: shape for name, shape in chunk_shapes.items() if name not in inputs}
     in_one = policy.in_one(
         *(call.recurrences, heads, call.key_dim, call.value_dim),
         ratio=ratio,
@@ -268,13 +284,14 @@ def backward(
     of_two, of_one = (DIFFERENT, ALIKE) if in_one == "if alike" else (ALWAYS, ALWAYS)
     for first in range(0, call.value_heads, heads):
         of: dict[str, Any] = {"first_head": first}
-        if chunk_states is None:
-            # Unless there is room for it beside `state_gradients`, `states` begins where blocks of `adjoint_summaries`
-            # end, before `compose`, which begins where its own end.
+        if h is None:
+            # Unless there is room for it beside `state_gradients`, what computes h begins where blocks of
+            # `adjoint_summaries` end, before `compose`, which begins where its own end.
             ahead = first == 0 and between is not None and not beside
             awaits = states_kernel.NOTHING if ahead else states_kernel.EVERYTHING
             place = len(steps) - 1 if ahead else len(steps)
-            steps.insert(place, call.step(states_kernel, rename=initial, awaits=awaits, value_tile=tile, **of))
+            kernel = states_kernel if vd is None else states_from_vd_kernel
+            steps.insert(place, call.step(kernel, rename=initial, awaits=awaits, value_tile=tile, **of))
         of |= {"scale": scale, "expected": call.recurrences}
         if in_one != "always":
             behind = bool(steps) and steps[-1].kernel == "compose"  # which writes what it begins with
@@ -473,15 +490,19 @@ def chunk_states(
     """The contract is `dispatch.chunk_states`'s."""
     del g
     call = _Call(q, k, v, segments, l2norm=l2norm, precision=precision, shard=cut)
-    inputs = call.flat(q=q, k=k, v=v, beta=beta) | call.prepared(residuals, queries=False) | call.tables
-    inputs |= pieces._asdict()
-    inputs |= {"initial_state": call.states(initial_state)}
+    vd = None if call.split else residuals.vd
+    if vd is None:
+        inputs = call.flat(k=k, v=v, beta=beta) | call.prepared(residuals, queries=False)
+    else:
+        inputs = call.flat(k=k, vd=vd, gamma=residuals.gamma)
+    inputs |= call.tables | pieces._asdict() | {"initial_state": call.states(initial_state)}
     steps, of_pieces = call.entering_states(known=True)
     of = {"first_head": 0, "awaits": states_kernel.EVERYTHING}
-    steps.append(call.step(states_kernel, rename={"initial_state": "entering"}, **of))
-    outputs = of_pieces | ChunkStates.shapes(call.parts, v, call.key_dim, precision)
-    results = launch(steps, inputs, outputs)
-    return ChunkStates(*(results[name] for name in ChunkStates._fields))
+    kernel = states_kernel if vd is None else states_from_vd_kernel
+    steps.append(call.step(kernel, rename={"initial_state": "entering"}, **of))
+    shapes = call.chunk_state_shapes(v, precision)
+    results = launch(steps, inputs, of_pieces | {name: x for name, x in shapes.items() if name not in inputs})
+    return ChunkStates(results["h"], call.unflat(results["vd"]) if vd is None else vd)
 
 
 _LENGTHS = ("lengths", "query_lengths")
@@ -586,6 +607,12 @@ class _Call:
         of_key_heads = jax.ShapeDtypeStruct((self.tokens, self.key_heads), jnp.float32)
         return found | (dict.fromkeys(_LENGTHS, of_key_heads) if self.l2norm else {})
 
+    def chunk_state_shapes(self, v: jax.Array, precision: Any, *, groups: int = 1) -> dict[str, jax.ShapeDtypeStruct]:
+        """What `states` writes, for the heads of one of so many groups."""
+        shapes = ChunkStates.shapes(self.parts, v, self.key_dim, precision, groups=groups)
+        vd = shapes["vd"]
+        return shapes | {"vd": vd.update(shape=(self.tokens, *vd.shape[2:]))}
+
     def prepared(self, residuals: Residuals, *, queries: bool = True) -> dict[str, jax.Array]:
         """What `prepare` has written, as operands; without the lengths of `queries` for who does not read them."""
         found = {"gamma": residuals.gamma}
@@ -600,9 +627,9 @@ class _Call:
         a = results["a"].reshape(self.value_heads, self.batch, self.length, -1)
         return Residuals(a, self.unflat(results["gamma"]), lengths=lengths)
 
-    def forward_steps(self, scale: float, *, keep: bool = False) -> list[Step]:
+    def forward_steps(self, scale: float, *, keep: Keep = "nothing") -> list[Step]:
         """The kernel `forward`, of heads whose blocks have all value columns and of others in halves; `keep`: what it
-        writes includes `ChunkStates`."""
+        writes of `ChunkStates`."""
         if self.cut:
             awaits, whole, rename = forward_kernel.STATE, self.value_heads, {"initial_state": "entering"}
         else:

@@ -17,7 +17,17 @@ import jax.numpy as jnp
 
 from jax_qla import policy
 from jax_qla.if_used import computed_if_used
-from jax_qla.implementations import Between, Choice, ChunkStates, Lengths, Pieces, Residuals, keeps_lengths, load
+from jax_qla.implementations import (
+    Between,
+    Choice,
+    ChunkStates,
+    Keep,
+    Lengths,
+    Pieces,
+    Residuals,
+    keeps_lengths,
+    load,
+)
 from jax_qla.kernels.common import CHUNK
 from jax_qla.l2norm import normalize, normalize_gradient
 from jax_qla.refusal import refuse
@@ -35,7 +45,7 @@ _ROWS, _ROWS_OF_HEADS, _STATES, _SEGMENTS = "rows", "rows of heads", "states", "
 """What the leading axes of an operand count: [B, T, ...], [Hv, B, T, ...], [N, ...] (or so many for each) or segments
 [N, 2]."""
 
-_KINDS_OF_RESIDUALS = Residuals(_ROWS_OF_HEADS, _ROWS, _STATES, _STATES, _ROWS)  # type: ignore[arg-type]
+_KINDS_OF_RESIDUALS = Residuals(_ROWS_OF_HEADS, _ROWS, _ROWS, _STATES, _STATES, _ROWS)  # type: ignore[arg-type]
 
 
 @functools.partial(
@@ -62,7 +72,7 @@ def forward(
     piece_rows: int | None = None,
     l2norm: bool = False,
     precision: Any = None,
-    keep: bool = False,
+    keep: Keep = "nothing",
 ) -> tuple[jax.Array, jax.Array | None, Residuals | None]:
     """o, final_state and residuals of the local gated delta rule.
 
@@ -79,8 +89,8 @@ def forward(
             residuals say what lies between the pieces. None lets the implementation cut, and keeps nothing of it.
         l2norm: whether q and k are to be divided by sqrt(|x|^2 + 1e-6), over K.
         precision: of the matrix products, as the API has it.
-        keep: whether residuals have the states before all chunks, of the given pieces, of those of `piece_rows`, or of
-            whole sequences.
+        keep: what residuals have of vd and h, the latter of the given pieces, of those of `piece_rows`, or of whole
+            sequences. Not "vd" where operands are split.
 
     Returns:
         o [B, T, Hv, V] in v's dtype; final_state [N, Hv, K, V] float32 or None; the residuals, or None where they were
@@ -91,7 +101,8 @@ def forward(
 
     if not with_residuals or pieces is not None:
         piece_rows = None
-    keep = keep and with_residuals
+    if not with_residuals:
+        keep = "nothing"
     cut = None if pieces is None else _cut(k, v, segments, choice)
     options: dict[str, Any] = {"scale": scale, "output_final_state": output_final_state}
     options |= {"with_residuals": with_residuals, "cut": cut, "piece_rows": piece_rows, "precision": precision}
@@ -99,34 +110,44 @@ def forward(
     options |= {"asked_rows": choice.piece_rows, "with_lengths": with_lengths}
     kinds = (*(_ROWS,) * 5, _STATES, _SEGMENTS, _KINDS_OF_RESIDUALS, _STATES)
 
-    def batchable(with_states: bool) -> Callable[..., Any]:
+    def batchable(keep: Keep) -> Callable[..., Any]:
         def local(*operands: Any) -> Any:
             if _nothing_to_do(operands[2], operands[6]):
                 kept = {
                     "with_residuals": with_residuals,
                     "with_lengths": with_lengths,
                     "precision": precision,
-                    "keep": with_states,
+                    "keep": keep,
                 }
                 return _forward_of_nothing(*operands, output_final_state=output_final_state, **kept)
-            return _on_platform(choice, "forward", operands, {**options, "keep": with_states}, l2norm)
+            return _on_platform(choice, "forward", operands, {**options, "keep": keep}, l2norm)
 
+        with_states = keep == "states"
         one_by_one = (piece_rows is not None and segments is not None) or (with_states and _has_a_part_of_a_chunk(v))
         return _batchable(local, kinds, (_ROWS, _STATES, _KINDS_OF_RESIDUALS), one_by_one=one_by_one)
 
-    def keeping(*operands: Any) -> tuple[Any, ChunkStates]:
-        o, final_state, residuals = batchable(True)(*operands)
-        return (o, final_state, residuals._replace(chunk_states=None)), residuals.chunk_states
-
     operands = (q, k, v, g, beta, initial_state, segments, residuals, pieces)
     operands = match_varying(operands, operands)
-    if not keep:
-        o, final_state, residuals = batchable(False)(*operands)
+    if keep == "nothing":
+        o, final_state, residuals = batchable(keep)(*operands)
         return o, final_state, residuals
-    # Inside `jax.checkpoint` the states before all chunks are for nobody at first.
-    function = first_order(lambda *operands: computed_if_used(keeping, batchable(False), operands))
-    (o, final_state, residuals), chunk_states = function(*operands)
-    return o, final_state, residuals._replace(chunk_states=chunk_states)
+    o, final_state, residuals = kept_if_used(batchable(keep), batchable("nothing"), operands)
+    return o, final_state, residuals
+
+
+def kept_if_used(
+    keeping: Callable[..., Any], without: Callable[..., Any], operands: tuple[Any, ...]
+) -> tuple[Any, ...]:
+    """o, final_state, residuals and perhaps more by `keeping`; by `without`, whose residuals lack vd and h, where
+    nobody uses these, as inside `jax.checkpoint` at first. Not to be differentiated."""
+
+    def with_extras(*operands: Any) -> tuple[Any, Any]:
+        o, final_state, residuals, *more = keeping(*operands)
+        return (o, final_state, residuals._replace(vd=None, h=None), *more), (residuals.vd, residuals.h)
+
+    function = first_order(lambda *operands: computed_if_used(with_extras, without, operands))
+    (o, final_state, residuals, *more), (vd, h) = function(*operands)
+    return (o, final_state, residuals._replace(vd=vd, h=h), *more)
 
 
 @functools.partial(jax.jit, static_argnames=("choice", "scale", "l2norm", "precision"))
@@ -173,8 +194,8 @@ def backward(
     options = {"scale": scale, "cut": cut, "piece_rows": piece_rows, "precision": precision}
     options["asked_rows"] = choice.piece_rows
     kinds = (*(_ROWS,) * 5, _STATES, _SEGMENTS, _KINDS_OF_RESIDUALS, _ROWS, *(_STATES,) * 3)
-    keep = residuals is not None and residuals.chunk_states is not None
-    one_by_one = (piece_rows is not None and segments is not None) or (keep and _has_a_part_of_a_chunk(v))
+    with_states = residuals is not None and residuals.h is not None
+    one_by_one = (piece_rows is not None and segments is not None) or (with_states and _has_a_part_of_a_chunk(v))
     batchable = _batchable(local, kinds, (*(_ROWS,) * 5, _STATES), one_by_one=one_by_one)
     rows, of_shard = (q, k, v, g, beta), (pieces, adjoint_response)
     operands = (*rows, initial_state, segments, residuals, do, d_final_state, *of_shard)
@@ -289,7 +310,8 @@ def chunk_states(
     rows is known.
 
     Args:
-        residuals, pieces: from `summary`. All others: as in `backward`.
+        residuals, pieces: from `summary`, perhaps with vd of `forward`, which is then returned as it is.
+        All others: as in `backward`.
     """
     options = {"cut": _cut(k, v, None, choice), "precision": precision}
 
@@ -299,7 +321,7 @@ def chunk_states(
         return _on_platform(choice, "chunk_states", operands, options, l2norm)
 
     kinds = (*(_ROWS,) * 5, _STATES, _SEGMENTS, _KINDS_OF_RESIDUALS, _STATES)
-    batchable = _batchable(local, kinds, (_STATES, _STATES), one_by_one=_has_a_part_of_a_chunk(v))
+    batchable = _batchable(local, kinds, (_STATES, _ROWS), one_by_one=_has_a_part_of_a_chunk(v))
     operands = (q, k, v, g, beta, initial_state, None, residuals, pieces)
     return ChunkStates(*batchable(*match_varying(operands, operands)))
 
@@ -512,7 +534,7 @@ def _forward_of_nothing(
     with_residuals: bool,
     with_lengths: bool,
     precision: Any,
-    keep: bool,
+    keep: Keep,
 ) -> tuple[jax.Array, jax.Array | None, Residuals | None]:
     batch, _, value_heads, value_dim = v.shape
     sequences = batch if segments is None else segments.shape[0]
@@ -521,10 +543,10 @@ def _forward_of_nothing(
         shape = (sequences, value_heads, q.shape[3], value_dim)
         state = jnp.zeros(shape, jnp.float32) if initial_state is None else initial_state
     residuals = _empty_residuals(q, v, precision, with_lengths) if with_residuals else None
-    if residuals is not None and keep:
+    if residuals is not None and keep != "nothing":
         parts = sequences if pieces is None else pieces.forgotten.shape[0]
-        shapes = ChunkStates.shapes(parts, v, q.shape[3], precision)
-        residuals = residuals._replace(chunk_states=_zeros(ChunkStates, shapes))
+        states = _zeros(ChunkStates, ChunkStates.shapes(parts, v, q.shape[3], precision))
+        residuals = residuals._replace(vd=states.vd, h=states.h if keep == "states" else None)
     o, state, residuals = match_varying(
         (jnp.zeros_like(v), state, residuals), (q, k, v, g, beta, initial_state, segments)
     )

@@ -11,9 +11,9 @@ from __future__ import annotations
 import dataclasses
 import functools
 import importlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -27,6 +27,13 @@ NAMES = ("cuda", "xla", "reference")
 
 _AUTOMATIC = ("cuda", "xla")
 """What `implementation=None` stands for."""
+
+Keep = Literal["nothing", "vd", "states"]
+"""What the forward pass of "cuda" keeps for the backward pass of what that else computes again, besides what it keeps
+anyway: nothing, Vd (`Residuals.vd`), or Vd and the states before all chunks (`Residuals.h`)."""
+
+KEPT: Mapping[Keep, tuple[str, ...]] = {"nothing": (), "vd": ("vd",), "states": ("vd", "h")}
+"""The fields of `Residuals` that these are."""
 
 
 class Between(NamedTuple):
@@ -53,16 +60,17 @@ class Between(NamedTuple):
 
 
 class ChunkStates(NamedTuple):
-    """What the backward pass of "cuda" recomputes of the forward one, for Hv value heads, unless that has kept it; the
-    first part of it, which does not wait for the gradient of the state after the rows."""
+    """What the backward pass of "cuda" recomputes of the forward one, for Hv value heads, unless that has kept it (the
+    fields of `Residuals` with these names); the first part of it, which does not wait for the gradient of the state
+    after the rows."""
 
     h: jax.Array
     """The state before each chunk, in v's dtype, in tiles of 64 rows of K, transposed; one [Hv, K / 64, V, 64] a chunk
     slot but the first, which no chunk has. Where T is a multiple of 64, those of equal batches side by side are those
     of all of them."""
     vd: jax.Array
-    """[B T, Hv, V] in v's dtype, what each token writes to the state; [B T, Hv, 2 V], its high and its low part, where
-    operands are split."""
+    """Vd [B, T, Hv, V] in v's dtype, what each token writes to the state; [B, T, Hv, 2 V], its high and its low part,
+    where operands are split. Of rows of no sequence anything."""
 
     @staticmethod
     def shapes(
@@ -75,7 +83,7 @@ class ChunkStates(NamedTuple):
         rows = state_tile_rows(key_dim)
         return {
             "h": jax.ShapeDtypeStruct((count, heads, key_dim // rows, value_dim, rows), v.dtype),
-            "vd": jax.ShapeDtypeStruct((batch * length, heads, value_dim * parts), v.dtype),
+            "vd": jax.ShapeDtypeStruct((batch, length, heads, value_dim * parts), v.dtype),
         }
 
 
@@ -102,10 +110,12 @@ class Residuals(NamedTuple):
     columns its high and its low part, where operands are split (`splits`)."""
     gamma: jax.Array
     """[B, T, Hv] float32, the cumulative sum of g within the chunk."""
+    vd: jax.Array | None = None
+    """As of `ChunkStates`, unless backward is to compute it again; where operands are split, only with h."""
     between: Between | None = None
     """Where sequences have been cut into pieces, unless backward is to compute it again."""
-    chunk_states: ChunkStates | None = None
-    """Where the caller wants them kept, of the same pieces or of whole sequences."""
+    h: jax.Array | None = None
+    """As of `ChunkStates`, where the caller wants it kept, of the same pieces or of whole sequences; with vd."""
     lengths: Lengths | None = None
     """Where "cuda" normalises q and k (`keeps_lengths`)."""
 
@@ -138,6 +148,14 @@ def splits(precision: Any, dtype: Any) -> bool:
     """Whether the kernels take what meets a chunk's inverse as the sum of two numbers (kernels/common.py): with HIGH
     precision in bfloat16. The numbers of float16 are an eighth as far apart as those of bfloat16, and are not split."""
     return precision_of_kernels(precision) == jax.lax.Precision.HIGH and jnp.dtype(dtype) == jnp.bfloat16
+
+
+def keeping(save_chunk_states: bool | None, precision: Any, dtype: Any) -> Keep:
+    """What the option of the public functions asks for, with q, k and v of this dtype: None is Vd, but nothing where
+    operands are split, for no kernel computes h from it then."""
+    if save_chunk_states is None:
+        return "nothing" if splits(precision, dtype) else "vd"
+    return "states" if save_chunk_states else "nothing"
 
 
 class Pieces(NamedTuple):

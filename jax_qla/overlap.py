@@ -53,7 +53,7 @@ def uses_early(step: Step, operand: str) -> bool:
         if awaits == forward.STATE:
             return operand != "initial_state"
         return awaits == forward.NOTHING or operand not in _OF_PREPARE
-    if step.kernel == "states":
+    if step.kernel in ("states", "states_from_vd"):
         return step.scalars["awaits"] == states.NOTHING
     if step.kernel == "state_gradients":
         return step.scalars["awaits"] == state_gradients.NOTHING or operand not in _OF_STATE

@@ -144,13 +144,14 @@ def neighbours(kernel: str, value_tile: int, value_dim: int) -> int:
 
     Halves of heads in `states`, beside those in `state_gradients`, are 10 to 14 % faster for it, whole heads in
     `forward`, which share key heads, 1 to 2 %; of other recurrences nothing was gained (docs/performance.md).
+    `states_from_vd` is taken to be like `states`.
 
     Args:
         kernel: module of jax_qla.kernels.
         value_tile, value_dim: value columns of a block, and V.
     """
     halves = value_tile < value_dim
-    return 2 if kernel in (("states", "state_gradients") if halves else ("forward",)) else 1
+    return 2 if kernel in (("states", "states_from_vd", "state_gradients") if halves else ("forward",)) else 1
 
 
 def summarised_alone(responses: int, transitions: int, heads: int, key_dim: int, value_dim: int) -> bool:
@@ -207,6 +208,7 @@ def head_groups(
     value_dim: int,
     *,
     with_states: bool = False,
+    with_vd: bool = False,
 ) -> int:
     """Groups of heads that the backward pass computes one after the other. Most of its memory, the states before every
     chunk and their gradients, is that of one group.
@@ -219,7 +221,8 @@ def head_groups(
         chunks: of all sequences.
         recurrences: of a head: sequences, or the pieces of them that are computed side by side.
         key_heads, value_heads, key_dim, value_dim: Hk, Hv, K and V.
-        with_states: whether the states before every chunk have been kept, of all heads, so that `states` does not run.
+        with_states: whether the states before every chunk have been kept, of all heads, so that nothing computes them.
+        with_vd: whether Vd has been kept, of all heads.
     """
     if override := os.environ.get(GROUPS_OVERRIDE):
         if not override.isdecimal() or int(override) == 0:
@@ -238,7 +241,8 @@ def head_groups(
     given = 4 * (key_heads * key_dim + value_heads * value_dim) + 8 * value_heads
 
     def takes(groups: int) -> float:
-        return value_heads * CHUNK + value_heads * (2 * key_dim * value_dim / CHUNK + value_dim) / groups
+        vd = value_dim if with_vd else value_dim / groups
+        return value_heads * (CHUNK + vd + 2 * key_dim * value_dim / CHUNK / groups)
 
     groups = max(n for n in _divisors(key_heads) if n == 1 or fill(together, n))
     if takes(groups) > given and tile < value_dim and not with_states:

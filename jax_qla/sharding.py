@@ -34,7 +34,17 @@ from jax.sharding import PartitionSpec as P
 
 from jax_qla import context_parallel, dispatch, policy
 from jax_qla.context_parallel import Axes, Carry
-from jax_qla.implementations import Between, Choice, ChunkStates, Lengths, Pieces, Residuals, keeps_lengths, splits
+from jax_qla.implementations import (
+    Between,
+    Choice,
+    Keep,
+    Lengths,
+    Pieces,
+    Residuals,
+    keeping,
+    keeps_lengths,
+    splits,
+)
 from jax_qla.refusal import refuse_sharded_export
 from jax_qla.segments import segments_from_segment_ids
 
@@ -53,14 +63,15 @@ class MeshAxes(NamedTuple):
 OPERANDS = ("bthk", "bthk", "btHv", "btH", "btH")
 """Shapes of q, k, v, g and beta."""
 
-_OF_ROWS, _OF_PIECES, _OF_CHUNKS, _OF_LENGTHS = (
+_OF_ROWS, _OF_VD, _OF_PIECES, _OF_CHUNKS, _OF_LENGTHS = (
     ("Hbtc", "btH"),
+    ("btHv",),
     ("pHkv", "pHyz", "pH"),
-    ("pHxvk", "pHv"),
+    ("pHxvk",),
     ("bth", "bth"),
 )
-"""Shapes of what `Residuals` holds, all but the first perhaps not (`_residual_dims`): p are all pieces, chunks or rows
-of a device, by batch and sequence."""
+"""Shapes of what `Residuals` holds, all but the first perhaps not (`_residual_dims`): p are all pieces or chunks of a
+device, by batch and sequence."""
 _CARRY = ("sbHkv", "sbHkj", "sbHkv", "sbHyz", "sbH")
 """Shapes of what `Carry` holds, the last three perhaps not. Pieces go with the rows of the batch that they are of."""
 
@@ -505,13 +516,13 @@ def forward(
     with_residuals: bool,
     l2norm: bool = False,
     precision: Any = None,
-    keep: bool = False,
+    keep: Keep = "nothing",
 ) -> tuple[jax.Array, jax.Array | None, Residuals | None, Carry | None]:
     """o, final_state, residuals and what the backward needs of the exchange between the shards of the sequence.
 
     Shapes are those of `context_parallel`, of the whole batch as the caller sees it. Where `layout` says that the
-    caller has cut the sequence (`manual_sequence`), final_state is this device's summand of it. `keep`: whether
-    residuals are to have the states before all chunks; they have unless the compiler may cut the operands.
+    caller has cut the sequence (`manual_sequence`), final_state is this device's summand of it. `keep`: what
+    residuals are to have of vd and h; h they have only where the compiler may not cut the operands.
     """
     # In Auto mode nothing can leave whose size is the number of shards: the backward repeats the exchange.
     exchanged = bool(layout.sequence) and not layout.alone
@@ -519,71 +530,82 @@ def forward(
     with_residuals = with_residuals and choice.on_cuda == "cuda"
     piece_rows = None
     # Nor can what lies between pieces of sequences that the compiler may cut. Those of a dense shard are in the carry.
-    keep = keep and with_residuals and not layout.automatic
+    without_h = keeping(None, precision, q.dtype)
+    if not with_residuals:
+        keep = "nothing"
+    elif layout.automatic and keep == "states":
+        keep = without_h
     if with_residuals and not layout.automatic and not (exchanged and segments is None):
         sizes, of_part = _part(layout, k, v, segments)
         of_part |= {"split": splits(precision, q.dtype), "asked_rows": choice.piece_rows}
-        keep = keep and policy.keeps_states(*sizes, **of_part)
-        piece_rows = policy.kept_rows(*sizes, **of_part, with_states=keep)
+        if keep == "states" and not policy.keeps_states(*sizes, **of_part):
+            keep = without_h
+        piece_rows = policy.kept_rows(*sizes, **of_part, with_states=keep == "states")
     with_lengths = keeps_lengths(choice, q.dtype, l2norm)
-    residual_dims = _residual_dims(piece_rows is not None, keep, with_lengths)
     carry_dims = _CARRY if with_residuals and segments is None else _CARRY[:2]
     states = _state_dims(segments)
 
-    def local(axes: Axes, *operands: Any) -> tuple[jax.Array, ...]:
-        o, final_state, residuals, carry = context_parallel.forward(
-            *operands,
-            axes=() if layout.alone else axes,
-            choice=choice,
-            scale=scale,
-            output_final_state=output_final_state,
-            with_residuals=with_residuals,
-            piece_rows=piece_rows,
-            l2norm=l2norm,
-            precision=precision,
-            keep=keep,
-        )
-        kept = (x[None] for x in jax.tree.leaves(carry)) if with_carry else ()
-        return o, *([final_state] if output_final_state else []), *jax.tree.leaves(residuals), *kept
+    def keeping_so(keep: Keep) -> Callable[..., tuple[Any, ...]]:
+        def local(axes: Axes, *operands: Any) -> tuple[jax.Array, ...]:
+            o, final_state, residuals, carry = context_parallel.forward(
+                *operands,
+                axes=() if layout.alone else axes,
+                choice=choice,
+                scale=scale,
+                output_final_state=output_final_state,
+                with_residuals=with_residuals,
+                piece_rows=piece_rows,
+                l2norm=l2norm,
+                precision=precision,
+                keep=keep,
+            )
+            kept = (x[None] for x in jax.tree.leaves(carry)) if with_carry else ()
+            return o, *([final_state] if output_final_state else []), *jax.tree.leaves(residuals), *kept
 
-    out_dims: tuple[str, ...] = ("btHv",)
-    sums: tuple[bool, ...] = (False,)
-    for wanted, more, is_sum in (
-        (output_final_state, (states,), True),
-        (with_residuals, residual_dims, False),
-        (with_carry, carry_dims, False),
-    ):
-        if wanted:
-            out_dims, sums = out_dims + more, sums + (is_sum,) * len(more)
-    results = list(
-        _spread(
-            layout,
-            local,
-            (q, k, v, g, beta, initial_state, segments),
-            (*OPERANDS, states, "bne"),
-            out_dims,
-            sums,
-            (q.shape[-2], v.shape[-2]),
-        )
-    )
-    o = results.pop(0)
-    final_state = results.pop(0) if output_final_state else None
-    residuals = None
-    if with_residuals:
-        found, results = iter(results[: len(residual_dims)]), results[len(residual_dims) :]
-        residuals = Residuals(next(found), next(found))
-        if piece_rows is not None:
-            residuals = residuals._replace(between=Between(*(next(found) for _ in _OF_PIECES)))
-        if keep:
-            residuals = residuals._replace(chunk_states=ChunkStates(next(found), next(found)))
-        if with_lengths:
-            residuals = residuals._replace(lengths=Lengths(*found))
-    return o, final_state, residuals, _carry(results) if with_carry else None
+        residual_dims = _residual_dims(keep != "nothing", piece_rows is not None, keep == "states", with_lengths)
+        out_dims: tuple[str, ...] = ("btHv",)
+        sums: tuple[bool, ...] = (False,)
+        for wanted, more, is_sum in (
+            (output_final_state, (states,), True),
+            (with_residuals, residual_dims, False),
+            (with_carry, carry_dims, False),
+        ):
+            if wanted:
+                out_dims, sums = out_dims + more, sums + (is_sum,) * len(more)
+
+        def everywhere(*operands: Any) -> tuple[Any, ...]:
+            heads = (q.shape[-2], v.shape[-2])
+            results = list(_spread(layout, local, operands, (*OPERANDS, states, "bne"), out_dims, sums, heads))
+            o = results.pop(0)
+            final_state = results.pop(0) if output_final_state else None
+            residuals = None
+            if with_residuals:
+                found, results = iter(results[: len(residual_dims)]), results[len(residual_dims) :]
+                residuals = Residuals(next(found), next(found))
+                if keep != "nothing":
+                    residuals = residuals._replace(vd=next(found))
+                if piece_rows is not None:
+                    residuals = residuals._replace(between=Between(*(next(found) for _ in _OF_PIECES)))
+                if keep == "states":
+                    residuals = residuals._replace(h=next(found))
+                if with_lengths:
+                    residuals = residuals._replace(lengths=Lengths(*found))
+            return o, final_state, residuals, _carry(results) if with_carry else None
+
+        return everywhere
+
+    operands = (q, k, v, g, beta, initial_state, segments)
+    if layout.automatic and keep != "nothing":
+        # What the compiler partitions is one operation to JAX, which does not look inside for what nobody uses.
+        o, final_state, residuals, carry = dispatch.kept_if_used(keeping_so(keep), keeping_so("nothing"), operands)
+    else:
+        o, final_state, residuals, carry = keeping_so(keep)(*operands)
+    return o, final_state, residuals, carry
 
 
-def _residual_dims(between: bool, chunk_states: bool, lengths: bool) -> tuple[str, ...]:
+def _residual_dims(vd: bool, between: bool, h: bool, lengths: bool) -> tuple[str, ...]:
     """Shapes of the arrays of `Residuals`, by which of those that may be missing are there."""
-    return _OF_ROWS + _OF_PIECES * between + _OF_CHUNKS * chunk_states + _OF_LENGTHS * lengths
+    return _OF_ROWS + _OF_VD * vd + _OF_PIECES * between + _OF_CHUNKS * h + _OF_LENGTHS * lengths
 
 
 def _part(
@@ -633,7 +655,9 @@ def backward(
     stateful = initial_state is not None
     kept = None if carry is None else tuple(jax.tree.leaves(carry))
     if residuals is not None and layout.automatic:
-        residuals = residuals._replace(between=None, chunk_states=None)
+        residuals = residuals._replace(between=None, h=None)
+        if splits(precision, q.dtype):  # two numbers are of use with h only
+            residuals = residuals._replace(vd=None)
     residual_dims: tuple[str, ...] = ()
     if residuals is not None:
         residual_dims = _residual_dims(*(x is not None for x in residuals[2:]))

@@ -1,15 +1,16 @@
 """The derivative of the gated delta rule: what is saved, what is recomputed, what is refused.
 
 Reverse mode only. Between forward and backward live the operands (q, k, v, g, beta, initial_state, segments: no copies,
-and none normalised) and, where the program may be lowered for the CUDA kernels, the residuals a [Hv, B, T, 64] of
-16 bits ([Hv, B, T, 128] in bfloat16 with precision="high") and gamma [B, T, Hv] in float32 and, where these kernels
-normalise q and k, the lengths of both, [B, T, Hk] in float32 each; the chunk states are recomputed. Where one card
-computes long sequences in pieces (policy.py), so do the state before each piece and its transition, 4 K (V + K) bytes
-per piece and value head (128 KiB at K = V = 128: 8 pieces of 32 heads take 32 MiB), so that the backward pass need not
-summarise the pieces again. (The chunk states, 768 bytes per token and value head at K = V = 128, if
-`save_chunk_states` asks for them.) It does where the compiler may spread the call over several devices, so that the
-number of pieces is not known in time: in Auto meshes without names, and without a mesh where JAX sees several. "xla"
-recomputes everything and saves no residuals.
+and none normalised) and, where the program may be lowered for the CUDA kernels, the residuals a [Hv, B, T, 64] of 16
+bits ([Hv, B, T, 128] in bfloat16 with precision="high"), gamma [B, T, Hv] in float32, Vd [B, T, Hv, V] in v's dtype,
+what each token writes to the state, and, where these kernels normalise q and k, the lengths of both, [B, T, Hk] in
+float32 each; from k, gamma and Vd the states before all chunks are recomputed. (`save_chunk_states=True` keeps these
+too, 768 bytes per token and value head with Vd at K = V = 128; False keeps neither, and nor does None with
+precision="high" in bfloat16.) Where one card computes long sequences in pieces (policy.py), so do the state before each
+piece and its transition, 4 K (V + K) bytes per piece and value head (128 KiB at K = V = 128: 8 pieces of 32 heads take
+32 MiB), so that the backward pass need not summarise the pieces again. It does where the compiler may spread the call
+over several devices, so that the number of pieces is not known in time: in Auto meshes without names, and without a
+mesh where JAX sees several. "xla" recomputes everything and saves no residuals.
 
 Where the sequence is sharded, a device keeps the state before its tokens and their transition, [K, V + K] in float32
 per value head and row of the batch, so that the backward pass need not repeat the exchange (in Auto meshes it does);
@@ -18,8 +19,10 @@ and for the CUDA kernels as much of every piece of a dense batch.
 Inside `jax.checkpoint` the residuals and the results carry names (`CHECKPOINT_NAMES`), by which a policy such as
 `jax.checkpoint_policies.save_only_these_names(*jax_qla.CHECKPOINT_NAMES)` keeps them and so spares a second forward;
 without such a policy the forward runs again. At K = V = 128 these are, in bytes per token and value head: a 128, gamma
-4, o 256, the chunk states 768; the lengths are 8 per token and key head. Where a call asks for the chunk states and the
-policy does not keep them, only the forward pass that runs again writes them (`if_used.py`).
+4, Vd 256, o 256, the chunk states, if kept, 512; the lengths are 8 per token and key head. Of what a call keeps the
+policy must name all, for the forward runs as a whole: where it names `RESIDUAL_NAMES` but not Vd, the forward runs
+again for Vd alone, so such a policy wants `save_chunk_states=False`, or to name Vd too. What the policy does not keep
+of Vd and the chunk states is written only by the forward pass that runs again (`if_used.py`).
 """
 
 from __future__ import annotations
@@ -34,7 +37,7 @@ from jax.custom_derivatives import SymbolicZero, custom_vjp_primal_tree_values
 
 from jax_qla import dispatch, sharding
 from jax_qla.context_parallel import Carry
-from jax_qla.implementations import Choice, ChunkStates, Residuals
+from jax_qla.implementations import Choice, Keep, Residuals
 from jax_qla.refusal import refuse
 
 RESIDUAL_NAMES = ("gated_delta_rule_a", "gated_delta_rule_gamma", "gated_delta_rule_lengths")
@@ -48,7 +51,8 @@ CARRY_NAMES = ("gated_delta_rule_incoming", "gated_delta_rule_transition", "gate
 last is also that of what is kept of the pieces of a whole sequence, which come with the residuals."""
 
 CHUNK_STATE_NAMES = ("gated_delta_rule_h", "gated_delta_rule_vd")
-"""`checkpoint_name` of the states before all chunks and of what each token writes, with `save_chunk_states`."""
+"""`checkpoint_name` of the states before all chunks, with `save_chunk_states=True`, and of what each token writes, also
+without."""
 
 CHECKPOINT_NAMES = RESIDUAL_NAMES + CARRY_NAMES + CHUNK_STATE_NAMES + RESULT_NAMES
 """All names. With all of them saved, `jax.checkpoint` never runs the forward again."""
@@ -65,8 +69,8 @@ class Options:
     """Whether q and k are to be normalised."""
     precision: Any = None
     layout: sharding.Layout = sharding.LOCAL
-    keep: bool = False
-    """Whether to keep the states before all chunks."""
+    keep: Keep = "nothing"
+    """What to keep of Vd and the states before all chunks."""
 
 
 def gated_delta_rule(
@@ -128,15 +132,13 @@ def _gated_delta_rule_fwd(options: Options, *primals: Any) -> tuple[Any, Any]:
     operands = custom_vjp_primal_tree_values(primals)
     o, final_state, residuals, carry = _forward(options, operands, with_residuals=True)
     if residuals is not None:
-        a, gamma, between, states, lengths = residuals
-        if states is not None:
-            states = ChunkStates(*map(checkpoint_name, states, CHUNK_STATE_NAMES))
         residuals = Residuals(
-            checkpoint_name(a, RESIDUAL_NAMES[0]),
-            checkpoint_name(gamma, RESIDUAL_NAMES[1]),
-            checkpoint_name(between, CARRY_NAMES[2]),
-            states,
-            checkpoint_name(lengths, RESIDUAL_NAMES[2]),
+            a=checkpoint_name(residuals.a, RESIDUAL_NAMES[0]),
+            gamma=checkpoint_name(residuals.gamma, RESIDUAL_NAMES[1]),
+            vd=checkpoint_name(residuals.vd, CHUNK_STATE_NAMES[1]),
+            between=checkpoint_name(residuals.between, CARRY_NAMES[2]),
+            h=checkpoint_name(residuals.h, CHUNK_STATE_NAMES[0]),
+            lengths=checkpoint_name(residuals.lengths, RESIDUAL_NAMES[2]),
         )
     if carry is not None:
         carry = Carry(*map(checkpoint_name, carry, CARRY_NAMES))

@@ -30,7 +30,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jax_qla.implementations import Between, ChunkStates, Lengths, Pieces, Residuals
+from jax_qla.implementations import KEPT, Between, ChunkStates, Keep, Lengths, Pieces, Residuals
 from jax_qla.kernels.common import CHUNK, MIN_LOG_DECAY
 from jax_qla.policy import Cut
 from jax_qla.segments import chunk_table, first_slot, piece_count
@@ -317,7 +317,7 @@ def forward(
     piece_rows: int | None = None,
     precision: Precision = None,
     asked_rows: int | None = None,
-    keep: bool = False,
+    keep: Keep = "nothing",
     with_lengths: bool = False,
 ) -> tuple[jax.Array, jax.Array | None, Residuals | None]:
     """The chunked forward pass.
@@ -333,7 +333,7 @@ def forward(
         piece_rows: how "cuda" cuts the sequences, if it keeps what it finds of the pieces.
         precision: of the matrix products; None chooses as the module says.
         asked_rows: not read: nothing is cut.
-        keep: whether "cuda" keeps the states before all chunks.
+        keep: what "cuda" keeps of vd and h.
         with_lengths: whether it keeps lengths of q and k.
 
     Returns:
@@ -350,7 +350,7 @@ def forward(
     elif cut is not None:
         parts = sequences * (cut.pieces + 2)
     kept = Residuals.shapes(v, precision)
-    kept_states = ChunkStates.shapes(parts, v, k_dim, precision) if keep else None
+    kept_states = ChunkStates.shapes(parts, v, k_dim, precision)
     precision = _precision(precision, v)
     state_shape = (sequences, *heads, k_dim, v_dim)
     zero = _zero(q, k, v, g, beta, initial_state)
@@ -396,8 +396,8 @@ def forward(
         if piece_rows is not None:
             of_pieces = _filled(Between.shapes(parts, value_heads, k_dim, v_dim), zero)
             empty = empty._replace(between=Between(**of_pieces))
-        if kept_states is not None:
-            empty = empty._replace(chunk_states=ChunkStates(**_filled(kept_states, zero)))
+        of_states = _filled({name: kept_states[name] for name in KEPT[keep]}, zero)
+        empty = empty._replace(vd=of_states.get("vd"), h=of_states.get("h"))
     if not output_final_state or final is None:
         return o, None, empty
     return o, final.reshape(sequences, value_heads, k_dim, v_dim), empty

@@ -17,7 +17,7 @@ from dataclasses import replace
 from functools import partial
 
 import battery
-from test_cuda import cuda, in_high_precision, test_lying_cu_seqlens_stay_in_bounds, that_keeps
+from test_cuda import cuda, in_high_precision, test_lying_cu_seqlens_stay_in_bounds, that_keeps, that_recomputes
 
 from jax_qla import policy
 
@@ -26,14 +26,16 @@ WIDE = replace(PACKED, key_dim=128, value_dim=128, l2norm=True)
 IN_ONE = replace(PACKED, key_dim=128, value_dim=128)
 FOUR = replace(IN_ONE, value_heads=8)
 MANY_KEY_HEADS = replace(PACKED, key_heads=72, value_heads=72)
-LIES = partial(test_lying_cu_seqlens_stay_in_bounds, [-5, 64, 64, 1 << 30], None, False)
+LIES = partial(test_lying_cu_seqlens_stay_in_bounds, [-5, 64, 64, 1 << 30], None, None)
 
 CALLS: dict[str, tuple[int, Callable[[], object]]] = {
     "whole": (0, partial(battery.run, PACKED, cuda)),
     "whole, states kept": (0, partial(battery.run, PACKED, that_keeps)),
+    "whole, Vd computed again": (0, partial(battery.run, PACKED, that_recomputes)),
     "pieces of 64": (64, partial(battery.run, PACKED, cuda)),
     "pieces of 128": (128, partial(battery.run, PACKED, cuda)),
     "pieces of 128, states kept": (128, partial(battery.run, PACKED, that_keeps)),
+    "pieces of 128, Vd computed again": (128, partial(battery.run, PACKED, that_recomputes)),
     "K = V = 128, normalised": (0, partial(battery.run, WIDE, cuda)),
     "backward pass in one kernel": (0, partial(battery.run, IN_ONE, cuda)),
     "backward pass in one kernel, normalised": (0, partial(battery.run, WIDE, cuda)),

@@ -334,7 +334,7 @@ def test_both_halves() -> None:
 
 
 def test_halves_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of one card the residuals have a third part, which may be left out."""
+    """Of one card the residuals have a fourth part, which may be left out, as the third may."""
     monkeypatch.setenv(policy.OVERRIDE, "64")
     monkeypatch.setattr(jax, "device_count", lambda: 1)
     x = tokens(1, 200)
@@ -343,18 +343,18 @@ def test_halves_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
         for options, parts in (({}, 4), (packed, 200 // 64 + 2)):
             o, _, residuals = jax_qla.chunk_gated_delta_rule_fwd(*x, **options)
             assert residuals is not None
-            a, gamma, third = residuals
-            assert [len(x) for x in third] == [parts] * 3
+            a, gamma, vd, between = residuals
+            assert [len(x) for x in between] == [parts] * 3
             whole = jax_qla.chunk_gated_delta_rule_bwd(*x, residuals, o, **options)
-            without = jax_qla.chunk_gated_delta_rule_bwd(*x, [a, gamma], o, **options)
-            assert_close(whole, without, 0)
+            for fewer in ([a, gamma], (a, gamma, vd), (a, gamma, None, between)):
+                assert_close(whole, jax_qla.chunk_gated_delta_rule_bwd(*x, fewer, o, **options), 0)
             o, _, residuals = jax_qla.chunk_gated_delta_rule_fwd(*(y[:, :64] for y in x))
             assert residuals is not None
-            assert len(residuals) == 2  # nothing is cut
+            assert len(residuals) == 3  # nothing is cut
         for wrong, error, sentence in (
-            ((a, gamma, 1), TypeError, r"residuals\[2\] must be what .* or be left out, got int"),
-            ((a, gamma, (*third[:2], third[2][:2])), ValueError, r"residuals\[2\]\[2\] must have shape"),
-            ((a, gamma, [x[:2] for x in third]), ValueError, "the residuals are of 2 pieces"),
+            ((a, gamma, vd, 1), TypeError, r"residuals\[3\] must be what .* or be left out, got int"),
+            ((a, gamma, None, (*between[:2], between[2][:2])), ValueError, r"residuals\[3\]\[2\] must have shape"),
+            ((a, gamma, vd, [x[:2] for x in between]), ValueError, "the residuals are of 2 pieces"),
         ):
             with pytest.raises(error, match=sentence):
                 jax_qla.chunk_gated_delta_rule_bwd(*x, wrong, jnp.zeros_like(x[2]), **packed)
@@ -362,32 +362,44 @@ def test_halves_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("rows", ["0", "64"], ids=["whole", "in pieces"])
 def test_halves_that_save_chunk_states(rows: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """They are the fourth part of the residuals, and may be left out."""
+    """The states are the fifth part of the residuals, Vd is the third, and they may be left out."""
     monkeypatch.setenv(policy.OVERRIDE, rows)
     monkeypatch.setattr(jax, "device_count", lambda: 1)
     x = tokens(1, 200)
     packed = {"cu_seqlens": jnp.array([0, 20, 70], jnp.int32)}
     for options, parts in (({}, 4 if rows == "64" else 1), (packed, 200 // 64 + 2 if rows == "64" else 2)):
         with stand_in.kernels():
+            for save in (False, None):
+                _, _, residuals = jax_qla.chunk_gated_delta_rule_fwd(*x, **options, save_chunk_states=save)
+                present = [True, True, save is None, True] if rows == "64" else [True] * (2 + (save is None))
+                assert [y is not None for y in residuals or ()] == present
             o, _, residuals = jax_qla.chunk_gated_delta_rule_fwd(*x, **options, save_chunk_states=True)
             assert residuals is not None
-            a, gamma, between, (h, vd) = residuals
+            a, gamma, vd, between, h = residuals
             assert (between is None) == (rows == "0")
             assert h.shape == (200 // 64 + parts, x[2].shape[2], 1, x[2].shape[3], x[0].shape[3])
-            assert vd.shape == (200, *x[2].shape[2:])
+            assert (vd.shape, vd.dtype) == (x[2].shape, x[2].dtype)
             saved = jax_qla.chunk_gated_delta_rule_bwd(*x, residuals, o, **options)
-            for fewer in ([a, gamma], residuals[:3]):
+            for fewer in ([a, gamma], (a, gamma, vd), residuals[:4], (a, gamma, None, between, None)):
                 assert_close(saved, jax_qla.chunk_gated_delta_rule_bwd(*x, fewer, o, **options), 0)
             for wrong, error, sentence in (
-                (h, TypeError, r"residuals\[3\] must be what .* or be left out, got ArrayImpl"),
-                ((h, vd[:5]), ValueError, r"residuals\[3\]\[1\] must have shape"),
-                ((h[:, :1], vd), ValueError, r"residuals\[3\]\[0\] must have shape"),
-                ((h[1:], vd), ValueError, r"residuals\[3\]\[0\] must have shape .* residuals\[2\] where that was"),
+                ((vd, 1), TypeError, r"residuals\[4\] must be an array, got int"),
+                ((1, h), TypeError, r"residuals\[2\] must be an array, got int"),
+                ((vd[:, :5], h), ValueError, r"residuals\[2\] must have shape .*, \[B, T, Hv, \d+\]"),
+                ((vd, h[:, :1]), ValueError, r"residuals\[4\] must have shape"),
+                ((vd, h[1:]), ValueError, r"residuals\[4\] must have shape .* residuals\[3\] where that was"),
+                ((None, h), ValueError, r"residuals\[2\] is None but residuals\[4\] is not"),
             ):
+                given = (a, gamma, wrong[0], between, wrong[1])
                 with pytest.raises(error, match=sentence):
-                    jax_qla.chunk_gated_delta_rule_bwd(*x, (a, gamma, between, wrong), o, **options)
-        _, _, residuals = jax_qla.chunk_gated_delta_rule_fwd(*x, **options, save_chunk_states=True)
-        assert residuals is None  # "xla" saves nothing
+                    jax_qla.chunk_gated_delta_rule_bwd(*x, given, o, **options)
+            with pytest.raises(
+                TypeError, match="residuals must be what chunk_gated_delta_rule_fwd returned, got tuple"
+            ):
+                jax_qla.chunk_gated_delta_rule_bwd(*x, (*residuals, None), o, **options)
+        for save in (None, True):
+            _, _, residuals = jax_qla.chunk_gated_delta_rule_fwd(*x, **options, save_chunk_states=save)
+            assert residuals is None  # "xla" saves nothing
 
 
 def test_halves_in_pieces_that_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -399,13 +411,13 @@ def test_halves_in_pieces_that_are_asked_for(monkeypatch: pytest.MonkeyPatch) ->
         for piece_rows, parts in ((64, 4), (128, 2)):
             o, _, residuals = jax_qla.chunk_gated_delta_rule_fwd(*x, piece_rows=piece_rows)
             assert residuals is not None
-            assert [len(y) for y in residuals[2]] == [parts] * 3
+            assert [len(y) for y in residuals[3]] == [parts] * 3
             found = jax_qla.chunk_gated_delta_rule_bwd(*x, residuals, o, piece_rows=piece_rows)
             assert_close(found, jax_qla.chunk_gated_delta_rule_bwd(*x, residuals, o), 0)
             for other in (0, 192 - piece_rows):
                 with pytest.raises(ValueError, match=f"are of {parts} pieces, .* not those of piece_rows={other}"):
                     jax_qla.chunk_gated_delta_rule_bwd(*x, residuals, o, piece_rows=other)
-        assert len(jax_qla.chunk_gated_delta_rule_fwd(*x, piece_rows=0)[2] or ()) == 2
+        assert len(jax_qla.chunk_gated_delta_rule_fwd(*x, piece_rows=0)[2] or ()) == 3
 
 
 def test_recurrent_continues() -> None:

@@ -15,7 +15,17 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import stand_in
-from test_cuda import CASES, IDENTICAL, LIMITS, MISSED, OWN_KEYS, cuda, same_in_poisoned_memory, that_keeps
+from test_cuda import (
+    CASES,
+    IDENTICAL,
+    LIMITS,
+    MISSED,
+    OWN_KEYS,
+    cuda,
+    same_in_poisoned_memory,
+    that_keeps,
+    that_recomputes,
+)
 
 import jax_qla
 from jax_qla import cuda as cuda_kernels
@@ -100,9 +110,22 @@ def test_in_pieces(case: battery.Case, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("_in_one")
+@pytest.mark.parametrize("case", [GAPS, OWN_KEYS_NORMALISED], ids=str)
+def test_that_recomputes(case: battery.Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(policy.OVERRIDE, "0")
+    battery.check(case, that_recomputes, LIMITS)
+
+
+@pytest.mark.usefixtures("_in_one")
 @pytest.mark.parametrize("groups", ["1", "2", "5"])
-@pytest.mark.parametrize("function", [cuda, that_keeps], ids=["anew", "states kept"])
-@pytest.mark.parametrize("case", [MANY, GAPS, OWN_KEYS], ids=str)
+@pytest.mark.parametrize(
+    ("case", "function"),
+    [
+        *((case, function) for case in (MANY, GAPS, OWN_KEYS) for function in (cuda, that_keeps)),
+        (GAPS, that_recomputes),
+    ],
+    ids=[f"{case}-{way}" for case in (MANY, GAPS, OWN_KEYS) for way in ("Vd kept", "states kept")] + [f"{GAPS}-anew"],
+)
 def test_the_same_bits(
     case: battery.Case, function: battery.Function, groups: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -33,6 +33,7 @@ KERNELS = {
     "prepare": 128,
     "forward": 512,
     "states": 384,
+    "states_from_vd": 384,
     "state_gradients": 512,
     "gradients": 512,
     "summaries": 256,
@@ -62,11 +63,15 @@ def configurations() -> list[Any]:
             options += [{"value_tile": 64}, {"key_dim": 64, "value_dim": 64, "value_tile": 64, "l2norm": True}]
         elif name != "prepare":
             options += [{"key_dim": 64, "value_dim": 64}]
+        if name == "states_from_vd":
+            options = [{}, {"value_tile": 64}, {"key_dim": 64, "value_dim": 64, "value_tile": 64}]
         if name == "forward":
-            options += [{"keep": True, **option} for option in options]
+            keeping = {keep: [{"keep": keep, **option} for option in options] for keep in ("vd", "states")}
+            options += [x for x in keeping["vd"] if "split" not in x] + keeping["states"]
         for option in options:
             # Beside one warpgroup of state there is one with a warp that sends, but where the states are kept.
-            size = threads - 128 * (option.get("value_tile") == 64 and option.get("keep", False))
+            alone = option.get("keep") == "states" or name == "states_from_vd"
+            size = threads - 128 * (option.get("value_tile") == 64 and alone)
             if name == "compose":  # 16 rows a warp
                 size = option.get("key_dim", 128) * 2 + 32
             found.append(pytest.param(name, size, option, id=f"{name} {option}"))
@@ -83,6 +88,7 @@ def test_no_order_of_events_stops_a_kernel(
         sizes = dict.fromkeys(("sequences", "initial_states", "final_states", "cut_sequences"), 1) | {
             "heads": key_heads * ratio,
             "kept_heads": key_heads * ratio,
+            "vd_heads": key_heads * ratio,
             "cut_pieces": 2,
             "tokens": max(chunks, 1) * CHUNK,
             "key_heads": key_heads,
@@ -117,6 +123,9 @@ WAITING = [
     ("state_gradients", {}, {"awaits": state_gradients.NOTHING}),
     ("forward", {"value_tile": 64}, {"awaits": forward.STATE}),
     ("states", {"value_tile": 64}, {"awaits": states.NOTHING}),
+    ("states_from_vd", {}, {"awaits": states.EVERYTHING}),
+    ("states_from_vd", {}, {"awaits": states.NOTHING}),
+    ("forward", {"value_tile": 64, "keep": "vd"}, {"awaits": forward.PREPARED}),
     ("state_gradients", {"value_tile": 64}, {"awaits": state_gradients.STATE}),
     ("gradients", {}, {"group": 1}),
 ]
@@ -138,6 +147,7 @@ def test_who_has_waited_when_the_next_kernel_may_begin(
             "value_heads",
             "heads",
             "kept_heads",
+            "vd_heads",
             "cut_sequences",
         ),
         1,

@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import battery
@@ -48,10 +48,11 @@ def cuda(
     scale: float,
     l2norm: bool = False,
     precision: str | None = None,
-    keep: bool = False,
+    save: bool | None = None,
 ) -> Any:
-    """The kernels as a function of the battery's signature."""
+    """The kernels as a function of the battery's signature; `save` is the API's `save_chunk_states`."""
     choice = implementations.choose(q, k, v, implementation="cuda", precision=precision)
+    keep = implementations.keeping(save, precision, q.dtype)
     options = vjp.Options(choice, scale, output_final_state=True, l2norm=l2norm, precision=precision, keep=keep)
     if segments is None:
         return vjp.gated_delta_rule(options, q, k, v, g, beta, initial_state, None)
@@ -65,8 +66,11 @@ def cuda(
 in_high_precision = functools.partial(cuda, precision="high")
 """The same with what meets the inverse as sums of two numbers."""
 
-that_keeps = functools.partial(cuda, keep=True)
+that_keeps = functools.partial(cuda, save=True)
 """The same with the states before all chunks kept for the backward pass."""
+
+that_recomputes = functools.partial(cuda, save=False)
+"""The same with these and Vd computed again in the backward pass."""
 
 
 def _cases() -> Iterator[battery.Case]:
@@ -169,14 +173,33 @@ def test_battery_with_states_kept(
     measured[name] = battery.check(case, functools.partial(that_keeps, precision=precision), limits)
 
 
-BOTH_PRECISIONS = pytest.mark.parametrize("function", [cuda, in_high_precision], ids=["default", "high"])
-THREE_WAYS = pytest.mark.parametrize(
-    "function", [cuda, in_high_precision, that_keeps], ids=["default", "high", "states kept"]
+_RECOMPUTED = (
+    *("length 65", "length 65, K and V 128", "packed, gaps of NaN, K and V 128", "ratio 1, K 64, V 128, batch 2"),
+    *("ratio 4, K 128, V 64", "float16", "normalised, some keys zero", MANY_HEADS.name, CASES[-1].name),
+    NORMALISED.name,
 )
 
 
-@THREE_WAYS
-@pytest.mark.parametrize("case", [MANY_HEADS, LAST_IN_HALVES, OWN_KEYS, CASES[-1], NORMALISED], ids=str)
+@pytest.mark.parametrize("case", [case for case in (*CASES, NORMALISED) if case.name in _RECOMPUTED], ids=str)
+def test_battery_that_recomputes(case: battery.Case, measured: dict[str, dict[str, battery.Error]]) -> None:
+    """Vd too, which is else kept. In high precision nothing is kept anyway."""
+    name = f"{case}, Vd computed again, rows of a piece: {os.environ[policy.OVERRIDE]}"
+    measured[name] = battery.check(case, that_recomputes, LIMITS)
+
+
+WAYS = {"default": cuda, "high": in_high_precision, "states kept": that_keeps, "Vd computed again": that_recomputes}
+
+
+def _in_ways(cases: Sequence[battery.Case], *ways: str) -> list[Any]:
+    """Cases with each of the functions of these names; the last one of them also with the one that recomputes."""
+    pairs = [(case, way) for case in cases for way in ways] + [(CASES[-1], "Vd computed again")]
+    return [pytest.param(case, WAYS[way], id=f"{case}-{way}") for case, way in pairs]
+
+
+@pytest.mark.parametrize(
+    ("case", "function"),
+    _in_ways([MANY_HEADS, LAST_IN_HALVES, OWN_KEYS, CASES[-1], NORMALISED], "default", "high", "states kept"),
+)
 def test_bitwise_repeatable(case: battery.Case, function: battery.Function) -> None:
     first = battery.run(case, function)
     for _ in range(50):
@@ -184,8 +207,9 @@ def test_bitwise_repeatable(case: battery.Case, function: battery.Function) -> N
         assert all(again[name].tobytes() == first[name].tobytes() for name in first)
 
 
-@BOTH_PRECISIONS
-@pytest.mark.parametrize("case", [MANY_HEADS, LAST_IN_HALVES, CASES[-1], NORMALISED], ids=str)
+@pytest.mark.parametrize(
+    ("case", "function"), _in_ways([MANY_HEADS, LAST_IN_HALVES, CASES[-1], NORMALISED], "default", "high")
+)
 def test_groups_of_heads_give_the_same_bits(
     case: battery.Case, function: battery.Function, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -211,16 +235,18 @@ def same_in_poisoned_memory(case: battery.Case, function: battery.Function, firs
         assert all(again[name].tobytes() == first[name].tobytes() for name in first)
 
 
-@THREE_WAYS
-@pytest.mark.parametrize("case", [CASES[-1], NORMALISED], ids=str)
+@pytest.mark.parametrize(("case", "function"), _in_ways([CASES[-1], NORMALISED], "default", "high", "states kept"))
 def test_poisoned_memory(case: battery.Case, function: battery.Function) -> None:
     same_in_poisoned_memory(case, function, battery.run(case, function))
 
 
-@pytest.mark.parametrize("keep", [False, True], ids=["anew", "states kept"])
-@pytest.mark.parametrize("precision", [None, "high"], ids=["default", "high"])
+@pytest.mark.parametrize(
+    ("precision", "save"),
+    [(None, None), (None, True), (None, False), ("high", None), ("high", True)],
+    ids=["default", "states kept", "Vd computed again", "high", "high, states kept"],
+)
 @pytest.mark.parametrize("cu_seqlens", [[0, 700, 100, 5000], [-5, 64, 64, 1 << 30], [500, 400, 300, 0]])
-def test_lying_cu_seqlens_stay_in_bounds(cu_seqlens: list[int], precision: str | None, keep: bool) -> None:
+def test_lying_cu_seqlens_stay_in_bounds(cu_seqlens: list[int], precision: str | None, save: bool | None) -> None:
     """Under compute-sanitizer this finds any access outside the buffers; here, that the call ends and is finite."""
     x = battery.inputs(MANY_HEADS)
     q, k, v, g, beta = (jnp.asarray(y) for y in x[:5])
@@ -233,7 +259,7 @@ def test_lying_cu_seqlens_stay_in_bounds(cu_seqlens: list[int], precision: str |
             output_final_state=True,
             implementation="cuda",
             precision=precision,
-            save_chunk_states=keep,
+            save_chunk_states=save,
         )
         assert state is not None
         return jnp.sum(o.astype(jnp.float32)) + jnp.sum(state)
@@ -312,11 +338,11 @@ def test_default_is_cuda_and_vmap_and_remat_agree() -> None:
 
 
 @pytest.mark.skipif(len(jax.devices()) < 2, reason="needs several devices")
-@pytest.mark.parametrize("keep", [False, True], ids=["anew", "kept"])
+@pytest.mark.parametrize("save", [None, True, False], ids=["Vd kept", "states kept", "anew"])
 @pytest.mark.parametrize("l2norm", [False, True], ids=["as given", "normalised"])
 @pytest.mark.parametrize(("head_dim", "in_one"), [(64, "0"), (128, "1")], ids=["in three kernels", "in one"])
 def test_a_sequence_over_cards(
-    head_dim: int, in_one: str, l2norm: bool, keep: bool, monkeypatch: pytest.MonkeyPatch
+    head_dim: int, in_one: str, l2norm: bool, save: bool | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A dense one, cut over all of them, against one; what they exchange is rounded elsewhere."""
     monkeypatch.setenv(policy.IN_ONE_OVERRIDE, in_one)
@@ -334,7 +360,7 @@ def test_a_sequence_over_cards(
                 initial_state=x[5],
                 output_final_state=True,
                 use_qk_l2norm_in_kernel=l2norm,
-                save_chunk_states=keep,
+                save_chunk_states=save,
                 implementation="cuda",
                 mesh_axes=axes,
             )

@@ -20,7 +20,7 @@ from jax.sharding import PartitionSpec as P
 import jax_qla
 from jax_qla import MeshAxes, api, cuda, dispatch, implementations, overlap, policy, sharding, vjp, xla
 from jax_qla import segments as tables
-from jax_qla.implementations import Choice
+from jax_qla.implementations import Choice, Keep
 from jax_qla.kernels import forward as forward_kernel
 from jax_qla.kernels import state_gradients as state_gradients_kernel
 from jax_qla.kernels import states as states_kernel
@@ -33,8 +33,9 @@ RESULTS = {
     "summaries": ("response", "transition", "forgotten"),
     "adjoint_summaries": ("adjoint_response",),
     "compose": ("entering",),
-    "forward": ("o", "final_state", "h", "vd"),
+    "forward": ("o", "final_state", "vd", "h"),
     "states": ("h", "vd"),
+    "states_from_vd": ("h",),
     "state_gradients": ("dh", "dv", "d_initial_state"),
     "gradients": ("dq", "dk", "dv", "dg", "dbeta"),
     "backward": ("dq", "dk", "dv", "dg", "dbeta", "d_initial_state"),
@@ -103,13 +104,13 @@ def _compiled(specification: Any, options: tuple[tuple[str, Any], ...], scan: An
     return jax.jit(functools.partial(specification, **dict(options)))
 
 
-OF_SOME_HEADS = {"states": "h", "state_gradients": "dh"}
+OF_SOME_HEADS = {"states": "h", "states_from_vd": "h", "state_gradients": "dh"}
 """Results that have the heads of a launch only."""
 
 OF_PIECES = ("summaries", "adjoint_summaries")
 """Kernels that go by `pieces`. (Specifications go by chunks; no kernel has a table of these.)"""
 
-ALWAYS_A_STATE = ("forward", "states", "state_gradients", "backward")
+ALWAYS_A_STATE = ("forward", "states", "states_from_vd", "state_gradients", "backward")
 """Specifications that want zeros where the kernel takes an empty array."""
 
 OF_KERNELS = Choice("cuda", "cuda", "", "")
@@ -207,9 +208,9 @@ def _of_xla(packed: bool, states: bool) -> tuple[Any, ...]:
 @pytest.mark.parametrize(
     ("rows", "kept", "states"),
     [
-        *(("0", kept, True) for kept in ("nothing", "chunk states")),
-        *(("64", kept, True) for kept in ("nothing", "pieces", "chunk states", "both")),
-        *((rows, kept, False) for rows in ("0", "64") for kept in ("nothing", "both")),
+        *(("0", kept, True) for kept in ("nothing", "vd", "states")),
+        *(("64", kept, True) for kept in ("nothing", "pieces", "vd", "vd, pieces", "states", "states, pieces")),
+        *((rows, kept, False) for rows in ("0", "64") for kept in ("nothing", "vd, pieces", "states, pieces")),
     ],
 )
 @pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
@@ -221,10 +222,12 @@ def test_forward_and_backward(
     x, segments = _case(packed)
     tokens = TOKENS  # of both cases
     sizes = (tokens, len(PACKED) if packed else 2, 4, 16, 8)
-    keep, pieces = kept in ("chunk states", "both"), kept in ("pieces", "both")
+    keep = next((name for name in ("vd", "states") if kept.startswith(name)), "nothing")
+    pieces = kept.endswith("pieces")
     plain: Any = {"ratio": 2, "split": False}
     assert policy.keeps_states(*sizes, **plain, packed=packed)
-    piece_rows = policy.kept_rows(*sizes, **plain, packed=packed, with_states=keep) if pieces else None
+    with_states = keep == "states"
+    piece_rows = policy.kept_rows(*sizes, **plain, packed=packed, with_states=with_states) if pieces else None
     assert piece_rows == (int(rows) or None if pieces else None)
     operands: Any = [x[name] for name in ("q", "k", "v", "g", "beta")]
     state, d_final = (x["initial_state"], x["d_final_state"]) if states else (None, None)
@@ -235,7 +238,7 @@ def test_forward_and_backward(
         options = {"output_final_state": states, "with_residuals": True, "piece_rows": piece_rows, "scale": 0.25}
         o, final, residuals = module.forward(*operands, state, segments, **options, keep=keep)
         assert (residuals.between is None) == (piece_rows is None)
-        assert (residuals.chunk_states is None) != keep
+        assert [residuals.vd is not None, residuals.h is not None] == [keep != "nothing", with_states]
         gradients = module.backward(
             *operands, state, segments, residuals, x["do"], d_final, piece_rows=piece_rows, scale=0.25
         )
@@ -252,9 +255,14 @@ def test_forward_and_backward(
 
 @pytest.mark.parametrize(
     ("rows", "packed", "keep"),
-    [("0", False, False), ("0", True, True), ("64", False, True), ("64", True, False), ("64", True, True)],
+    [
+        *(("0", False, keep) for keep in ("nothing", "vd")),
+        ("0", True, "states"),
+        *(("64", False, keep) for keep in ("vd", "states")),
+        *(("64", True, keep) for keep in ("nothing", "vd", "states")),
+    ],
 )
-def test_groups_of_heads(rows: str, packed: bool, keep: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_groups_of_heads(rows: str, packed: bool, keep: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """One after the other they give what all give together, in less memory."""
     _launch_nothing(monkeypatch)
     monkeypatch.setenv(policy.OVERRIDE, rows)
@@ -262,16 +270,18 @@ def test_groups_of_heads(rows: str, packed: bool, keep: bool, monkeypatch: pytes
     operands: Any = [x[name] for name in ("q", "k", "v", "g", "beta", "initial_state")]
     module: Any = cuda
     sizes = (TOKENS, len(PACKED) if packed else 2, 4, 16, 8)
-    piece_rows = policy.kept_rows(*sizes, ratio=2, split=False, packed=packed, with_states=True) if keep else None
-    of_group = ["dh"] if keep else ["h", "dh", "vd"]
-    end = [name for name in END if not (keep and name == "states")]
+    of_kernels: Any = {"ratio": 2, "split": False, "packed": packed, "with_states": keep == "states"}
+    piece_rows = policy.kept_rows(*sizes, **of_kernels) if keep != "nothing" else None
+    of_group = {"nothing": ["h", "dh", "vd"], "vd": ["h", "dh"], "states": ["dh"]}[keep]
+    end = _end(keep)
     kernels: list[str] = []
     memory: list[int] = []
     early: list[list[bool]] = []
 
     def recording(steps: Sequence[Step], inputs: Any, outputs: Any, *more: Any) -> dict[str, jax.Array]:
-        kernels.extend(step.kernel for step in steps if step.kernel in END)
+        kernels.extend(step.kernel for step in steps if step.kernel in end)
         memory.extend(outputs[name].size for name in of_group)
+        assert not set(outputs) & ({"h", "dh", "vd"} - set(of_group))
         plans = [{"operands": [{"name": name} for name in _named(step.kernel)]} for step in steps]
         early.append(overlap.early_starts(steps, plans, outputs))
         return launch_specifications(steps, inputs, outputs, *more)
@@ -292,7 +302,7 @@ def test_groups_of_heads(rows: str, packed: bool, keep: bool, monkeypatch: pytes
     found = [gradients(groups, operands, segments, residuals) for groups in (1, 2)]
     assert kernels == end * 3
     # `states` waits by itself before it writes where the group before still reads, `state_gradients` does not.
-    assert early[1][-len(end) :] == [not keep, *[True] * (len(end) - 1)]
+    assert early[1][-len(end) :] == [keep != "states", *[True] * (len(end) - 1)]
     assert memory[: len(of_group)] == [2 * size for size in memory[len(of_group) :]]
     for name, a, b in zip(("dq", "dk", "dv", "dg", "dbeta", "d_initial_state"), *found, strict=True):
         _close(a, b, name)
@@ -332,7 +342,7 @@ def _rule(
     layout: sharding.Layout = sharding.LOCAL,
     l2norm: bool = False,
     precision: str | None = None,
-    keep: bool = False,
+    keep: Keep = "nothing",
 ) -> Any:
     """o and final states, differentiable, of the operands of `sharding.forward` up to segments."""
     rule: Any = vjp.gated_delta_rule
@@ -382,29 +392,32 @@ def _of_members(packed: bool, tokens: int, l2norm: bool) -> tuple[Any, ...]:
 @pytest.mark.parametrize(
     ("packed", "forward", "backward", "keep", "tokens"),
     [
-        *((packed, "vmap", "one by one", False, TOKENS) for packed in (False, True)),
-        *((packed, "one by one", "vmap", False, TOKENS) for packed in (False, True)),
-        *((packed, "vmap", "vmap", True, TOKENS) for packed in (False, True)),
-        (False, "vmap", "one by one", True, 448),
-        (False, "one by one", "vmap", True, 448),
-        (True, "one by one", "vmap", True, 448),
+        *((packed, "vmap", "one by one", "nothing", TOKENS) for packed in (False, True)),
+        *((packed, "one by one", "vmap", "nothing", TOKENS) for packed in (False, True)),
+        *((packed, "vmap", "one by one", "vd", TOKENS) for packed in (False, True)),
+        *((packed, "one by one", "vmap", "vd", TOKENS) for packed in (False, True)),
+        *((packed, "vmap", "vmap", "states", TOKENS) for packed in (False, True)),
+        (False, "vmap", "one by one", "states", 448),
+        (False, "one by one", "vmap", "states", 448),
+        (True, "one by one", "vmap", "states", 448),
     ],
 )
 def test_what_is_kept_is_each_members_own(
-    packed: bool, forward: str, backward: str, keep: bool, tokens: int, monkeypatch: pytest.MonkeyPatch
+    packed: bool, forward: str, backward: str, keep: Keep, tokens: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Under `jax.vmap` or not, the residuals of one member are right for another's way of computing gradients. Chunk
     states of all members lie side by side where their tokens are a multiple of a chunk and no packed batch is cut. With
-    these, the kernels normalise q and k, whose lengths are kept too."""
+    these or Vd, the kernels normalise q and k, whose lengths are kept too."""
     monkeypatch.setattr(cuda, "L2NORM_DTYPES", ("float32",))
     operands, segments, cotangents = _batched(packed, MEMBERS, tokens)
     calls = _recorded(monkeypatch)
+    l2norm = keep != "nothing"
     ways: Any = {"vmap": lambda f, *x: jax.vmap(f)(*x), "one by one": _one_by_one}
 
     @functools.partial(jax.jit, static_argnums=0)
     def both(choice: Choice) -> Any:
         def transpose_of(operands: Any, segments: Any) -> Any:
-            return jax.vjp(lambda *x: _rule(choice, *x, segments, keep=keep, l2norm=keep), *operands)
+            return jax.vjp(lambda *x: _rule(choice, *x, segments, keep=keep, l2norm=l2norm), *operands)
 
         results, transpose = ways[forward](transpose_of, operands, segments)
         kept = [x.dtype for x in jax.tree.leaves(transpose) if x.dtype == jnp.bfloat16]
@@ -415,11 +428,11 @@ def test_what_is_kept_is_each_members_own(
     found = both(OF_KERNELS)
     stand_in.forget_traces()
     assert {call[-1] for call in calls} == {"forward", "gradients"}  # each traced more than once
-    assert any("states" in call for call in calls) != keep
+    assert _computing_states(calls) == OF_STATES[keep]
     described = jax.eval_shape(functools.partial(both, OF_XLA))  # which keeps no transitions
     assert jax.tree.map(jnp.shape, described) == jax.tree.map(jnp.shape, found)
     names = ("o", "final_state", "dq", "dk", "dv", "dg", "dbeta", "d_initial_state")
-    for name, a, b in zip(names, found, _of_members(packed, tokens, l2norm=keep), strict=True):
+    for name, a, b in zip(names, found, _of_members(packed, tokens, l2norm), strict=True):
         _close(a, b, name)
 
 
@@ -601,6 +614,19 @@ def _steps(monkeypatch: pytest.MonkeyPatch) -> list[Step]:
     return given
 
 
+OF_STATES: dict[str, set[str]] = {"nothing": {"states"}, "vd": {"states_from_vd"}, "states": set()}
+"""The kernel that computes h in the backward pass, by what is kept."""
+
+
+def _computing_states(calls: Sequence[Sequence[str]]) -> set[str]:
+    return {"states", "states_from_vd"}.intersection(*[{kernel for call in calls for kernel in call}])
+
+
+def _end(keep: str) -> list[str]:
+    """The last kernels of a backward pass."""
+    return [*OF_STATES[keep], *END[1:]]
+
+
 END = ["states", "state_gradients", "gradients"]
 ANEW = ["summaries", "adjoint_summaries", "compose", "compose", *END]
 KEPT = ["adjoint_summaries", "compose", *END]
@@ -680,14 +706,16 @@ def test_blocks_that_do_not_share_a_multiprocessor(alone: bool, monkeypatch: pyt
 
 
 @pytest.mark.parametrize(
-    ("sequences", "expected"),
+    ("sequences", "keep", "expected"),
     [
-        (1, {"prepare": 1, "forward": 1, "states": 2, "state_gradients": 2, "gradients": 1}),
-        (64, {"prepare": 1, "forward": 2, "states": 1, "backward": 2}),
+        (1, "nothing", {"prepare": 1, "forward": 1, "states": 2, "state_gradients": 2, "gradients": 1}),
+        (1, "vd", {"prepare": 1, "forward": 1, "states_from_vd": 2, "state_gradients": 2, "gradients": 1}),
+        (64, "nothing", {"prepare": 1, "forward": 2, "states": 1, "backward": 2}),
+        (64, "vd", {"prepare": 1, "forward": 2, "states_from_vd": 1, "backward": 2}),
     ],
-    ids=["halves of heads", "whole heads"],
+    ids=["halves of heads", "halves of heads, Vd kept", "whole heads", "whole heads, Vd kept"],
 )
-def test_neighbours(sequences: int, expected: Mapping[str, int], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_neighbours(sequences: int, keep: str, expected: Mapping[str, int], monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks that load the same, and those of the value heads of a key head, whose gradients `backward` sums."""
     given = _steps(monkeypatch)
     kernels: Any = cuda
@@ -697,7 +725,7 @@ def test_neighbours(sequences: int, expected: Mapping[str, int], monkeypatch: py
 
     def both(q: jax.Array, k: jax.Array, v: jax.Array, g: jax.Array, beta: jax.Array) -> jax.Array:
         gates = (g.astype(jnp.float32), beta.astype(jnp.float32))
-        options = {"scale": 0.25, "output_final_state": False, "with_residuals": True}
+        options = {"scale": 0.25, "output_final_state": False, "with_residuals": True, "keep": keep}
         o, _, residuals = kernels.forward(q, k, v, *gates, None, None, **options)
         return kernels.backward(q, k, v, *gates, None, None, residuals, o, None, scale=0.25)[0]
 
@@ -774,7 +802,8 @@ def test_no_kernel_writes_early_what_another_may_still_read() -> None:
     results = ["h", "vd", "dh", "dv", "d_initial_state", "dq", "dk", "dg", "dbeta"]
 
     def early(*kernels: str) -> list[bool]:
-        awaits = {"states": states_kernel.EVERYTHING, "state_gradients": state_gradients_kernel.NOTHING}
+        awaits = dict.fromkeys(("states", "states_from_vd"), states_kernel.EVERYTHING)
+        awaits["state_gradients"] = state_gradients_kernel.NOTHING
         renamed = {"gradients": {"d": "dv"}}
         steps = [Step(name, None, {"awaits": awaits.get(name, 0)}, renamed.get(name, {})) for name in kernels]
         plans = [{"operands": [{"name": name} for name in _named(kernel)]} for kernel in kernels]
@@ -784,6 +813,10 @@ def test_no_kernel_writes_early_what_another_may_still_read() -> None:
     assert early(*END, *END[1:]) == [False, True, True, False, True]
     assert early("states", "backward", "states", "backward") == [False, False, True, False]
     assert early(*END, "backward") == [False, True, True, True]
+    of_vd = ["states_from_vd", *END[1:]]
+    results.remove("vd")  # an operand
+    assert early(*of_vd, *of_vd) == [False, True, True, True, True, True]
+    assert early("states_from_vd", "backward", "states_from_vd", "backward") == [False, False, True, False]
 
 
 @pytest.mark.parametrize("rows", ["0", "64"], ids=["whole", "in pieces"])
@@ -836,6 +869,45 @@ def _counted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     monkeypatch.setattr(jax, "device_count", lambda: 1)
     monkeypatch.setenv(policy.OVERRIDE, "192")
     return counts
+
+
+@pytest.mark.parametrize("rows", ["0", "64"], ids=["whole", "in pieces"])
+@pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
+def test_halves_with_some_of_the_residuals(packed: bool, rows: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is left out is computed again: h from Vd if that is given, both from v if not."""
+    _counted(monkeypatch)
+    calls = _recorded(monkeypatch)
+    monkeypatch.setenv(policy.OVERRIDE, rows)
+    x, _ = _case(packed)
+    operands: Any = [x[name] for name in ("q", "k", "v", "g", "beta")]
+    options: dict[str, Any] = {"initial_state": x["initial_state"]}
+    options |= {"cu_seqlens": jnp.asarray([0, 5, 5, 300, 364, 400], jnp.int32)} if packed else {}
+    stand_in.forget_traces()
+    both: Any = (jax_qla.chunk_gated_delta_rule_fwd, jax_qla.chunk_gated_delta_rule_bwd)
+    forward = functools.partial(both[0], **options, output_final_state=True)
+    o, final_state, residuals = forward(*operands, save_chunk_states=True)
+    a, gamma, vd, between, _ = residuals
+    backward = functools.partial(both[1], *operands, do=o, d_final_state=final_state)
+    right = backward(residuals, **options)
+    assert _computing_states(calls) == set()
+    given: dict[str, list[tuple[Any, ...]]] = {
+        "nothing": [(a, gamma), (a, gamma, None, between)],
+        "vd": [(a, gamma, vd), (a, gamma, vd, between, None)],
+    }
+    for keep, cases in given.items():
+        for fewer in cases:
+            calls.clear()
+            stand_in.forget_traces()
+            for i, (ours, theirs) in enumerate(zip(backward(fewer, **options), right, strict=True)):
+                _close(ours, theirs, f"gradient {i} with {keep}")
+            assert _computing_states(calls) == OF_STATES[keep]
+    for save, keep in ((None, "vd"), (False, "nothing")):
+        _, _, found = forward(*operands, save_chunk_states=save)
+        wanted = (a, gamma, vd if keep == "vd" else None, between)
+        assert [y is None for y in (*found, None, None)[:4]] == [y is None for y in wanted]
+        for y, z in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
+            assert np.asarray(y).tobytes() == np.asarray(z).tobytes()
+    stand_in.forget_traces()
 
 
 @pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
@@ -926,14 +998,14 @@ def _of_two(packed: bool, l2norm: bool) -> tuple[Any, ...]:
     return results
 
 
-@pytest.mark.parametrize("keep", [False, True], ids=["anew", "chunk states"])
+@pytest.mark.parametrize("keep", ["nothing", "vd", "states"])
 @pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
 @pytest.mark.usefixtures("_in_pieces")
-def test_devices_keep_their_own_pieces(packed: bool, keep: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_devices_keep_their_own_pieces(packed: bool, keep: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Batch and heads over a mesh with named axes: cut as each device's part is, and summarised once. With chunk states
     the kernels normalise q and k, whose lengths are kept too."""
     monkeypatch.setattr(cuda, "L2NORM_DTYPES", ("float32",))
-    options: dict[str, Any] = {"keep": keep, "l2norm": keep}
+    options: dict[str, Any] = {"keep": keep, "l2norm": keep == "states"}
     calls = _recorded(monkeypatch)
     operands, segments, cotangents = _two(packed)
     mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
@@ -944,14 +1016,13 @@ def test_devices_keep_their_own_pieces(packed: bool, keep: bool, monkeypatch: py
         return *results, *transpose(cotangents)
 
     stand_in.forget_traces()
-    expected = _of_two(packed, l2norm=keep)
+    expected = _of_two(packed, l2norm=keep == "states")
     with jax.set_mesh(mesh):
         layout = sharding.resolve(MeshAxes(batch="data", heads="model"), operands[:5], sharding.OPERANDS)
         found = both(layout, *operands)
     stand_in.forget_traces()
     before = ["layout"] if packed else []
-    backward = [kernel for kernel in KEPT if not (keep and kernel == "states")]
-    assert calls == [["prepare", *before, "summaries", "compose", "forward"], [*before, *backward]]
+    assert calls == [["prepare", *before, "summaries", "compose", "forward"], [*before, *KEPT[:2], *_end(keep)]]
     for i, (a, b) in enumerate(zip(found, expected, strict=True)):
         _close(jax.device_get(a), b, f"result {i}")
 
@@ -963,11 +1034,12 @@ PARTS = ((60, 200), (200, 200), (450, 600))
 @pytest.mark.parametrize(
     ("cut_rows", "packed", "keep", "states"),
     [
-        *(("0", *case) for case in ((False, False, True), (False, True, False), (True, False, True))),
-        *(("64", *case) for case in ((False, False, False), (False, True, True), (True, False, False))),
+        *(("0", False, *case) for case in (("nothing", True), ("vd", True), ("states", False))),
+        *(("64", False, *case) for case in (("nothing", False), ("vd", False), ("states", True))),
+        *((cut_rows, True, "nothing", cut_rows == "0") for cut_rows in ("0", "64")),
     ],
 )
-def test_of_a_shard(cut_rows: str, packed: bool, keep: bool, states: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_of_a_shard(cut_rows: str, packed: bool, keep: str, states: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is computed of a shard before its first state is known; and of a dense one the rest, given what it found."""
     _launch_nothing(monkeypatch)
     monkeypatch.setenv(policy.OVERRIDE, cut_rows)
@@ -1003,7 +1075,7 @@ def test_of_a_shard(cut_rows: str, packed: bool, keep: bool, states: bool, monke
             with_residuals=True,
             keep=keep,
         )
-        assert (kept.chunk_states is None) != keep
+        assert [kept.vd is not None, kept.h is not None] == [keep != "nothing", keep == "states"]
         residuals = kept
         gradients = kernels.backward(
             *(*rows, x["initial_state"], None, residuals, x["do"], x["d_final_state"], pieces, adjoint),
@@ -1068,15 +1140,16 @@ def _over_devices(packed: bool, l2norm: bool) -> tuple[Any, ...]:
 @pytest.mark.parametrize(
     ("cut_rows", "packed", "mode", "l2norm", "keep"),
     [
-        *(("0", False, "named", True, False), ("64", False, "named", False, False)),
-        *(("64", False, "named", True, False), ("64", True, "named", False, False)),
-        *(("0", True, "manual", False, False), ("0", True, "named", True, False)),
-        *((cut_rows, True, "auto", False, False) for cut_rows in ("0", "64")),
-        ("64", True, "named", False, True),
+        *(("0", False, "named", True, "nothing"), ("64", False, "named", False, "nothing")),
+        *(("64", False, "named", True, "vd"), ("64", True, "named", False, "vd")),
+        *(("0", True, "manual", False, "vd"), ("0", True, "named", True, "nothing")),
+        *((cut_rows, True, "auto", False, "nothing") for cut_rows in ("0", "64")),
+        *(("0", True, "auto", False, "vd"), ("64", False, "auto", True, "vd")),
+        ("64", True, "named", False, "states"),
     ],
 )
 def test_sequence_over_devices(
-    cut_rows: str, packed: bool, mode: str, l2norm: bool, keep: bool, monkeypatch: pytest.MonkeyPatch
+    cut_rows: str, packed: bool, mode: str, l2norm: bool, keep: Keep, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Sequences over 8 devices, 70 tokens on each, against one device by another implementation.
 
@@ -1111,15 +1184,15 @@ def test_sequence_over_devices(
             function = functools.partial(apply, layout)
         found = _results_and_gradients(function)(segments, cotangents, *rows, state)
     stand_in.forget_traces()
-    assert any("states" in call for call in calls) != keep
+    assert _computing_states(calls) == OF_STATES[keep]
     names_of = ("o", "final_state", "dq", "dk", "dv", "dg", "dbeta", "d_initial_state")
     for name, a, b in zip(names_of, found, expected, strict=True):
         _close(jax.device_get(a), b, name)
 
 
-@pytest.mark.parametrize("keep", [False, True], ids=["anew", "kept"])
+@pytest.mark.parametrize("keep", ["nothing", "vd", "states"])
 @pytest.mark.parametrize("devices", [1, 2])
-def test_of_a_shard_nothing_is_computed_twice(devices: int, keep: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_of_a_shard_nothing_is_computed_twice(devices: int, keep: Keep, monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernels of a dense shard, call by call: each begins with what needs no other device, and goes on from it.
 
     Where one device has all of the sequence, it is no shard.
@@ -1140,12 +1213,12 @@ def test_of_a_shard_nothing_is_computed_twice(devices: int, keep: bool, monkeypa
     jax.eval_shape(gradients, *rows)
     stand_in.forget_traces()
     if devices == 1:
-        assert calls == [["prepare", "forward"], END[keep:]]
+        assert calls == [["prepare", "forward"], _end(keep)]
         return
     assert calls == [
         ["prepare", "summaries", "compose", "compose"],
         ["compose", "forward"],
         ["adjoint_summaries", "compose"],
-        *([] if keep else [["compose", "states"]]),
+        *(["compose", kernel] for kernel in OF_STATES[keep]),
         ["compose", "state_gradients", "gradients"],
     ]

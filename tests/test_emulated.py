@@ -20,13 +20,13 @@ import programs
 import pytest
 import stand_in
 import test_recurrent_cuda as decoding
-from test_cuda import IDENTICAL, LIMITS, MISSED, that_keeps
+from test_cuda import IDENTICAL, LIMITS, MISSED, that_keeps, that_recomputes
 from test_cuda import cuda as rule
 
 from jax_qla import cuda, implementations, policy, store
 from jax_qla import segments as tables
 from jax_qla.implementations import Choice
-from jax_qla.kernels import backward, build, compose, prepare, specification, states
+from jax_qla.kernels import backward, build, compose, prepare, specification, states, states_from_vd
 from jax_qla.kernels.common import ALWAYS
 from jax_qla.launch import Step
 
@@ -278,6 +278,37 @@ def test_heads_of_a_block_of_prepare() -> None:
             np.testing.assert_array_equal(np.asarray(found["o"], np.float32)[64:70], 0)
 
 
+@pytest.mark.parametrize(
+    ("key_dim", "value_dim", "tile", "dtype"),
+    [(128, 128, 128, "bfloat16"), (64, 128, 64, "bfloat16"), (128, 64, 64, "float16")],
+)
+def test_states_from_vd(key_dim: int, value_dim: int, tile: int, dtype: str) -> None:
+    """More chunks than stages, none, one of a few rows; of all heads and of the second half of them."""
+    random = np.random.default_rng(tile)
+    bounds = np.array([[0, 400], [405, 405], [410, 420], [420, 548]], np.int32)
+    tokens, key_heads, heads = 560, 2, 4
+    gamma = -np.abs(random.normal(size=(tokens, heads))).astype(np.float32)
+    given = {
+        "k": (random.normal(size=(tokens, key_heads, key_dim)) / 8).astype(dtype),
+        "vd": random.normal(size=(tokens, heads, value_dim)).astype(dtype),
+        "gamma": gamma,
+        "initial_state": random.normal(size=(len(bounds), heads, key_dim, value_dim)).astype(np.float32),
+        "segments": bounds,
+    }
+    chunks = jnp.asarray(tables.chunk_table(jnp.asarray(bounds), tokens))
+    right_states: Any = states_from_vd.specification
+    kernel = emulator.emulated("states_from_vd", states_from_vd.Config(key_dim, value_dim, dtype, tile))
+    for first, count in ((0, heads), (2, 2)):
+        wide = [jnp.asarray(x, jnp.int32 if x is bounds else jnp.float32) for x in given.values()]
+        expected = right_states(*wide, chunks, ratio=2, first_head=first, heads=count)
+        found = np.full(expected.shape, np.nan, dtype)
+        kernel(given | {"h": found}, {"ratio": 2, "first_head": first, "awaits": states.EVERYTHING})
+        filled = np.flatnonzero(np.asarray(chunks[:, 2] > 0)) - 1
+        ours, right = (np.asarray(x, np.float32)[filled] for x in (found, expected))
+        assert np.linalg.norm(ours - right) <= 4e-3 * np.linalg.norm(right)
+        np.testing.assert_allclose(ours, right, atol=3e-2 * np.abs(right).max())
+
+
 @pytest.mark.parametrize(("columns", "reverse"), [(16, False), (16, True), (64, True)])
 def test_pieces_with_and_without_products(columns: int, reverse: bool) -> None:
     """Of the first head no piece takes a product, of the second every one between the ends, of the third some."""
@@ -340,12 +371,12 @@ def test_blocks_of_long_sequences_come_first(count: int, longest: int) -> None:
     np.testing.assert_array_equal(found, in_order if tokens // 64 >= count else np.arange(count))
 
 
-@pytest.mark.parametrize("keep", [False, True], ids=["anew", "kept"])
-def test_two_warpgroups_of_state(keep: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("function", [rule, that_keeps, that_recomputes], ids=["Vd kept", "states kept", "anew"])
+def test_two_warpgroups_of_state(function: battery.Function, monkeypatch: pytest.MonkeyPatch) -> None:
     """As where heads fill a card: blocks of 128 value columns."""
     monkeypatch.setattr(policy, "MULTIPROCESSORS", 1)
     assert policy.value_tile(WIDE.value_heads, WIDE.value_dim) == 128
-    battery.check(WIDE, that_keeps if keep else rule, LIMITS)
+    battery.check(WIDE, function, LIMITS)
 
 
 @pytest.mark.parametrize(("rows", "precision"), [(128, None), (0, "high")])
@@ -354,7 +385,24 @@ def test_states_are_kept(rows: int, precision: str | None, monkeypatch: pytest.M
     monkeypatch.setenv(policy.OVERRIDE, str(rows))
     battery.check(PACKED, functools.partial(that_keeps, precision=precision), LIMITS)
     assert "gradients" in used
-    assert "states" not in used
+    assert not {"states", "states_from_vd"} & set(used)
+
+
+@pytest.mark.parametrize(("save", "kernel"), [(None, "states_from_vd"), (False, "states")], ids=["Vd kept", "anew"])
+@pytest.mark.parametrize("in_one", ["0", "1"])
+def test_states_are_computed_again(
+    in_one: str, save: bool | None, kernel: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In pieces and in two groups of heads, so that h is of some heads where Vd, if kept, is of all."""
+    used = _used(monkeypatch)
+    monkeypatch.setenv(policy.OVERRIDE, "128")
+    monkeypatch.setenv(policy.GROUPS_OVERRIDE, "2")
+    monkeypatch.setenv(policy.IN_ONE_OVERRIDE, in_one)
+    sizes: Any = {"tokens": 330, "key_heads": 2, "value_heads": 4, "key_dim": 128, "value_dim": 128}
+    battery.check(battery.Case("in groups", dtype="bfloat16", **sizes), functools.partial(rule, save=save), LIMITS)
+    assert used.count(kernel) == 2
+    assert ("backward" in used) == (in_one == "1")
+    assert len({"states", "states_from_vd"} & set(used)) == 1
 
 
 @pytest.mark.parametrize(

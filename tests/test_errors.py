@@ -191,7 +191,7 @@ def test_wrong_argument(changes: dict[str, Any], error: type[Exception], sentenc
 
 
 def test_wrong_flag_of_states() -> None:
-    with pytest.raises(TypeError, match="save_chunk_states must be True or False, got 'no' of type str"):
+    with pytest.raises(TypeError, match="save_chunk_states must be True, False or None, got 'no' of type str"):
         call(jax_qla.chunk_gated_delta_rule, good() | {"save_chunk_states": "no"})
 
 

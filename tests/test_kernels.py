@@ -21,6 +21,7 @@ from jax_qla.kernels import (
     recurrent,
     state_gradients,
     states,
+    states_from_vd,
     summaries,
 )
 from jax_qla.l2norm import normalize
@@ -127,6 +128,7 @@ def chain(
             "q k v a gamma beta lengths query_lengths initial_state segments pieces spans chunks -> o final_state",
         ),
         (states, "k v a gamma beta lengths initial_state segments chunks -> h vd"),
+        *(() if split else ((states_from_vd, "k vd gamma initial_state segments chunks -> h"),)),
         (
             state_gradients,
             "q k do a gamma beta lengths query_lengths d_final_state segments pieces spans chunks "
@@ -145,7 +147,9 @@ def chain(
     for kernel, names in kernels:
         operands, results = (part.split() for part in names.split("->"))
         with_scale = kernel in (forward, adjoint_summaries, state_gradients, gradients)
-        scalars = {"ratio": ratio, "l2norm": l2norm} | ({"scale": SCALE} if with_scale else {})
+        scalars = {"ratio": ratio} | ({"scale": SCALE} if with_scale else {})
+        if kernel is not states_from_vd:
+            scalars["l2norm"] = l2norm
         if kernel is prepare:
             scalars["split"] = split
         specification: Any = kernel.specification

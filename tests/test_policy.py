@@ -217,6 +217,8 @@ def test_long_blocks_of_summaries_do_not_share(sequences: int, pieces: int, head
         ("state_gradients", 64, 64, 1),  # heads, not halves of one
         ("forward", 128, 128, 2),
         ("forward", 64, 128, 1),
+        ("states_from_vd", 64, 128, 2),
+        ("states_from_vd", 128, 128, 1),
         ("adjoint_summaries", 128, 128, 1),
     ],
 )
@@ -284,7 +286,9 @@ def test_key_heads_of_a_block(chunks: int, key_heads: int, value_heads: int, tog
     ],
 )
 def test_groups_of_heads(chunks: int, recurrences: int, key_heads: int, value_heads: int, groups: int) -> None:
-    assert policy.head_groups(chunks, recurrences, key_heads, value_heads, 128, 128) == groups
+    for with_vd in (False, True):  # of all heads it takes more, but less than operands and results leave
+        found = policy.head_groups(chunks, recurrences, key_heads, value_heads, 128, 128, with_vd=with_vd)
+        assert found == groups
 
 
 @pytest.mark.parametrize(

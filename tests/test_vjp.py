@@ -24,16 +24,14 @@ from jax_qla.kernels.common import map_blocks_shape
 OPERANDS = (*tokens(1, 5), states(1))
 
 
-def both(*x: jax.Array, implementation: Any = None) -> tuple[jax.Array, jax.Array]:
-    o, final_state = jax_qla.chunk_gated_delta_rule(
-        *x[:5], initial_state=x[5], output_final_state=True, implementation=implementation
-    )
+def both(*x: jax.Array, **options: Any) -> tuple[jax.Array, jax.Array]:
+    o, final_state = jax_qla.chunk_gated_delta_rule(*x[:5], initial_state=x[5], output_final_state=True, **options)
     assert final_state is not None
     return o, final_state
 
 
-def loss(*x: jax.Array, implementation: Any = None) -> jax.Array:
-    o, final_state = both(*x, implementation=implementation)
+def loss(*x: jax.Array, **options: Any) -> jax.Array:
+    o, final_state = both(*x, **options)
     return jnp.sum(jnp.sin(o)) + jnp.sum(jnp.sin(final_state))
 
 
@@ -79,7 +77,7 @@ def test_operands_are_saved_and_residuals_only_for_the_kernels() -> None:
     assert Counter(saved(*OPERANDS)) == Counter(operands)
     with stand_in.kernels():
         bits = jnp.dtype(f"int{8 * v.dtype.itemsize}")
-        residuals = [((4, 1, 5, 64), bits), ((1, 5, 4), g.dtype)]
+        residuals = [((4, 1, 5, 64), bits), ((1, 5, 4), g.dtype), (v.shape, v.dtype)]
         assert Counter(saved(*OPERANDS)) == Counter(operands + residuals)
 
 
@@ -89,15 +87,20 @@ def test_pieces_are_saved_with_the_residuals(monkeypatch: pytest.MonkeyPatch) ->
     operands = (*tokens(1, 130), states(1))
     names = jax_qla.CHECKPOINT_NAMES
 
-    def forwards(names: Sequence[str]) -> int:
-        function = jax.checkpoint(lambda *x: loss(*x), policy=checkpoint_policies.save_only_these_names(*names))
+    def forwards(names: Sequence[str], save: bool | None = None) -> int:
+        function = jax.checkpoint(
+            lambda *x: loss(*x, save_chunk_states=save), policy=checkpoint_policies.save_only_these_names(*names)
+        )
         return calls(jax.grad(function), *operands)["forward"]
 
     monkeypatch.setattr(jax, "device_count", lambda: 8)
     with stand_in.kernels():
         several = Counter(saved(*operands))
-        # Of a and gamma alone, the forward pass need not run again.
-        assert forwards((*jax_qla.RESIDUAL_NAMES, *jax_qla.RESULT_NAMES)) == 1
+        # Of a and gamma alone, the forward pass need not run again, unless for Vd.
+        alone = (*jax_qla.RESIDUAL_NAMES, *jax_qla.RESULT_NAMES)
+        assert [forwards(alone, save) for save in (False, None, True)] == [1, 2, 2]
+        vd = jax_qla.CHUNK_STATE_NAMES[1]
+        assert [forwards((*alone, vd), save) for save in (False, None, True)] == [1, 1, 1]
         stand_in.forget_traces()
         monkeypatch.setattr(jax, "device_count", lambda: 1)
         key_dim, value_dim = operands[0].shape[3], operands[2].shape[3]
@@ -118,46 +121,65 @@ def test_pieces_are_saved_with_the_residuals(monkeypatch: pytest.MonkeyPatch) ->
 
 @pytest.mark.parametrize("rows", ["0", "64"], ids=["whole", "in pieces"])
 def test_chunk_states_are_saved_where_they_are_wanted(rows: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """For the kernels, where JAX sees one device; with the pieces that they are of; and the names cover them."""
+    """For the kernels: Vd, unless the caller wants nothing; the states where JAX sees one device, with the pieces that
+    they are of; and the names cover both."""
     monkeypatch.setenv(policy.OVERRIDE, rows)
     operands = tokens(1, 130)
 
-    def rule(*x: jax.Array, save: bool = True) -> jax.Array:
-        return jax_qla.chunk_gated_delta_rule(*x, save_chunk_states=save)[0]
+    def rule(*x: jax.Array, save: bool | None = True, precision: Any = None) -> jax.Array:
+        return jax_qla.chunk_gated_delta_rule(*x, save_chunk_states=save, precision=precision)[0]
 
-    def kept(save: bool) -> Counter[Any]:
+    def kept(save: bool | None, operands: Any = operands, **options: Any) -> Counter[Any]:
         stand_in.forget_traces()
-        leaves = jax.tree.leaves(jax.eval_shape(lambda *x: jax.vjp(partial(rule, save=save), *x)[1], *operands))
+        function = partial(rule, save=save, **options)
+        leaves = jax.tree.leaves(jax.eval_shape(lambda *x: jax.vjp(function, *x)[1], *operands))
         return Counter((x.shape, x.dtype) for x in leaves)
 
-    def forwards(*names: str) -> int:
+    def forwards(save: bool | None, *names: str) -> int:
         stand_in.forget_traces()
         remembering = jax.checkpoint(
-            lambda *x: rule(*x).sum(), policy=checkpoint_policies.save_only_these_names(*names)
+            lambda *x: rule(*x, save=save).sum(), policy=checkpoint_policies.save_only_these_names(*names)
         )
         return calls(jax.grad(remembering), *operands)["forward"]
 
-    assert kept(True) == kept(False)
+    assert kept(True) == kept(None) == kept(False)
     parts = 1 if rows == "0" else 3
     (key_dim, (heads, value_dim)), dtype = (operands[0].shape[3], operands[2].shape[2:]), operands[2].dtype
+    low: Any = tuple(x.astype(jnp.bfloat16) for x in operands)
     with stand_in.kernels():
-        states = [((130 // 64 + parts, heads, 1, value_dim, key_dim), dtype), ((130, heads, value_dim), dtype)]
+        h, vd = ((130 // 64 + parts, heads, 1, value_dim, key_dim), dtype), (operands[2].shape, dtype)
         monkeypatch.setattr(jax, "device_count", lambda: 1)
-        assert kept(True) - kept(False) == Counter(states)
-        assert forwards(*jax_qla.CHECKPOINT_NAMES) == 1
-        assert forwards(*(name for name in jax_qla.CHECKPOINT_NAMES if name not in jax_qla.CHUNK_STATE_NAMES)) == 2
+        assert kept(True) - kept(False) == Counter([h, vd])
+        assert kept(None) - kept(False) == Counter([vd])
+        # In high precision Vd is two numbers, and of no use without the states.
+        high = [kept(save, low, precision="high") for save in (False, None, True)]
+        assert high[0] == high[1]
+        assert high[2] - high[0] == Counter(
+            [(h[0], jnp.dtype("bfloat16")), ((1, 130, heads, 2 * value_dim), jnp.dtype("bfloat16"))]
+        )
+        others = [name for name in jax_qla.CHECKPOINT_NAMES if name not in jax_qla.CHUNK_STATE_NAMES]
+        for save, without in ((False, 1), (None, 2), (True, 2)):
+            assert forwards(save, *jax_qla.CHECKPOINT_NAMES) == 1
+            assert forwards(save, *others) == without
         monkeypatch.setattr(jax, "device_count", lambda: 8)
-        assert kept(True) == kept(False)
+        assert kept(True) == kept(None)
+        assert kept(None) - kept(False) == Counter([vd])
+        assert kept(True, low, precision="high") == kept(False, low, precision="high")
 
 
+@pytest.mark.parametrize("devices", [1, 8])
+@pytest.mark.parametrize("save", [None, True], ids=["vd", "states"])
 @pytest.mark.parametrize("rows", ["0", "64"], ids=["whole", "in pieces"])
-def test_checkpoint_has_chunk_states_computed_once(rows: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not where the forward pass runs for the first time and nobody keeps them, whichever way it is mapped."""
+def test_checkpoint_has_chunk_states_computed_once(
+    rows: str, save: bool | None, devices: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not where the forward pass runs for the first time and nobody keeps them, whichever way it is mapped, and whether
+    or not the compiler may partition it."""
     monkeypatch.setenv(policy.OVERRIDE, rows)
-    monkeypatch.setattr(jax, "device_count", lambda: 1)
+    monkeypatch.setattr(jax, "device_count", lambda: devices)
 
     def rule(*x: jax.Array) -> jax.Array:
-        return jnp.sum(jnp.tanh(jax_qla.chunk_gated_delta_rule(*x, save_chunk_states=True)[0]))
+        return jnp.sum(jnp.tanh(jax_qla.chunk_gated_delta_rule(*x, save_chunk_states=save)[0]))
 
     def is_asked(equation: Any) -> bool:
         return equation.primitive.name == "jax_qla_computed_if_used"
@@ -170,19 +192,21 @@ def test_checkpoint_has_chunk_states_computed_once(rows: str, monkeypatch: pytes
         stand_in.forget_traces()
         return jax.checkpoint(lambda *x: rule(*x), policy=checkpoint_policies.save_only_these_names(*names))
 
-    without = 3 if rows == "0" else 6  # o, a, gamma, and what lies between the pieces
+    pieces = rows == "64" and devices == 1
+    without = 6 if pieces else 3  # o, a, gamma, and what lies between the pieces
+    extras = 2 if save and devices == 1 else 1  # Vd, and h where it can be kept
     for length in (128, 130):
         x = tokens(1, length)
         members = tuple(jnp.stack([y, y[:, ::-1]]) for y in x)
         with stand_in.kernels():
-            assert results(jax.grad(rule), *x) == [without + 2]
-            assert results(jax.grad(remembering(*jax_qla.CHECKPOINT_NAMES)), *x) == [without + 2]
+            assert results(jax.grad(rule), *x) == [without + extras]
+            assert results(jax.grad(remembering(*jax_qla.CHECKPOINT_NAMES)), *x) == [without + extras]
             right = jax.grad(rule, argnums=tuple(range(5)))
             for gradient, operands, expected in (
                 (jax.grad, x, right(*x)),
                 (lambda f, **options: jax.vmap(jax.grad(f, **options)), members, jax.vmap(right)(*members)),
             ):
-                assert results(gradient(remembering()), *operands) == [without, without + 2]
+                assert results(gradient(remembering()), *operands) == [without, without + extras]
                 actual = gradient(remembering(), argnums=tuple(range(5)))(*operands)
                 jax.tree.map(lambda ours, theirs: assert_close(ours, theirs, 1e-6), actual, expected)
 

@@ -143,14 +143,16 @@ def test_returns_what_was_asked_for(case: battery.Case) -> None:
     assert final_state is None
     assert residuals is None
     _, final_state, residuals = jax.eval_shape(lambda: run(output_final_state=True, with_residuals=True))
-    a, gamma, between, chunk_states, lengths = residuals
+    a, gamma, vd, between, h, lengths = residuals
     assert final_state.shape == operands[5].shape
     batch, tokens, heads, _ = x.v.shape
     assert (a.shape, a.dtype) == ((heads, batch, tokens, 64), f"int{8 * o.dtype.itemsize}")
     assert (gamma.shape, gamma.dtype) == (x.g.shape, jnp.float32)
-    assert between is None
-    assert chunk_states is None
-    assert lengths is None
+    assert vd is between is h is lengths is None
+    for keep in ("vd", "states"):
+        _, _, residuals = jax.eval_shape(lambda keep=keep: run(output_final_state=True, with_residuals=True, keep=keep))
+        assert (residuals.vd.shape, residuals.vd.dtype) == (x.v.shape, x.v.dtype)
+        assert (residuals.h is not None) == (keep == "states")
     of_rows = {"output_final_state": False, "with_residuals": True, "with_lengths": True}
     _, _, residuals = jax.eval_shape(lambda: run(**of_rows))
     assert [(x.shape, x.dtype) for x in residuals.lengths] == [(x.q.shape[:3], jnp.float32)] * 2

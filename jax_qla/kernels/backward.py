@@ -331,7 +331,7 @@ def program(config: Config):
     tokens, key_heads, value_heads, sequences, state_slots = T.dynamic(
         "tokens, key_heads, value_heads, sequences, state_slots"
     )
-    kept_heads = T.dynamic("kept_heads")  # of h and Vd: all, or those of this launch
+    kept_heads, vd_heads = T.dynamic("kept_heads, vd_heads")  # of h, and of Vd: all, or those of this launch
     initial_states, final_states = T.dynamic("initial_states, final_states")  # sequences, or 0: not wanted, not given
     cut_sequences, cut_pieces = T.dynamic("cut_sequences, cut_pieces")  # or 0: each of `segments` has an initial state
     counted = T.dynamic("counted")  # sequences, or 0: nobody counts
@@ -389,7 +389,7 @@ def program(config: Config):
         query_lengths: T.Tensor((tokens, key_heads), "float32"),  # 1 / |q|
         do: T.Tensor((tokens, value_heads, V), dtype),
         a: T.Tensor((value_heads, tokens, C), "int16"),
-        vd: T.Tensor((tokens, kept_heads, V), dtype),
+        vd: T.Tensor((tokens, vd_heads, V), dtype),
         h: T.Tensor((state_slots, kept_heads, K // 64, V, 64), dtype),
         d_final_state: T.Tensor((final_states, value_heads, K, V), "float32"),
         segments: T.Tensor((sequences, 2), "int32"),  # sequences, or their pieces
@@ -491,8 +491,8 @@ def program(config: Config):
             dot_s = T.alloc_shared((2, C), "float32")
             dot_v_s = T.alloc_shared((2, C), "float32")
             bounds_s = T.alloc_shared(
-                (5,), "int32"
-            )  # first row of the last chunk, row behind it, the head's number in h and Vd; its place among the key head's, and in `progress`
+                (6,), "int32"
+            )  # first row of the last chunk, row behind it, the head's number in h; its place among the key head's, and in `progress`; its number in Vd
             parts = SimpleNamespace(
                 rows_k_s=rows_k_s,
                 rows_q_s=rows_q_s,
@@ -537,6 +537,7 @@ def program(config: Config):
                 bounds_s[2] = T.Select(kept_heads == value_heads, head, number)
                 bounds_s[3] = within
                 bounds_s[4] = place * value_heads + head
+                bounds_s[5] = T.Select(vd_heads == value_heads, head, number)
             T.call_extern("handle", "jax_qla_meet")
             if tx >= 384:
                 T.set_max_nreg(REGISTERS[3], 0)
@@ -569,7 +570,9 @@ def program(config: Config):
                             publish_gates(gates, of_rows, C, i, c + 2, at, scale, vectors, gated)
                 elif tx < 480:
                     kept = T.alloc_var("int32")
+                    of_vd = T.alloc_var("int32")
                     kept = T.call_extern("int32", "jax_qla_read", T.access_ptr(bounds_s[2], "r"))
+                    of_vd = T.call_extern("int32", "jax_qla_read", T.access_ptr(bounds_s[5], "r"))
                     if count > 0:
                         last = start + (count - 1) * C
                         m.load_rows(k, last, key_head, 0, K, k_s, 0, keys_loaded, LONG)
@@ -577,7 +580,7 @@ def program(config: Config):
                         T.barrier_arrive(keys_loaded[0])
                         m.load_rows(do, last, head, 0, V, do_s, 0, do_loaded)
                         T.barrier_arrive(do_loaded[0])
-                        m.load_rows(vd, last, kept, 0, V, vd_s, 0, vd_loaded, SHORT)
+                        m.load_rows(vd, last, of_vd, 0, V, vd_s, 0, vd_loaded, SHORT)
                         T.barrier_arrive(vd_loaded[0])
                         load_state(h, h_s, first_slot + count - 1, kept, h_loaded)
                         if count > 1:
@@ -591,7 +594,7 @@ def program(config: Config):
                             m.load_rows(do, row_l, head, 0, V, do_s, 0, do_loaded)
                             T.barrier_arrive(do_loaded[0])
                             T.barrier_wait(vd_free[0], c_l % 2)
-                            m.load_rows(vd, row_l, kept, 0, V, vd_s, 0, vd_loaded, SHORT)
+                            m.load_rows(vd, row_l, of_vd, 0, V, vd_s, 0, vd_loaded, SHORT)
                             T.barrier_arrive(vd_loaded[0])
                             T.barrier_wait(h_free[0], c_l % 2)
                             load_state(h, h_s, first_slot + count - 2 - c_l, kept, h_loaded)

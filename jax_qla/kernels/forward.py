@@ -17,14 +17,14 @@ Plan, one block per (sequence, value head, tile of `value_tile` value columns), 
     0 (and 1)      208        "state": 64 value columns each: S^T in float32, the five products above that contain S or Vd. 240 where there is one
     then           72         "P": P = scale Q K^T o G into shared memory, ahead of the state
     then           24         "loads": warp 0 loads Q, K, V, a with TMA, 1 and 2 fetch the gates, a row a lane
-    last           40         beside one warpgroup of state, without `keep`: warp 0 sends O (macros().send_results)
+    last           40         beside one warpgroup of state, unless h is kept: warp 0 sends O (macros().send_results), and Vd where that is kept
 
     barrier         arrives   waits          says
     loaded[stage]   TMA       P              the tiles are there
     gated[stage]    loads, P  P, then state  tiles and gates are there, rows beyond the sequence are zero in K, V and a
     ready[stage]    P         state          P is there, which only the last of the five products needs
     free[stage]     state     loads, then    the products of the chunk are done: the stage may be overwritten, and so may its P
-                              with `keep` P
+                              with Vd kept P
     taken           state     loads          the initial state has left the second and third stage of K and Q, by way of which a block of 128 columns
                                              takes it
 
@@ -48,10 +48,11 @@ a second launch computes its heads, in halves of their value columns (policy.who
 With `split` X, Vd and `a` are sums of two numbers: Vd takes three products instead of one, and O and the state two each of Vd. A stage has
 a tile more, for the low part of `a`, and a block 64 value columns.
 
-With `keep` the state before each chunk, h, and Vd are results too, as kernels/states.py has them, so that the backward pass need not compute them
-again. They leave from the registers that products read them from, by way of two tiles of 64 columns a warpgroup: one takes O and Vd in turn, the
-other h in halves of K, the first when the state has been rounded, the second while Vd is computed. In blocks of 128 columns that leaves room for two
-tiles of P, not three. At 16, 32, 4x8192 such a block writes 64 KB a step and reads 40: memory binds (450 of some 530 us), which it did not.
+`keep` says what else the backward pass is to find: nothing; or Vd, as kernels/states.py has it, from which kernels/states_from_vd.py computes the
+states before each chunk, h; or Vd and h. These leave from the registers that products read them from, by way of a tile of 64 columns each a warpgroup,
+Vd, where h is kept too, by that of O, in turn with it. h leaves in halves of K, the first when the state has been rounded, the second while Vd is
+computed. In blocks of 128 columns either leaves room for two tiles of P, not three. At 16, 32, 4x8192 a block that keeps h writes 64 KB a step and
+reads 40: memory binds (450 of some 530 us), which it did not.
 
 Operations a chunk and head at K = V = 128: 10.5 MFLOP, 1.75 us of an SM's share of 790 TFLOP/s; 16.8 with `split`, P computed twice included.
 """
@@ -145,7 +146,8 @@ heads, which has awaited what both need."""
 class Config:
     """Sizes this program is specialised for: `key_dim`, `value_dim` 64 or 128, `dtype` "bfloat16" or "float16", and
     `value_tile`, the value columns of a block: 64, or 128 where V is; `l2norm`: whether q and k
-    are to be normalised; `split` (kernels/common.py): with bfloat16 and blocks of 64 columns only; `keep`: whether h and Vd are results."""
+    are to be normalised; `split` (kernels/common.py): with bfloat16 and blocks of 64 columns only; `keep`: "nothing", "vd" (not with `split`) or
+    "states", h and Vd."""
 
     key_dim: int = 128
     value_dim: int = 128
@@ -153,7 +155,7 @@ class Config:
     value_tile: int = 128
     l2norm: bool = False
     split: bool = False
-    keep: bool = False
+    keep: str = "nothing"
 
 
 def program(config: Config):
@@ -165,11 +167,12 @@ def program(config: Config):
     tiles = V // W  # blocks a head
     parts = W // 64  # warpgroups that hold the state
     stages = 3
-    l2norm, split, keep = config.l2norm, config.split, config.keep
-    p_stages = 2 if keep and parts > 1 else stages
-    sends = W == 64 and not keep  # a warp of its own sends O
+    l2norm, split = config.l2norm, config.split
+    keeps, keeps_h = config.keep != "nothing", config.keep == "states"
+    p_stages = 2 if keeps and parts > 1 else stages
+    sends = W == 64 and not keeps_h  # a warp of its own sends O and Vd
     # How long the second-level cache is to keep what other blocks or kernels read too, and what nobody does soon.
-    kept, passed, written = (LONG, LONG, None) if keep else (None, SHORT, SHORT)
+    kept, passed, written = (LONG, LONG, None) if keeps_h else (None, SHORT, SHORT)
     S = 128 * parts  # threads that hold the state
     m = macros()
     by_rows = T.GemmWarpPolicy.FullRow  # a warpgroup has 64 rows, not columns, of a product
@@ -184,6 +187,21 @@ def program(config: Config):
         T.call_extern(
             "handle", f"jax_qla_store_operand<{transposed}>", operand.data, part, T.address_of(tiles[wg, 0, 0])
         )
+
+    @T.macro
+    def send_both(vd, o, start, end, count, head, first, lane, sent):
+        """One warp, which does nothing else, sends Vd and O of a sequence's chunks, of `head`, from value column `first` on. `sent` holds by their names
+        the tiles by which these leave, two each, and their barriers: of 128 arrivals when one is there, and of 32 when both have left."""
+        for c in T.serial(count):
+            row = start + c * C
+            T.barrier_wait(sent.vd_full[c % 2], c // 2 % 2)
+            T.fence_proxy_async()
+            m.send_rows(sent.vd_s, c % 2, 0, vd, row, T.min(end - row, C), head, first, lane, SHORT, 32)
+            T.barrier_wait(sent.rows_full[c % 2], c // 2 % 2)
+            T.fence_proxy_async()
+            m.send_rows(sent.rows_s, c % 2, 0, o, row, T.min(end - row, C), head, first, lane, SHORT, 32)
+            T.tma_store_wait(0)
+            T.barrier_arrive(sent.rows_free[c % 2])
 
     @T.prim_func
     def forward(
@@ -201,7 +219,7 @@ def program(config: Config):
         spans: T.Tensor((cut_sequences, 2), "int32"),
         o: T.Tensor((tokens, value_heads, V), dtype),
         final_state: T.Tensor((final_states, value_heads, K, V), "float32"),
-        h: T.Tensor((state_slots, value_heads, K // 64, V, 64), dtype),  # with `keep` only, and so
+        h: T.Tensor((state_slots, value_heads, K // 64, V, 64), dtype),  # where it is kept, and so
         vd: T.Tensor((tokens, value_heads, V * (1 + split)), dtype),
         ratio: T.int32,
         scale: T.float32,
@@ -240,12 +258,15 @@ def program(config: Config):
             o_s = T.alloc_shared((2 if sends else parts, C, 64), dtype)
             # which nothing else here asks for
             T.annotate_layout({x: make_full_bank_swizzled_layout(x) for x in (v_s, o_s)})
-            if keep:
+            if keeps_h:
                 h_s = T.alloc_shared((parts, C, 64), dtype)
                 T.annotate_layout({h_s: make_full_bank_swizzled_layout(h_s)})
                 if split:
                     vd_low_s = T.alloc_shared((parts, C, 64), dtype)
                     T.annotate_layout({vd_low_s: make_full_bank_swizzled_layout(vd_low_s)})
+            elif keeps:
+                vd_s = T.alloc_shared((2 if sends else parts, C, 64), dtype)
+                T.annotate_layout({vd_s: make_full_bank_swizzled_layout(vd_s)})
             a_s = T.alloc_shared((stages, C, C), dtype)
             if split:
                 low_s = T.alloc_shared((stages, C, C), dtype)  # the low part of a
@@ -267,12 +288,20 @@ def program(config: Config):
                 o_full = T.alloc_barrier([128] * 2)
                 o_free = T.alloc_barrier([32] * 2)
                 sent = SimpleNamespace(rows_s=o_s, rows_full=o_full, rows_free=o_free)
+                if keeps:
+                    vd_full = T.alloc_barrier([128] * 2)
+                    sent = SimpleNamespace(**vars(sent), vd_s=vd_s, vd_full=vd_full)
 
             if tx >= S + 256:
                 T.set_max_nreg(40, 0)
                 if sends:
                     if tx < S + 288:
-                        m.send_results(None, o, None, start, end, count, 0, 0, head, first, False, tx - (S + 256), sent)
+                        if keeps:
+                            send_both(vd, o, start, end, count, head, first, tx - (S + 256), sent)
+                        else:
+                            m.send_results(
+                                None, o, None, start, end, count, 0, 0, head, first, False, tx - (S + 256), sent
+                            )
             elif tx >= S + 128:
                 T.set_max_nreg(24, 0)
                 if tx < S + 160:
@@ -442,7 +471,7 @@ def program(config: Config):
                     v_t.data,
                     T.access_ptr(v_s[wg, 0, 0], "r"),
                 )
-                if keep:
+                if keeps_h:
                     if count > 0:
                         put(state_b, 0, "false", h_s, wg)
                         T.fence_proxy_async()
@@ -476,7 +505,7 @@ def program(config: Config):
                     if not sends:
                         T.tma_store_wait(0)
                         T.sync_threads(4 + wg, 128)  # by now the previous chunk's outputs have left
-                    if keep and K > 64:
+                    if keeps_h and K > 64:
                         put(state_b, 1, "false", h_s, wg)
                         T.fence_proxy_async()
                         T.sync_threads(4 + wg, 128)
@@ -500,7 +529,7 @@ def program(config: Config):
                     T.wgmma_gemm(vd_b, p_s[c % p_stages, :, :], acc, transpose_B=True, policy=by_rows)
                     if split:
                         T.wgmma_gemm(low, p_s[c % p_stages, :, :], acc, transpose_B=True, policy=by_rows)
-                    if keep:
+                    if keeps_h:
                         put(vd_b, 0, "true", o_s, wg)
                         if split:
                             put(low, 0, "true", vd_low_s, wg)
@@ -509,6 +538,18 @@ def program(config: Config):
                         m.send_rows(o_s, wg, 0, vd, line, lines, head, first + part, tx - wg * 128)
                         if split:
                             m.send_rows(vd_low_s, wg, 0, vd, line, lines, head, V + first, tx)
+                    elif keeps and sends:
+                        if c >= 2:
+                            T.barrier_wait(o_free[c % 2], (c // 2 + 1) % 2)
+                        T.call_extern(  # "r": as macros().put_state
+                            "handle", "jax_qla_store_operand<true>", vd_b.data, 0, T.access_ptr(vd_s[c % 2, 0, 0], "r")
+                        )
+                        T.barrier_arrive(vd_full[c % 2])
+                    elif keeps:
+                        put(vd_b, 0, "true", vd_s, wg)
+                        T.fence_proxy_async()
+                        T.sync_threads(4 + wg, 128)
+                        m.send_rows(vd_s, wg, 0, vd, line, lines, head, first + part, tx - wg * 128, written)
                     # The next chunk's U begins before O leaves; after the last chunk it is of whatever lies there, and unused.
                     if c + 1 < count:
                         T.barrier_wait(gated[after], ((c + 1) // stages) % 2)
@@ -517,21 +558,22 @@ def program(config: Config):
                     T.wgmma_gemm(state_b, k_s[after, :, :], u, transpose_B=True, clear_accum=True, policy=by_rows)
                     T.wait_wgmma(1)
                     T.barrier_arrive(free[at])
-                    if keep:
+                    if keeps_h:
                         T.tma_store_wait(0)
                         T.sync_threads(4 + wg, 128)  # by now Vd and the second half of h have
                         if c + 1 < count:
                             put(state_b, 0, "false", h_s, wg)
                     if sends:
-                        if c >= 2:
-                            T.barrier_wait(o_free[c % 2], (c // 2 + 1) % 2)
+                        if not keeps:  # else Vd has waited for both
+                            if c >= 2:
+                                T.barrier_wait(o_free[c % 2], (c // 2 + 1) % 2)
                         m.put_rows(acc, sent.rows_s, c % 2, 0)
                         T.barrier_arrive(sent.rows_full[c % 2])
                     else:
                         m.put_rows(acc, o_s, wg, 0)
                         T.fence_proxy_async()
                         T.sync_threads(4 + wg, 128)
-                        if keep:
+                        if keeps_h:
                             if c + 1 < count:
                                 m.send_state(h_s, wg, 0, h, start // C + n + c + 1, head, 0, first + part)
                         m.send_rows(o_s, wg, 0, o, line, lines, head, first + part, tx - wg * 128, written)
@@ -571,10 +613,10 @@ def specification(
     l2norm: int = 0,
     first_head: int = 0,
     heads: int | None = None,
-    keep: bool = False,
+    keep: str = "nothing",
 ) -> tuple[jax.Array, ...]:
-    """(o [tokens, Hv, V] in v's dtype, final_state [N, Hv, K, V]) and, with `keep`, (h, vd) of `states`; not a number in other heads than `heads`
-    from `first_head` on.
+    """(o [tokens, Hv, V] in v's dtype, final_state [N, Hv, K, V]) and, as `keep` says, Vd, or Vd and h, of `states`; not a number in other heads than
+    `heads` from `first_head` on.
 
     `segments` are sequences or, with `pieces` and `spans`, their pieces; without, these are empty.
     """
@@ -605,7 +647,8 @@ def specification(
     o = scatter_chunks(o, chunks, v.shape[0], v.dtype)
     computed = v.shape[1] if heads is None else heads
     results = [of_heads(x, first_head, computed) for x in (o, final_state)]
-    if keep:
+    if keep != "nothing":
         scalars = {"ratio": ratio, "l2norm": l2norm, "first_head": first_head, "heads": computed}
-        results += states.specification(k, v, a, gamma, beta, lengths, initial_state, segments, chunks, **scalars)
+        h, vd = states.specification(k, v, a, gamma, beta, lengths, initial_state, segments, chunks, **scalars)
+        results += [vd, h] if keep == "states" else [vd]
     return tuple(among_heads(x, first_head, v.shape[1]) for x in results)

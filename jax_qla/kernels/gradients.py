@@ -20,7 +20,7 @@ before they leave.
 What dg would add and subtract again (the diagonal of R, <Y_j, K_j> of the rows from i on) is left out: where the decay is
 strong, dg is smaller than the rounding of these. R is summed in float32 and never rounded.
 
-Plan, of the value heads that dh has, from `first_head` on (policy.head_groups), h and Vd having these or all: one block per (chunk slot, `group` key heads:
+Plan, of the value heads that dh has, from `first_head` on (policy.head_groups), h and Vd each having these or all: one block per (chunk slot, `group` key heads:
 policy.key_heads_together), 512 threads, a loop over the key heads and their value heads. K, Vd and D have two
 stages of tiles, Q, dO, h and dh one each, loaded for the next head as soon as their last reader is done. Warpgroup 1 has most to do: what
 it needs first of a head, K, Vd and D, is there before, and what must wait for a free tile it needs last or not at all.
@@ -550,7 +550,7 @@ def program(config: Config):
         "tokens, key_heads, value_heads, sequences, state_slots"
     )
     of_launch = T.dynamic("heads")  # value heads, from first_head on
-    kept_heads = T.dynamic("kept_heads")  # these, or all
+    kept_heads, vd_heads = T.dynamic("kept_heads, vd_heads")  # these, or all, of h and of Vd
 
     def tile_of(stage):
         """Where the rows of a value head lie, from its number modulo 2."""
@@ -601,7 +601,7 @@ def program(config: Config):
         lengths: T.Tensor((tokens, key_heads), "float32"),  # 1 / |k|, with `l2norm` only, and so
         query_lengths: T.Tensor((tokens, key_heads), "float32"),  # 1 / |q|
         do: T.Tensor((tokens, value_heads, V), dtype),
-        vd: T.Tensor((tokens, kept_heads, V * (1 + split)), dtype),
+        vd: T.Tensor((tokens, vd_heads, V * (1 + split)), dtype),
         d: T.Tensor((tokens, value_heads, V), dtype),  # D; may be dv itself
         h: T.Tensor((state_slots, kept_heads, K // 64, V, 64), dtype),
         dh: T.Tensor((state_slots, of_launch, K // 64, V, 64), dtype),
@@ -647,12 +647,14 @@ def program(config: Config):
             keys = T.alloc_var("int32")  # their number
             heads = T.alloc_var("int32")  # and that of their value heads
             held = T.alloc_var("int32")  # number of the first of these in dh
-            kept = T.alloc_var("int32")  # and in h and Vd
+            kept = T.alloc_var("int32")  # in h
+            of_vd = T.alloc_var("int32")  # and in Vd
             first = T.truncdiv(first_head, ratio) + part_of_heads * group
             keys = T.min(group, T.truncdiv(of_launch, ratio) - part_of_heads * group)
             heads = keys * ratio
             held = part_of_heads * group * ratio
             kept = T.Select(kept_heads == value_heads, first * ratio, held)
+            of_vd = T.Select(vd_heads == value_heads, first * ratio, held)
             tx = T.get_thread_binding()
 
             q_s = T.alloc_shared((1, C, K), dtype)
@@ -779,9 +781,9 @@ def program(config: Config):
                     if rows > 0:
                         m.load_rows(k, row, first, 0, K, k_s, 0, k_loaded)
                         T.barrier_arrive(k_loaded[0])
-                        m.load_rows(vd, row, kept, 0, V, vd_s, 0, rows_loaded)
+                        m.load_rows(vd, row, of_vd, 0, V, vd_s, 0, rows_loaded)
                         if split:
-                            m.load_rows(vd, row, kept, V, V, low_s, 0, rows_loaded)
+                            m.load_rows(vd, row, of_vd, V, V, low_s, 0, rows_loaded)
                         m.load_rows(d, row, first * ratio, 0, V, dv_s, 0, rows_loaded)
                         T.barrier_arrive(rows_loaded[0])
                         m.load_rows(do, row, first * ratio, 0, V, do_s, 0, do_loaded)
@@ -792,7 +794,7 @@ def program(config: Config):
                         load_states(dh, dh_s, slot, held, dh_loaded)
                         if not split:
                             if heads > 1:
-                                m.load_rows(vd, row, kept + 1, 0, V, vd_s, 1, rows_loaded)
+                                m.load_rows(vd, row, of_vd + 1, 0, V, vd_s, 1, rows_loaded)
                                 m.load_rows(d, row, first * ratio + 1, 0, V, dv_s, 1, rows_loaded)
                                 T.barrier_arrive(rows_loaded[1])
                         if keys > 1:
@@ -815,9 +817,11 @@ def program(config: Config):
                                     T.barrier_arrive(q_loaded[0])
                                 if n + row_stages < heads:
                                     T.barrier_wait(rows_free[tile_of(n % 2)], turn_of(n))
-                                    m.load_rows(vd, row, kept + n + row_stages, 0, V, vd_s, tile_of(n % 2), rows_loaded)
+                                    m.load_rows(
+                                        vd, row, of_vd + n + row_stages, 0, V, vd_s, tile_of(n % 2), rows_loaded
+                                    )
                                     if split:
-                                        m.load_rows(vd, row, kept + n + 1, V, V, low_s, 0, rows_loaded)
+                                        m.load_rows(vd, row, of_vd + n + 1, V, V, low_s, 0, rows_loaded)
                                     m.load_rows(
                                         d, row, first * ratio + n + row_stages, 0, V, dv_s, tile_of(n % 2), rows_loaded
                                     )
@@ -1207,12 +1211,11 @@ def specification(
     expected: int = 0,
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array]:
     """(dq, dk [tokens, Hk, K], dv [tokens, Hv, V], dg, dbeta [tokens, Hv]); rows of no sequence are zero; not a number in other heads than those
-    of dh, from `first_head` on. h and vd have these heads, or all."""
+    of dh, from `first_head` on. h and vd each have these heads, or all."""
     from jax_qla.segments import chunk_table  # which takes the constants of kernels/common.py
 
     heads, all_key_heads, all_heads = dh.shape[1], q.shape[1], v.shape[1]
-    if h.shape[1] == all_heads:
-        h, vd = (of_heads(x, first_head, heads) for x in (h, vd))
+    h, vd = (of_heads(x, first_head, heads) if x.shape[1] == all_heads else x for x in (h, vd))
     q, k = (of_heads(x, first_head // ratio, heads // ratio) for x in (q, k))
     v, g, gamma, beta, do, d = (of_heads(x, first_head, heads) for x in (v, g, gamma, beta, do, d))
     tokens, key_heads = q.shape[:2]

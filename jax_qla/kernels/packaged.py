@@ -20,6 +20,7 @@ from jax_qla.kernels import (
     recurrent,
     state_gradients,
     states,
+    states_from_vd,
     summaries,
 )
 
@@ -50,8 +51,11 @@ def _packaged() -> tuple[tuple[str, Any], ...]:
             kernels.append(("adjoint_summaries", adjoint_summaries.Config(key_dim, value_dim, dtype, l2norm, split)))
             for value_tile in (64,) if split else sorted({64, value_dim}):
                 sizes = (key_dim, value_dim, dtype, value_tile, l2norm, split)
-                kernels.extend(("forward", forward.Config(*sizes, keep)) for keep in (False, True))
+                keeps = ("nothing", "states") if split else ("nothing", "vd", "states")
+                kernels.extend(("forward", forward.Config(*sizes, keep)) for keep in keeps)
                 kernels.append(("states", states.Config(*sizes)))
+                if not split and not l2norm:
+                    kernels.append(("states_from_vd", states_from_vd.Config(*sizes[:4])))
                 kernels.append(("state_gradients", state_gradients.Config(*sizes)))
     for key_dim, value_dim, dtype, state_dtype in itertools.product(
         _HEAD_DIMS, _HEAD_DIMS, ("bfloat16", "float16"), _STATE_DTYPES

@@ -39,7 +39,7 @@ class GatedDeltaNet(eqx.Module):
         param_dtype: of the parameters; A_log and dt_bias are always float32.
         implementation: of the gated delta rule, as in `jax_qla.chunk_gated_delta_rule`.
         piece_rows: how "cuda" cuts the sequences of `__call__` and `prefill`, as there.
-        save_chunk_states: whether `__call__` saves what its gradient else computes again, as there.
+        save_chunk_states: what `__call__` saves of what its gradient else computes again, as there.
         key: makes the initial parameters.
 
     Example:
@@ -75,7 +75,7 @@ class GatedDeltaNet(eqx.Module):
     dtype: Any = eqx.field(static=True)
     implementation: str | tuple[str, ...] | None = eqx.field(static=True)
     piece_rows: int | None = eqx.field(static=True)
-    save_chunk_states: bool = eqx.field(static=True)
+    save_chunk_states: bool | None = eqx.field(static=True)
 
     def __init__(
         self,
@@ -85,7 +85,7 @@ class GatedDeltaNet(eqx.Module):
         param_dtype: Any = jnp.float32,
         implementation: str | Sequence[str] | None = None,
         piece_rows: int | None = None,
-        save_chunk_states: bool = False,
+        save_chunk_states: bool | None = None,
         key: jax.Array,
     ):
         parameters.check_dtype("dtype", dtype)

@@ -50,7 +50,7 @@ def mix(
     segment_ids: jax.Array | None = None,
     implementation: str | Sequence[str] | None = None,
     piece_rows: int | None = None,
-    save_chunk_states: bool = False,
+    save_chunk_states: bool | None = None,
 ) -> jax.Array:
     """Mixes whole sequences in parallel, for training.
 
