@@ -207,6 +207,30 @@ def test_bitwise_repeatable(case: battery.Case, function: battery.Function) -> N
         assert all(again[name].tobytes() == first[name].tobytes() for name in first)
 
 
+@pytest.mark.parametrize("save", [None, True, False], ids=["Vd kept", "states kept", "nothing kept"])
+def test_thousands_of_forward_passes_repeat(save: bool | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """First states of 128 columns come by way of tiles of K and Q: without a fence before these may be loaded, one of
+    30,000 calls, more in some processes and none in others, differed."""
+    monkeypatch.setenv(policy.OVERRIDE, "0")
+    x = jax.tree.map(jnp.asarray, battery.inputs(NORMALISED))
+    of_rest: Any = functools.partial(cuda, scale=0.1, l2norm=True, save=save)
+
+    def differentiated(*rows: jax.Array) -> Any:
+        return jax.vjp(lambda *rows: of_rest(*rows, x.initial_state, x.segments), *rows)
+
+    @jax.jit
+    def different(rows: Any, first: Any) -> jax.Array:
+        found = jnp.int32(0)
+        for _ in range(25):
+            (results, _), rows = jax.lax.optimization_barrier((differentiated(*rows), rows))
+            found += sum(jnp.sum(a != b) for a, b in zip(results, first, strict=True))
+        return found
+
+    rows = tuple(x[:5])
+    first, _ = jax.jit(differentiated)(*rows)
+    assert not np.any(np.asarray(jnp.stack([different(rows, first) for _ in range(1200)])))
+
+
 @pytest.mark.parametrize(
     ("case", "function"), _in_ways([MANY_HEADS, LAST_IN_HALVES, CASES[-1], NORMALISED], "default", "high")
 )
