@@ -5,9 +5,9 @@
     python benchmarks/pieces.py --rows 1,2/1x256 --lengths 0 64 --implementation xla       # a CPU, to try the script
 
 A row is named Hk,Hv/sequences x length; lengths are rows of a piece, 0 for whole sequences; K = V = 128, bfloat16,
-packed. Prints device milliseconds of the forward and of the backward pass, the latter without and with
-kernels/backward.py (`policy.in_one`), what the policy chooses, and how much more that takes than the best, of the
-forward pass alone and of both. Writes pieces.json to the output folder.
+packed. Prints device milliseconds of the forward pass alone, of one that keeps what the backward pass reads, and of the
+backward pass, without and with kernels/backward.py (`policy.in_one`), what the policy chooses, and how much more that
+takes than the best, of the forward pass alone and of both. Writes pieces.json to the output folder.
 """
 
 from __future__ import annotations
@@ -42,6 +42,9 @@ class Times(NamedTuple):
     """Device milliseconds of pieces of one length."""
 
     forward: float
+    """Alone, ..."""
+    keeping: float
+    """... and with all that it keeps for the backward pass."""
     backward: float
     """By `state_gradients` and `gradients`, ..."""
     in_one: float
@@ -51,16 +54,19 @@ class Times(NamedTuple):
 def times(row: Row, length: int, implementation: str) -> Times:
     """Of both passes of sequences in pieces of `length` rows."""
     os.environ[policy.OVERRIDE] = str(length)
-    passes = (row, replace(row, direction="backward"))
+    backward = replace(row, direction="backward")
     operands = inputs.make(row)
     found = []
-    for in_one in "01":
+    for in_one, differentiated, passes in (
+        ("0", False, (row,)),
+        ("0", True, (row, backward)),
+        ("1", False, (backward,)),
+    ):
         os.environ[policy.IN_ONE_OVERRIDE] = in_one
         jax.clear_caches()  # The environment is read when a call is traced.
-        library = JaxQla("jax_qla", implementation)
-        now = passes[int(in_one) :]
-        library.prepare(now, memory=False)
-        found += [library.device_time(one, library.arguments(one, operands), SHORT_WARM_UP) for one in now]
+        library = JaxQla("jax_qla", implementation, differentiated=differentiated)
+        library.prepare(passes, memory=False)
+        found += [library.device_time(one, library.arguments(one, operands), SHORT_WARM_UP) for one in passes]
     return Times(*found)
 
 
@@ -98,7 +104,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     options.output.mkdir(parents=True, exist_ok=True)
     print(
-        f"{jax.devices()[0].device_kind}, jax {jax.__version__}: ms of forward / backward / in one by rows of a piece"
+        f"{jax.devices()[0].device_kind}, jax {jax.__version__}: ms of forward / forward that keeps / backward / "
+        "in one, by rows of a piece"
     )
     found: dict[str, dict[str, Times]] = {}
     for name in options.rows:
@@ -118,9 +125,9 @@ def _judged(choice: Choice, measured: Mapping[int, Times]) -> str:
     """The choice, and how much more it takes than the best."""
     forward = measured[choice.rows].forward / min(of.forward for of in measured.values()) - 1
     of_backward = measured[choice.backward_rows]
-    taken = measured[choice.rows_for_both].forward + (of_backward.in_one if choice.in_one else of_backward.backward)
+    taken = measured[choice.rows_for_both].keeping + (of_backward.in_one if choice.in_one else of_backward.backward)
     best = min(
-        measured[rows].forward + min(measured[back].backward, measured[back].in_one)
+        measured[rows].keeping + min(measured[back].backward, measured[back].in_one)
         for rows in measured
         for back in measured
         if back in (0, rows)

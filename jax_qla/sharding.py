@@ -546,6 +546,8 @@ def forward(
     states = _state_dims(segments)
 
     def keeping_so(keep: Keep) -> Callable[..., tuple[Any, ...]]:
+        """What is returned, as a function of the operands, with residuals that have so much of vd and h."""
+
         def local(axes: Axes, *operands: Any) -> tuple[jax.Array, ...]:
             o, final_state, residuals, carry = context_parallel.forward(
                 *operands,

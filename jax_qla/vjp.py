@@ -20,9 +20,8 @@ Inside `jax.checkpoint` the residuals and the results carry names (`CHECKPOINT_N
 `jax.checkpoint_policies.save_only_these_names(*jax_qla.CHECKPOINT_NAMES)` keeps them and so spares a second forward;
 without such a policy the forward runs again. At K = V = 128 these are, in bytes per token and value head: a 128, gamma
 4, Vd 256, o 256, the chunk states, if kept, 512; the lengths are 8 per token and key head. Of what a call keeps the
-policy must name all, for the forward runs as a whole: where it names `RESIDUAL_NAMES` but not Vd, the forward runs
-again for Vd alone, so such a policy wants `save_chunk_states=False`, or to name Vd too. What the policy does not keep
-of Vd and the chunk states is written only by the forward pass that runs again (`if_used.py`).
+policy must name all, for the forward runs as a whole. What it does not keep of Vd and the chunk states is written only
+by the forward pass that runs again (`if_used.py`).
 """
 
 from __future__ import annotations
@@ -40,8 +39,14 @@ from jax_qla.context_parallel import Carry
 from jax_qla.implementations import Choice, Keep, Residuals
 from jax_qla.refusal import refuse
 
-RESIDUAL_NAMES = ("gated_delta_rule_a", "gated_delta_rule_gamma", "gated_delta_rule_lengths")
-"""`checkpoint_name` of the residuals a and gamma and, where the CUDA kernels normalise q and k, of both lengths."""
+RESIDUAL_NAMES = (
+    "gated_delta_rule_a",
+    "gated_delta_rule_gamma",
+    "gated_delta_rule_lengths",
+    "gated_delta_rule_vd",
+)
+"""`checkpoint_name` of the residuals a and gamma, of both lengths where the CUDA kernels normalise q and k, and of what
+each token writes to the state, unless `save_chunk_states` is False."""
 
 RESULT_NAMES = ("gated_delta_rule_o", "gated_delta_rule_final_state")
 """`checkpoint_name` of the results o and final_state."""
@@ -50,9 +55,8 @@ CARRY_NAMES = ("gated_delta_rule_incoming", "gated_delta_rule_transition", "gate
 """`checkpoint_name` of what a shard of a sequence keeps: the state before it, its transition, those of its pieces. The
 last is also that of what is kept of the pieces of a whole sequence, which come with the residuals."""
 
-CHUNK_STATE_NAMES = ("gated_delta_rule_h", "gated_delta_rule_vd")
-"""`checkpoint_name` of the states before all chunks, with `save_chunk_states=True`, and of what each token writes, also
-without."""
+CHUNK_STATE_NAMES = ("gated_delta_rule_h",)
+"""`checkpoint_name` of the states before all chunks, with `save_chunk_states=True`."""
 
 CHECKPOINT_NAMES = RESIDUAL_NAMES + CARRY_NAMES + CHUNK_STATE_NAMES + RESULT_NAMES
 """All names. With all of them saved, `jax.checkpoint` never runs the forward again."""
@@ -135,7 +139,7 @@ def _gated_delta_rule_fwd(options: Options, *primals: Any) -> tuple[Any, Any]:
         residuals = Residuals(
             a=checkpoint_name(residuals.a, RESIDUAL_NAMES[0]),
             gamma=checkpoint_name(residuals.gamma, RESIDUAL_NAMES[1]),
-            vd=checkpoint_name(residuals.vd, CHUNK_STATE_NAMES[1]),
+            vd=checkpoint_name(residuals.vd, RESIDUAL_NAMES[3]),
             between=checkpoint_name(residuals.between, CARRY_NAMES[2]),
             h=checkpoint_name(residuals.h, CHUNK_STATE_NAMES[0]),
             lengths=checkpoint_name(residuals.lengths, RESIDUAL_NAMES[2]),
