@@ -113,6 +113,7 @@ void meet_cluster() {
   meet_at(16 * blocks, blocks * threads);
 }
 void proxy_fence() { happens_before::proxy_fence(current); }
+void still_reading() { happens_before::loading[static_cast<size_t>(current)] = true; }
 
 static void own_access(const void* p, size_t bytes, bool write) {
   const auto offset = static_cast<size_t>(static_cast<const uchar*>(p) - shared);
@@ -486,7 +487,7 @@ void Barrier::complete() {
   }
 }
 void Barrier::arrive(int n) {
-  happens_before::arrive(this, emulator::current);
+  emulator::right(happens_before::arrive(this, emulator::current));
   left = static_cast<int16_t>(left - n), complete();
 }
 void Barrier::wait(int parity) {

@@ -52,6 +52,7 @@ void meet(int barrier, int threads);
 void meet_cluster();
 void proxy_fence();
 void block_fence();
+void still_reading();  // what the thread has read of shared memory may not have been read yet: so much it is
 unsigned address_of(const void* p);  // in the shared memory of all blocks of the cluster
 unsigned of_block(unsigned address, int rank);
 void read(void* to, unsigned address, int bytes);
@@ -301,6 +302,7 @@ inline void jax_qla_take_state(void* registers, const void* near, const void* fa
       state[4 * n + 2 * h + 1] = rows[8 * h + 128];
     }
   }
+  emulator::still_reading();
 }
 
 // kernels/backward.py: blocks of a cluster.

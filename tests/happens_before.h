@@ -7,6 +7,7 @@
 // and from waiting for wgmma and bulk stores. What threads wrote, wgmma and TMA (the asynchronous proxy) have only if fence.proxy.async lies
 // between (PTX ISA, "Proxies"). What threads wrote, another block of the cluster has only if fence.acq_rel.cta, or barrier.cluster, lies between: its
 // barriers may be arrived at before. (PTX wants a fence of the cluster; kernels/backward.py says why not.) Threads may write in any order what is the same.
+// What a thread reads in a row so long that an mbarrier's arrival, which does not wait for it, passes the last of it, must have a proxy fence behind it.
 #pragma once
 #include <algorithm>
 #include <array>
@@ -45,6 +46,7 @@ struct Cell {
 inline std::vector<Cell> cells;
 inline std::vector<Knowledge> knowledge;  // of the threads
 inline std::vector<Clock> clocks;         // of the threads
+inline std::vector<bool> loading;         // threads of whose reads some may not have been made yet
 struct Barrier {
   const void* at;
   Clock phase = 0;
@@ -79,6 +81,7 @@ inline void begin(int count, int blocks, const unsigned char* shared, size_t byt
   for (Cell& cell : cells) cell.write = {0, 0}, cell.reads.clear();
   knowledge.assign(threads, Knowledge());
   clocks.assign(threads, 1);
+  loading.assign(threads, false);
   barriers.clear(), rewritten.clear();
   named.assign(16 * number + 1, Named());
   visits.assign(number, Clocks());
@@ -152,6 +155,7 @@ inline void acquire(int thread, const Knowledge& from) { knowledge[static_cast<s
 
 inline void proxy_fence(int thread) {
   release(thread);
+  loading[static_cast<size_t>(thread)] = false;
   Knowledge& knows = knowledge[static_cast<size_t>(thread)];
   for (size_t i = 0; i < agents; ++i) knows.through[i] = std::max(knows.through[i], knows.before[i]);
 }
@@ -184,7 +188,14 @@ inline Barrier& barrier(const void* at) {
   return *std::find_if(barriers.begin(), barriers.end(), [&](const Barrier& x) { return x.at == at; });
 }
 inline size_t loads(const Barrier& barrier) { return loads(static_cast<size_t>(&barrier - barriers.data())); }
-inline void arrive(const void* at, int thread) { barrier(at).arriving.take(release(thread)); }
+inline const char* arrive(const void* at, int thread) {
+  if (loading[static_cast<size_t>(thread)]) {
+    std::snprintf(message, sizeof message, "thread %d arrives at a barrier, without a proxy fence, and may still be reading", thread);
+    return message;
+  }
+  barrier(at).arriving.take(release(thread));
+  return nullptr;
+}
 inline void complete_phase(const void* at) {
   Barrier& of = barrier(at);
   of.arriving.before[loads(of)] = ++of.phase;

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 import functools
 import itertools
 import os
@@ -26,7 +27,7 @@ from test_cuda import cuda as rule
 from jax_qla import cuda, implementations, policy, store
 from jax_qla import segments as tables
 from jax_qla.implementations import Choice
-from jax_qla.kernels import backward, build, compose, prepare, specification, states, states_from_vd
+from jax_qla.kernels import backward, build, compose, forward, prepare, specification, states, states_from_vd
 from jax_qla.kernels.common import ALWAYS
 from jax_qla.launch import Step
 
@@ -75,6 +76,7 @@ def _emulated(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 PACKED = next(case for case in battery.CASES if str(case) == "packed, long among short-bfloat16")
 LONG = battery.Case("emulated, pieces of more chunks than stages", dtype="bfloat16", tokens=600)
 WIDE = battery.Case("emulated, V 128", dtype="bfloat16", tokens=290, value_dim=128)
+WIDE_NORMALISED = dataclasses.replace(WIDE, name="emulated, K and V 128, normalised", key_dim=128, l2norm=True)
 
 
 def _used(monkeypatch: pytest.MonkeyPatch) -> list[str]:
@@ -173,6 +175,32 @@ def test_a_fence_before_another_block_is_told(fenced: bool) -> None:
     }
     with nullcontext() if fenced else pytest.raises(RuntimeError, match="without a fence of the block that wrote it"):
         kernel(arrays, scalars, neighbours=2, seed=0)
+
+
+@pytest.mark.parametrize("fenced", [True, False])
+def test_a_fence_before_keys_come_over_a_first_state(fenced: bool) -> None:
+    """Without it an H200 has now and then read some of them (`test_thousands_of_forward_passes_repeat`)."""
+    source, plan = emulator.lowered("forward", forward.Config())
+    fence = r"(jax_qla_take_state<128>\([^\n]*\n\s*)tl::fence_proxy_async\(\);"
+    assert len(re.findall(fence, source)) == 1
+    if not fenced:
+        source = re.sub(fence, r"\1", source)
+    kernel = emulator.Emulated(source, plan)
+    random = np.random.default_rng(0)
+    tokens = 200
+
+    def rows(*shape: int, dtype: Any = jnp.bfloat16) -> np.ndarray:
+        return random.normal(size=shape).astype(dtype) / 8
+
+    arrays = {name: rows(tokens, 1, 128) for name in ("q", "k")}
+    arrays |= {name: rows(tokens, 1, 128) for name in ("v", "o")}
+    arrays |= {name: -np.abs(rows(tokens, 1, dtype=np.float32)) for name in ("gamma", "beta")}
+    arrays |= {name: rows(1, 1, 128, 128, dtype=np.float32) for name in ("initial_state", "final_state")}
+    arrays |= {"a": rows(1, tokens, 64).view(np.int16), "segments": np.array([[0, tokens]], np.int32)}
+    arrays |= {name: np.zeros((0, width), np.int32) for name, width in (("pieces", 4), ("spans", 2))}
+    scalars = {"ratio": 1, "scale": 0.1, "first_head": 0, "heads": 1, "awaits": forward.NOTHING}
+    with nullcontext() if fenced else pytest.raises(RuntimeError, match="arrives at a barrier, without a proxy fence"):
+        kernel(arrays, scalars, seed=0)
 
 
 @pytest.mark.parametrize("alike", [True, False])
@@ -371,12 +399,18 @@ def test_blocks_of_long_sequences_come_first(count: int, longest: int) -> None:
     np.testing.assert_array_equal(found, in_order if tokens // 64 >= count else np.arange(count))
 
 
-@pytest.mark.parametrize("function", [rule, that_keeps, that_recomputes], ids=["Vd kept", "states kept", "anew"])
-def test_two_warpgroups_of_state(function: battery.Function, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("case", "function"),
+    [(WIDE, rule), (WIDE, that_keeps), (WIDE, that_recomputes), (WIDE_NORMALISED, rule)],
+    ids=["Vd kept", "states kept", "anew", "normalised"],
+)
+def test_two_warpgroups_of_state(
+    case: battery.Case, function: battery.Function, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """As where heads fill a card: blocks of 128 value columns."""
     monkeypatch.setattr(policy, "MULTIPROCESSORS", 1)
-    assert policy.value_tile(WIDE.value_heads, WIDE.value_dim) == 128
-    battery.check(WIDE, function, LIMITS)
+    assert policy.value_tile(case.value_heads, case.value_dim) == 128
+    battery.check(case, function, LIMITS)
 
 
 @pytest.mark.parametrize(("rows", "precision"), [(128, None), (0, "high")])
