@@ -688,7 +688,12 @@ def _residuals(residuals: Sequence[Any], k: Any, v: Any, sequences: int, precisi
     a, gamma, vd, between, h = (*residuals, None, None, None)[:5]
     parts = None
     if between is not None:
-        between = Between(*_of_residuals(between, 3, len(Between._fields)))
+        if not isinstance(between, Sequence) or len(between) != len(Between._fields):
+            raise TypeError(
+                "residuals[3] must be what chunk_gated_delta_rule_fwd returned, or be left out, got "
+                f"{type(between).__name__}"
+            )
+        between = Between(*between)
         parts = between.entering.shape[0] if getattr(between.entering, "ndim", 0) else 0
         shapes = Between.shapes(parts, v.shape[2], k.shape[3], v.shape[3])
         for i, (x, right) in enumerate(zip(between, shapes.values(), strict=True)):
@@ -706,16 +711,6 @@ def _residuals(residuals: Sequence[Any], k: Any, v: Any, sequences: int, precisi
         if vd is None:
             raise ValueError("residuals[2] is None but residuals[4] is not: give both or leave out residuals[4]")
     return Residuals(a, gamma, vd, between, h)
-
-
-def _of_residuals(given: Any, index: int, count: int) -> Sequence[Any]:
-    """The `count` parts of residual `index`."""
-    if not isinstance(given, Sequence) or len(given) != count:
-        raise TypeError(
-            f"residuals[{index}] must be what chunk_gated_delta_rule_fwd returned, or be left out, got "
-            f"{type(given).__name__}"
-        )
-    return given
 
 
 def _arrays(*operands: Any) -> tuple[Any, ...]:

@@ -264,8 +264,7 @@ def backward(
     initial, final = ({"initial_state": "entering"}, {"d_final_state": "leaving"}) if call.cut else ({}, {})
     chunks = -(-call.tokens // CHUNK)
     sizes = (call.key_heads, call.value_heads, call.key_dim, call.value_dim)
-    kept = {"with_states": h is not None, "with_vd": vd is not None}
-    groups = policy.head_groups(chunks, call.recurrences, *sizes, **kept)
+    groups = policy.head_groups(chunks, call.recurrences, *sizes, with_states=h is not None)
     steps = [*call.table_steps, *steps]
     heads, ratio = call.value_heads // groups, call.value_heads // call.key_heads
     width = policy.in_one_width(ratio)

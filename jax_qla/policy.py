@@ -208,7 +208,6 @@ def head_groups(
     value_dim: int,
     *,
     with_states: bool = False,
-    with_vd: bool = False,
 ) -> int:
     """Groups of heads that the backward pass computes one after the other. Most of its memory, the states before every
     chunk and their gradients, is that of one group.
@@ -222,7 +221,6 @@ def head_groups(
         recurrences: of a head: sequences, or the pieces of them that are computed side by side.
         key_heads, value_heads, key_dim, value_dim: Hk, Hv, K and V.
         with_states: whether the states before every chunk have been kept, of all heads, so that nothing computes them.
-        with_vd: whether Vd has been kept, of all heads.
     """
     if override := os.environ.get(GROUPS_OVERRIDE):
         if not override.isdecimal() or int(override) == 0:
@@ -240,9 +238,8 @@ def head_groups(
     # Of a token, in elements of v's dtype; gates are float32. States are those of a chunk's 64 tokens.
     given = 4 * (key_heads * key_dim + value_heads * value_dim) + 8 * value_heads
 
-    def takes(groups: int) -> float:
-        vd = value_dim if with_vd else value_dim / groups
-        return value_heads * (CHUNK + vd + 2 * key_dim * value_dim / CHUNK / groups)
+    def takes(groups: int) -> float:  # Vd, which the forward pass has kept as a rule, is of all heads
+        return value_heads * (CHUNK + value_dim + 2 * key_dim * value_dim / CHUNK / groups)
 
     groups = max(n for n in _divisors(key_heads) if n == 1 or fill(together, n))
     if takes(groups) > given and tile < value_dim and not with_states:

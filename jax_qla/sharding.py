@@ -541,68 +541,100 @@ def forward(
         if keep == "states" and not policy.keeps_states(*sizes, **of_part):
             keep = without_h
         piece_rows = policy.kept_rows(*sizes, **of_part, with_states=keep == "states")
-    with_lengths = keeps_lengths(choice, q.dtype, l2norm)
+    function = functools.partial(
+        _forward,
+        layout=layout,
+        choice=choice,
+        scale=scale,
+        output_final_state=output_final_state,
+        with_residuals=with_residuals,
+        with_carry=with_carry,
+        piece_rows=piece_rows,
+        l2norm=l2norm,
+        precision=precision,
+    )
+    keeps, operands = functools.partial(function, keep=keep), (q, k, v, g, beta, initial_state, segments)
+    if not layout.automatic or keep == "nothing":
+        return keeps(*operands)
+    # What the compiler partitions is one operation to JAX, which does not look inside for what nobody uses.
+    o, final_state, residuals, carry = dispatch.kept_if_used(
+        keeps, functools.partial(function, keep="nothing"), operands
+    )
+    return o, final_state, residuals, carry
+
+
+def _forward(
+    *operands: Any,
+    layout: Layout,
+    choice: Choice,
+    scale: float,
+    output_final_state: bool,
+    with_residuals: bool,
+    with_carry: bool,
+    piece_rows: int | None,
+    l2norm: bool,
+    precision: Any,
+    keep: Keep,
+) -> tuple[jax.Array, jax.Array | None, Residuals | None, Carry | None]:
+    """`forward`, once it is known what residuals there are to be, and whether a carry."""
+    q, v, segments = operands[0], operands[2], operands[6]
+    residual_dims = _residual_dims(
+        keep != "nothing", piece_rows is not None, keep == "states", keeps_lengths(choice, q.dtype, l2norm)
+    )
     carry_dims = _CARRY if with_residuals and segments is None else _CARRY[:2]
     states = _state_dims(segments)
 
-    def keeping_so(keep: Keep) -> Callable[..., tuple[Any, ...]]:
-        """What is returned, as a function of the operands, with residuals that have so much of vd and h."""
+    def local(axes: Axes, *operands: Any) -> tuple[jax.Array, ...]:
+        o, final_state, residuals, carry = context_parallel.forward(
+            *operands,
+            axes=() if layout.alone else axes,
+            choice=choice,
+            scale=scale,
+            output_final_state=output_final_state,
+            with_residuals=with_residuals,
+            piece_rows=piece_rows,
+            l2norm=l2norm,
+            precision=precision,
+            keep=keep,
+        )
+        kept = (x[None] for x in jax.tree.leaves(carry)) if with_carry else ()
+        return o, *([final_state] if output_final_state else []), *jax.tree.leaves(residuals), *kept
 
-        def local(axes: Axes, *operands: Any) -> tuple[jax.Array, ...]:
-            o, final_state, residuals, carry = context_parallel.forward(
-                *operands,
-                axes=() if layout.alone else axes,
-                choice=choice,
-                scale=scale,
-                output_final_state=output_final_state,
-                with_residuals=with_residuals,
-                piece_rows=piece_rows,
-                l2norm=l2norm,
-                precision=precision,
-                keep=keep,
-            )
-            kept = (x[None] for x in jax.tree.leaves(carry)) if with_carry else ()
-            return o, *([final_state] if output_final_state else []), *jax.tree.leaves(residuals), *kept
-
-        residual_dims = _residual_dims(keep != "nothing", piece_rows is not None, keep == "states", with_lengths)
-        out_dims: tuple[str, ...] = ("btHv",)
-        sums: tuple[bool, ...] = (False,)
-        for wanted, more, is_sum in (
-            (output_final_state, (states,), True),
-            (with_residuals, residual_dims, False),
-            (with_carry, carry_dims, False),
-        ):
-            if wanted:
-                out_dims, sums = out_dims + more, sums + (is_sum,) * len(more)
-
-        def everywhere(*operands: Any) -> tuple[Any, ...]:
-            heads = (q.shape[-2], v.shape[-2])
-            results = list(_spread(layout, local, operands, (*OPERANDS, states, "bne"), out_dims, sums, heads))
-            o = results.pop(0)
-            final_state = results.pop(0) if output_final_state else None
-            residuals = None
-            if with_residuals:
-                found, results = iter(results[: len(residual_dims)]), results[len(residual_dims) :]
-                residuals = Residuals(next(found), next(found))
-                if keep != "nothing":
-                    residuals = residuals._replace(vd=next(found))
-                if piece_rows is not None:
-                    residuals = residuals._replace(between=Between(*(next(found) for _ in _OF_PIECES)))
-                if keep == "states":
-                    residuals = residuals._replace(h=next(found))
-                if with_lengths:
-                    residuals = residuals._replace(lengths=Lengths(*found))
-            return o, final_state, residuals, _carry(results) if with_carry else None
-
-        return everywhere
-
-    operands = (q, k, v, g, beta, initial_state, segments)
-    if layout.automatic and keep != "nothing":
-        # What the compiler partitions is one operation to JAX, which does not look inside for what nobody uses.
-        o, final_state, residuals, carry = dispatch.kept_if_used(keeping_so(keep), keeping_so("nothing"), operands)
-    else:
-        o, final_state, residuals, carry = keeping_so(keep)(*operands)
-    return o, final_state, residuals, carry
+    out_dims: tuple[str, ...] = ("btHv",)
+    sums: tuple[bool, ...] = (False,)
+    for wanted, more, is_sum in (
+        (output_final_state, (states,), True),
+        (with_residuals, residual_dims, False),
+        (with_carry, carry_dims, False),
+    ):
+        if wanted:
+            out_dims, sums = out_dims + more, sums + (is_sum,) * len(more)
+    results = list(
+        _spread(
+            layout,
+            local,
+            operands,
+            (*OPERANDS, states, "bne"),
+            out_dims,
+            sums,
+            (q.shape[-2], v.shape[-2]),
+        )
+    )
+    o = results.pop(0)
+    final_state = results.pop(0) if output_final_state else None
+    residuals = None
+    if with_residuals:
+        found, results = iter(results[: len(residual_dims)]), results[len(residual_dims) :]
+        residuals = Residuals(next(found), next(found))
+        if keep != "nothing":
+            residuals = residuals._replace(vd=next(found))
+        if piece_rows is not None:
+            residuals = residuals._replace(between=Between(*(next(found) for _ in _OF_PIECES)))
+        if keep == "states":
+            residuals = residuals._replace(h=next(found))
+        if lengths := tuple(found):
+            residuals = residuals._replace(lengths=Lengths(*lengths))
+    return o, final_state, residuals, _carry(results) if with_carry else None
 
 
 def _residual_dims(vd: bool, between: bool, h: bool, lengths: bool) -> tuple[str, ...]:

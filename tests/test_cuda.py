@@ -207,11 +207,11 @@ def test_bitwise_repeatable(case: battery.Case, function: battery.Function) -> N
         assert all(again[name].tobytes() == first[name].tobytes() for name in first)
 
 
+@pytest.mark.parametrize("_pieces", ["0"], ids=["whole"], indirect=True)
 @pytest.mark.parametrize("save", [None, True, False], ids=["Vd kept", "states kept", "nothing kept"])
-def test_thousands_of_forward_passes_repeat(save: bool | None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_thousands_of_forward_passes_repeat(save: bool | None) -> None:
     """First states of 128 columns come by way of tiles of K and Q: without a fence before these may be loaded, one of
     30,000 calls, more in some processes and none in others, differed."""
-    monkeypatch.setenv(policy.OVERRIDE, "0")
     x = jax.tree.map(jnp.asarray, battery.inputs(NORMALISED))
     of_rest: Any = functools.partial(cuda, scale=0.1, l2norm=True, save=save)
 
