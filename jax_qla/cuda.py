@@ -23,16 +23,18 @@ Intermediate results (h, dh, Vd, states between pieces) are results of the call 
 Memory of the backward besides its operands and results, in elements of v's dtype: h and dh (h alone where it is known
 here that one kernel computes all gradients), ceil(T / 64) * Hv * K * V each, and, unless it has been kept, Vd, as v
 (twice v where operands are split); of one group of heads at a time (policy.head_groups), whose kernels take the memory
-of the group before. (Kept Vd and h are operands, of all heads.) Rows of dv where |beta| is tiny are dX until the
-gradients kernel scales them. `backward` counts chunks, in 4 bytes a sequence or piece and head, where a key head has
-three value heads or more. In pieces: five times K V in float32 per piece and value head (two where the forward pass has
-kept two), three times in the forward pass, five in `summary`.
+of the group before. (Kept Vd and h are operands, of all heads. Where the device finds out which kernels compute a
+batch, dh may be of fewer heads than h.) Rows of dv where |beta| is tiny are dX until the gradients kernel scales them.
+`backward` counts chunks, in 4 bytes a sequence or piece and head, where a key head has three value heads or more. In
+pieces: five times K V in float32 per piece and value head (two where the forward pass has kept two), less one that lies
+where dh will be, if that has room for it; three times in the forward pass, five in `summary`.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -263,21 +265,28 @@ def backward(
         inputs |= _no_pieces()
     initial, final = ({"initial_state": "entering"}, {"d_final_state": "leaving"}) if call.cut else ({}, {})
     chunks = -(-call.tokens // CHUNK)
-    sizes = (call.key_heads, call.value_heads, call.key_dim, call.value_dim)
-    groups = policy.head_groups(chunks, call.recurrences, *sizes, with_states=h is not None)
+    groups, in_one, uneven = policy.head_groups(
+        *(chunks, call.recurrences, call.key_heads, call.value_heads, call.key_dim, call.value_dim),
+        split=call.split,
+        packed=segments is not None and call.sequences > 1,
+        parts=call.parts,
+        of_parts=call.parts * (3 if between is not None else 4) if call.cut else 0,
+        states=2 * call.sequences * ((initial_state is not None) + (d_final_state is not None)),
+        with_states=h is not None,
+    )
     steps = [*call.table_steps, *steps]
     heads, ratio = call.value_heads // groups, call.value_heads // call.key_heads
     width = policy.in_one_width(ratio)
     chunk_shapes = call.chunk_state_shapes(v, precision, groups=groups)
     of_pieces |= {name: shape for name, shape in chunk_shapes.items() if name not in inputs}
-    in_one = policy.in_one(
-        *(call.recurrences, heads, call.key_dim, call.value_dim),
-        ratio=ratio,
-        split=call.split,
-        packed=segments is not None and call.sequences > 1,
-    )
-    of_pieces |= {} if in_one == "always" else {"dh": chunk_shapes["h"]}
-    together = policy.key_heads_together(chunks, call.key_heads // groups, heads)
+    within: dict[str, str] = {}
+    if in_one != "always":
+        dh = call.chunk_state_shapes(v, precision, groups=groups * uneven)["h"]
+        of_pieces["dh"] = dh
+        # The first gradients of states are written when what has been found of the pieces is composed.
+        if (response := of_pieces.get("adjoint_response")) and _bytes(response) <= _bytes(dh):
+            within["adjoint_response"] = "dh"
+    together = policy.key_heads_together(chunks, call.key_heads // (groups * uneven), heads // uneven)
     tile = call.value_tile_of(heads)
     beside = policy.room_for_both(call.recurrences * heads * (call.value_dim // tile))
     of_two, of_one = (DIFFERENT, ALIKE) if in_one == "if alike" else (ALWAYS, ALWAYS)
@@ -292,14 +301,15 @@ def backward(
             kernel = states_kernel if vd is None else states_from_vd_kernel
             steps.insert(place, call.step(kernel, rename=initial, awaits=awaits, value_tile=tile, **of))
         of |= {"scale": scale, "expected": call.recurrences}
-        if in_one != "always":
+        for begin in range(first, first + heads, heads // uneven) if in_one != "always" else ():
             behind = bool(steps) and steps[-1].kernel == "compose"  # which writes what it begins with
             awaits = state_gradients_kernel.STATE if behind else state_gradients_kernel.NOTHING
-            of |= {"only": of_two}
-            steps.append(call.step(state_gradients_kernel, rename=final, awaits=awaits, value_tile=tile, **of))
+            of |= {"first_head": begin, "only": of_two}
+            of_states = {"awaits": awaits, "value_tile": call.value_tile_of(heads // uneven)}
+            steps.append(call.step(state_gradients_kernel, rename=final, **of_states, **of))
             steps.append(call.step(gradients_kernel, rename={"d": "dv"}, group=together, **of))
         if in_one != "never":
-            of |= {"only": of_one, "heads": heads, "width": width}
+            of |= {"first_head": first, "only": of_one, "heads": heads, "width": width}
             step = call.step(backward_kernel, rename=final, **of)
             steps.append(dataclasses.replace(step, neighbours=width))  # a cluster
     progress, in_place = {}, {}
@@ -323,6 +333,7 @@ def backward(
         | progress
         | call.table_shapes,
         in_place,
+        within,
     )
     dq, dk, dv, dg, dbeta = (call.unflat(results[name]) for name in ("dq", "dk", "dv", "dg", "dbeta"))
     d_initial_state = None
@@ -506,6 +517,10 @@ def chunk_states(
 
 _LENGTHS = ("lengths", "query_lengths")
 """The kernels' names of `Lengths`."""
+
+
+def _bytes(x: jax.ShapeDtypeStruct) -> int:
+    return int(math.prod(x.shape)) * x.dtype.itemsize
 
 
 def _no_pieces() -> dict[str, jax.Array]:

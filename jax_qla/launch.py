@@ -78,6 +78,7 @@ def launch(
     inputs: Mapping[str, jax.Array],
     outputs: Mapping[str, jax.ShapeDtypeStruct],
     aliases: Mapping[str, str] | None = None,
+    within: Mapping[str, str] | None = None,
 ) -> dict[str, jax.Array]:
     """Launches kernels one after the other in one FFI call.
 
@@ -87,9 +88,11 @@ def launch(
         outputs: shapes and dtypes of its results, workspaces included; a kernel may read what an earlier one wrote.
         aliases: names of inputs, each with the name of the output of the same shape and dtype that takes its memory.
             XLA copies such an input first if anything else still needs it.
+        within: names of workspaces among `outputs`, each with the name of the output in whose memory it lies, at its
+            beginning, which is to be written only when nothing reads the workspace any more.
 
     Returns:
-        The results by name.
+        The results by name, without the workspaces within others.
 
     Raises:
         KernelNotFoundError: a kernel is not to be had.
@@ -103,16 +106,19 @@ def launch(
         for operand in kernel.plan["operands"]
     }
     inputs = {name: x for name, x in inputs.items() if name in used or name in (aliases or ())}
+    within = within or {}
     operands: dict[str, jax.Array | jax.ShapeDtypeStruct] = {**inputs, **outputs}
     shapes = {name: (tuple(x.shape), x.dtype.name) for name, x in operands.items()}
-    buffers = {name: index for index, name in enumerate(shapes)}
+    buffers = {name: index for index, name in enumerate(name for name in shapes if name not in within)}
+    buffers |= {name: buffers[around] for name, around in within.items()}
     plan = [_PLAN_VERSION, len(steps)]
-    early = overlap.early_starts(steps, [kernel.plan for kernel in kernels], outputs)
+    early = overlap.early_starts(steps, [kernel.plan for kernel in kernels], outputs, within)
     for step, kernel, may_begin in zip(steps, kernels, early, strict=True):
         plan += _numbers(step, kernel.plan, shapes, buffers, early=may_begin)
     arrays = _vary_alike(list(inputs.values()))
     # A bare ShapeDtypeStruct would not vary over the manual axes of a surrounding shard_map, as the operands do.
     like = jax.typeof(arrays[0])
+    outputs = {name: x for name, x in outputs.items() if name not in within}
     result_types = [like.update(shape=x.shape, dtype=x.dtype, weak_type=False) for x in outputs.values()]
     operand_index, result_index = ({name: i for i, name in enumerate(x)} for x in (inputs, outputs))
     in_place = {operand_index[source]: result_index[target] for source, target in (aliases or {}).items()}

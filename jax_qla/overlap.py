@@ -71,7 +71,12 @@ def _in_order(before: Step, step: Step) -> bool:
     return step.kernel == "backward" and before.kernel != "gradients"
 
 
-def early_starts(steps: Sequence[Step], plans: Sequence[Mapping[str, Any]], results: Collection[str]) -> list[bool]:
+def early_starts(
+    steps: Sequence[Step],
+    plans: Sequence[Mapping[str, Any]],
+    results: Collection[str],
+    within: Mapping[str, str] | None = None,
+) -> list[bool]:
     """For every kernel of a sequence, whether it may begin before the end of the one before it.
 
     The first may not: what precedes it is not of the sequence.
@@ -80,7 +85,9 @@ def early_starts(steps: Sequence[Step], plans: Sequence[Mapping[str, Any]], resu
         steps: the kernels.
         plans: their launch plans, which name their operands.
         results: what is written; whoever has it first writes it.
+        within: those of `results` that lie in the memory of another, and which.
     """
+    memory = {name: name for name in results} | dict(within or {})
     writers: dict[str, int] = {}
     written: set[tuple[str, str]] = set()  # by which kernel, and its name for it
     used: dict[str, int] = {}
@@ -95,12 +102,13 @@ def early_starts(steps: Sequence[Step], plans: Sequence[Mapping[str, Any]], resu
         apart = _APART.get(step.kernel, frozenset())
         early = {name: buffer for name, buffer in buffers.items() if uses_early(step, name) and name not in apart}
         awaited = [writers.get(buffer, -2) for buffer in early.values()]
-        awaited += [used.get(buffer, -2) for name, buffer in early.items() if (step.kernel, name) in written]
+        to_write = [memory[buffer] for name, buffer in early.items() if (step.kernel, name) in written]
+        awaited += [used.get(place, -2) for place in to_write]
         may = index > 0 and not _in_order(steps[index - 1], step)
         found.append(may and all(which < known for which in awaited))
         for buffer in buffers.values():
-            used[buffer] = index
             if buffer in results:
+                used[memory[buffer]] = index
                 writers.setdefault(buffer, index)
         if patient(step) or not found[-1]:
             known = index

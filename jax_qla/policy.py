@@ -11,6 +11,7 @@ of a call whose gradients are wanted are cut. A shard of a sequence must be summ
 
 from __future__ import annotations
 
+import functools
 import math
 import os
 from collections.abc import Callable, Sequence
@@ -58,6 +59,10 @@ _GROUP = 15.0
 """From the end of one group of heads to the next one's full card, ..."""
 _LITTLE = 0.02
 """... which of all groups together may be as much of the time."""
+_LITTLE_FOR_MEMORY = 0.09
+"""Of the time of the backward pass, what less memory than operands and results is worth in any case."""
+_STEP_OF_GROUPS = 0.6
+"""A chunk step of several groups, together, longer than that of one by the constants above (Vd kept)."""
 _BETWEEN = 3.0
 """From one of the kernels of pieces to the next, together."""
 _OVERHEAD = 8.0
@@ -95,6 +100,10 @@ steps, errors of dk exceed 5e-3."""
 
 _FULL = 0.95
 """Of the multiprocessors in all rounds of blocks, so many are a full card."""
+
+
+InOne = Literal["never", "if alike", "always"]
+"""Whether kernels/backward.py computes a backward pass; "if alike": if the device finds that its sequences are."""
 
 
 class Cut(NamedTuple):
@@ -199,6 +208,19 @@ def key_heads_together(chunks: int, key_heads: int, value_heads: int) -> int:
     return min(_divisors(key_heads), key=lambda n: _gradients(chunks, key_heads, value_heads, n))
 
 
+class HeadGroups(NamedTuple):
+    """How the backward pass divides the value heads. Most of its memory, the states before every chunk and their
+    gradients, is that of one group."""
+
+    groups: int
+    """That are computed one after the other."""
+    in_one: InOne
+    """Whether kernels/backward.py computes each of them (`in_one`)."""
+    uneven: int
+    """Groups into which each is divided again where "if alike" pieces are not, by the kernels that then compute it:
+    their gradients of states take memory of every batch, and no time of one whose pieces are alike."""
+
+
 def head_groups(
     chunks: int,
     recurrences: int,
@@ -207,45 +229,91 @@ def head_groups(
     key_dim: int,
     value_dim: int,
     *,
+    split: bool = False,
+    packed: bool = False,
+    parts: int = 0,
+    of_parts: int = 0,
+    states: int = 0,
     with_states: bool = False,
-) -> int:
-    """Groups of heads that the backward pass computes one after the other. Most of its memory, the states before every
-    chunk and their gradients, is that of one group.
+) -> HeadGroups:
+    """The groups of heads of the backward pass.
 
-    As many as fill the card each, once or several times. Where recurrences are few and computed in halves, `states`
-    beside `state_gradients`, as few as bring the memory below that of operands and results, if all these halves of a
-    group fill the card.
+    As many as fill the card each, once or several times. Where halves of a group's recurrences do, more of them, as few
+    as bring temporary memory below operands and results, if they take little longer, or no larger part of the time than
+    one group's memory exceeds these by. Whole sequences that are not alike are not divided again: each group would wait
+    for the longest of them.
 
     Args:
         chunks: of all sequences.
         recurrences: of a head: sequences, or the pieces of them that are computed side by side.
         key_heads, value_heads, key_dim, value_dim: Hk, Hv, K and V.
+        split, packed: as in `in_one`.
+        parts: places for pieces, or sequences, of which each has a state more than chunks.
+        of_parts: states [K, V] of a head, in float32, that are in memory for pieces.
+        states: such states of a head among the operands and results of both passes.
         with_states: whether the states before every chunk have been kept, of all heads, so that nothing computes them.
     """
+    ratio = value_heads // key_heads
+
+    def one(groups: int) -> InOne:
+        heads = value_heads // groups
+        return in_one(recurrences, heads, key_dim, value_dim, ratio=ratio, split=split, packed=packed)
+
     if override := os.environ.get(GROUPS_OVERRIDE):
         if not override.isdecimal() or int(override) == 0:
             raise ValueError(f"{GROUPS_OVERRIDE} must be a positive integer, got {override!r}")
-        return max(n for n in _divisors(key_heads) if n <= int(override))
+        groups = max(n for n in _divisors(key_heads) if n <= int(override))
+        return HeadGroups(groups, one(groups), 1)
     together = recurrences * value_heads
-    tile = value_tile(together, value_dim)
-    time = _whole_back(-(-chunks // max(recurrences, 1)), together, tile, value_dim)
-    time += _gradients(chunks, key_heads, value_heads, key_heads_together(chunks, key_heads, value_heads))
+    time = functools.partial(_time_of_groups, chunks, recurrences, key_heads, value_heads, value_dim)
 
     def fill(blocks: int, groups: int) -> bool:
         rounds = blocks / groups / MULTIPROCESSORS
-        return rounds >= _FULL * math.ceil(rounds) and (groups - 1) * _GROUP <= _LITTLE * time
+        return rounds >= _FULL * math.ceil(rounds)
 
-    # Of a token, in elements of v's dtype; gates are float32. States are those of a chunk's 64 tokens.
-    given = 4 * (key_heads * key_dim + value_heads * value_dim) + 8 * value_heads
+    def halves_fill(groups: int) -> bool:
+        tile = value_tile(together // groups, value_dim)
+        return tile < value_dim and fill(2 * together * (value_dim // tile), groups)
 
-    def takes(groups: int) -> float:  # Vd, which the forward pass has kept as a rule, is of all heads
-        return value_heads * (CHUNK + value_dim + 2 * key_dim * value_dim / CHUNK / groups)
+    # Elements of v's dtype, of which a number in float32 takes two. Vd, as a rule kept, is of all heads.
+    state = key_dim * value_dim
+    given = CHUNK * chunks * (4 * (key_heads * key_dim + value_heads * value_dim) + 8 * value_heads)
+    given += 2 * value_heads * states * state
 
-    groups = max(n for n in _divisors(key_heads) if n == 1 or fill(together, n))
-    if takes(groups) > given and tile < value_dim and not with_states:
-        halves = 2 * together * (value_dim // tile)
-        groups = next((n for n in _divisors(key_heads) if takes(n) <= given and fill(halves, n)), groups)
-    return groups
+    def excess(of_states: int, of_gradients: int) -> float:
+        """Of temporary memory, with so many groups for states and for their gradients."""
+        of_chunks = (chunks + parts) * (state / of_states + state / of_gradients)
+        return value_heads * (CHUNK * chunks * (CHUNK + value_dim) + of_chunks + 2 * of_parts * state) - given
+
+    def in_less_memory(fits: Callable[[int], bool]) -> int:
+        """Groups that fit, if they are worth the time."""
+        worth = max(excess(1, 1) / given, _LITTLE_FOR_MEMORY) * (time(1) + _BETWEEN_BACK)
+        return next((n for n in _divisors(key_heads) if fits(n) and halves_fill(n) and time(n) - time(1) <= worth), 1)
+
+    groups = max(
+        n for n in _divisors(key_heads) if n == 1 or (fill(together, n) and (n - 1) * _GROUP <= _LITTLE * time(1))
+    )
+    chosen, uneven = one(groups), 1
+    if groups == 1 and excess(1, 1) > 0:
+        if chosen == "never" and not with_states:
+            groups = in_less_memory(lambda n: excess(n, n) <= 0)
+            chosen = one(groups)
+        elif chosen == "if alike" and of_parts > 0:
+            uneven = in_less_memory(lambda n: excess(1, n) <= 0)
+    return HeadGroups(groups, chosen, uneven)
+
+
+def _time_of_groups(
+    chunks: int, recurrences: int, key_heads: int, value_heads: int, value_dim: int, groups: int
+) -> float:
+    """Microseconds of what computes states, their gradients and all others, in so many groups of heads."""
+    keys, values = key_heads // groups, value_heads // groups
+    tile = value_tile(recurrences * values, value_dim)
+    longest = -(-chunks // max(recurrences, 1))
+    whole = _whole_back(longest, recurrences * values, tile, value_dim)
+    gradients = _gradients(chunks, keys, values, key_heads_together(chunks, keys, values))
+    between = (groups - 1) * _GROUP + (longest * _STEP_OF_GROUPS if groups > 1 else 0)
+    return groups * (whole + gradients) + between
 
 
 def in_one(
@@ -257,7 +325,7 @@ def in_one(
     ratio: int,
     split: bool,
     packed: bool,
-) -> Literal["never", "if alike", "always"]:
+) -> InOne:
     """Whether kernels/backward.py computes the backward pass, instead of state_gradients.py and gradients.py.
 
     It can with K = V = 128 and operands that are not split. It should where its

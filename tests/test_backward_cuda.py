@@ -180,7 +180,8 @@ def test_thousands_of_calls_repeat(key_heads: int, l2norm: bool, monkeypatch: py
     "lengths", [(500, 500, 500, 500), (500, 490, 500, 505), (800, 200, 500, 400), (2000, 0, 0, 0)], ids=str
 )
 def test_packed_batches(lengths: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of sequences that are alike one kernel computes the gradients, of others two: whichever would."""
+    """Of sequences that are alike one kernel computes the gradients, of others two: whichever would, and whether or not
+    these two divide the heads."""
     monkeypatch.setenv(policy.OVERRIDE, "0")
     ends = np.cumsum((0, *lengths))
     operands = _operands(1, 2000, 16, 32)
@@ -194,7 +195,15 @@ def test_packed_batches(lengths: tuple[int, ...], monkeypatch: pytest.MonkeyPatc
         return [np.asarray(x, np.float32) for x in function(*operands)]
 
     found = computed(None)
+    once = used.count("gradients")
     assert {"state_gradients", "gradients", "backward"} <= set(used)
+    of_heads = policy.head_groups
+    with monkeypatch.context() as patch:
+        patch.setattr(policy, "head_groups", lambda *x, **options: of_heads(*x, **options)._replace(uneven=4))
+        used.clear()
+        for mine, other in zip(found, computed(None), strict=True):
+            np.testing.assert_array_equal(mine, other)
+        assert used.count("gradients") == 4 * once
     by_two, by_one = computed("0"), computed("1")
     alike = 32 * max(lengths) * len(lengths) <= 33 * sum(lengths)
     for mine, other in zip(found, by_one if alike else by_two, strict=True):

@@ -21,6 +21,7 @@ import jax_qla
 from jax_qla import MeshAxes, api, cuda, dispatch, implementations, overlap, policy, sharding, vjp, xla
 from jax_qla import segments as tables
 from jax_qla.implementations import Choice, Keep
+from jax_qla.kernels import compose as compose_kernel
 from jax_qla.kernels import forward as forward_kernel
 from jax_qla.kernels import state_gradients as state_gradients_kernel
 from jax_qla.kernels import states as states_kernel
@@ -52,8 +53,12 @@ def launch_specifications(
     inputs: Mapping[str, jax.Array],
     outputs: Mapping[str, jax.ShapeDtypeStruct],
     aliases: Mapping[str, str] | None = None,
+    within: Mapping[str, str] | None = None,
 ) -> dict[str, jax.Array]:
-    """`launch.launch` without a card. What is not written is not a number."""
+    """`launch.launch` without a card. What is not written is not a number, nor what others have been written over."""
+    within = within or {}
+    for name, around in within.items():
+        assert _bytes(outputs[name]) <= _bytes(outputs[around]), "a workspace ends beyond what it lies in"
     have = dispatch.match_varying(dict(inputs), dict(inputs)) | {
         name: jnp.full(x.shape, jnp.nan if jnp.issubdtype(x.dtype, jnp.inexact) else -1, x.dtype)
         for name, x in outputs.items()
@@ -93,8 +98,20 @@ def launch_specifications(
                 if "first_head" in step.scalars:  # perhaps of some heads only
                     x = jnp.where(jnp.isnan(x), have[target], x)
                 have[target] = x.astype(outputs[target].dtype)
+                for lost in _in_its_memory(target, within):
+                    have[lost] = jnp.full_like(have[lost], jnp.nan)
     assert inputs.keys() & {"lengths", "query_lengths"} <= lengths, "computed for nobody"
-    return {name: have[name] for name in outputs}
+    return {name: have[name] for name in outputs if name not in within}
+
+
+def _bytes(x: jax.ShapeDtypeStruct) -> int:
+    return x.size * x.dtype.itemsize
+
+
+def _in_its_memory(written: str, within: Mapping[str, str]) -> list[str]:
+    """What is no longer there when this has been written."""
+    inside = [name for name, around in within.items() if around == written]
+    return [*inside, within[written]] if written in within else inside
 
 
 @functools.cache
@@ -283,7 +300,7 @@ def test_groups_of_heads(rows: str, packed: bool, keep: str, monkeypatch: pytest
         memory.extend(outputs[name].size for name in of_group)
         assert not set(outputs) & ({"h", "dh", "vd"} - set(of_group))
         plans = [{"operands": [{"name": name} for name in _named(step.kernel)]} for step in steps]
-        early.append(overlap.early_starts(steps, plans, outputs))
+        early.append(overlap.early_starts(steps, plans, outputs, *more[1:]))
         return launch_specifications(steps, inputs, outputs, *more)
 
     @jax.jit
@@ -594,7 +611,7 @@ def _recorded(monkeypatch: pytest.MonkeyPatch, waiting: list[str] | None = None)
         calls.append([step.kernel for step in steps])
         if waiting is not None:
             plans = [{"operands": [{"name": name} for name in _named(step.kernel)]} for step in steps]
-            early = overlap.early_starts(steps, plans, outputs)
+            early = overlap.early_starts(steps, plans, outputs, *more[1:])
             waiting.extend(step.kernel for step, may in list(zip(steps, early, strict=True))[1:] if not may)
         return launch_specifications(steps, inputs, outputs, *more)
 
@@ -767,6 +784,86 @@ def test_recurrence_and_gradients_in_one(
             np.testing.assert_array_equal(a, b)
 
 
+@pytest.mark.parametrize("rows", ["0", "64"], ids=["whole", "in pieces"])
+def test_gradients_of_uneven_sequences_in_groups(rows: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernels for these divide the heads, of all of which the states before chunks are there, again."""
+    _launch_nothing(monkeypatch)
+    monkeypatch.setenv(policy.OVERRIDE, rows)
+    x, segments = _case(True)
+    operands: Any = [x[name] for name in ("q", "k", "v", "g", "beta", "initial_state")]
+    module: Any = cuda
+    options = {"output_final_state": True, "with_residuals": True, "scale": 0.25}
+    residuals = module.forward(*operands, segments, **options, keep="vd")[2]
+    given = _steps(monkeypatch)
+    found = {}
+    for uneven in (1, 2):
+        given.clear()
+        monkeypatch.setattr(policy, "head_groups", lambda *_, n=uneven, **__: policy.HeadGroups(1, "if alike", n))
+        found[uneven] = module.backward(*operands, segments, residuals, x["do"], x["d_final_state"], scale=0.25)
+        end = [step for step in given if step.kernel in ("states_from_vd", *END, "backward")]
+        assert [step.kernel for step in end] == ["states_from_vd", *END[1:] * uneven, "backward"]
+        heads = {name: [step.scalars["first_head"] for step in end if step.kernel == name] for name in END[1:]}
+        assert heads == dict.fromkeys(END[1:], [0, 2][:uneven])
+        assert end[-1].scalars["first_head"] == 0
+        assert end[-1].scalars["heads"] == 4
+    for a, b in zip(found[1], found[2], strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+OF_BOTH_PASSES = [
+    *((heads, batch) for heads in ((2, 8), (16, 32)) for batch in ((1, 8192), (4, 8192), (1, 32768), (8, 1024))),
+    *(((16, 64), batch) for batch in ((4, 8192), (1, 8192))),
+    ((2, 8), (2, 16384)),
+]
+
+
+@pytest.mark.parametrize(("heads", "batch"), OF_BOTH_PASSES)
+@pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
+def test_temporary_memory(
+    heads: tuple[int, int], batch: tuple[int, int], packed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of both passes it is no more than operands, results and gradients, by count of what the kernels are given."""
+    (key_heads, value_heads), (sequences, length) = heads, batch
+    tokens = sequences * length
+    written: list[dict[str, int]] = []
+    read: list[dict[str, int]] = []
+
+    def counting(
+        steps: Any, inputs: Any, outputs: Any, aliases: Any = None, within: Any = None
+    ) -> dict[str, jax.Array]:
+        del steps, aliases
+        results = {name: x for name, x in outputs.items() if name not in (within or {})}
+        read.append({name: _bytes(x) for name, x in inputs.items()})
+        written.append({name: _bytes(x) for name, x in results.items()})
+        return {name: jnp.zeros(x.shape, x.dtype) for name, x in results.items()}
+
+    monkeypatch.setattr(cuda, "launch", counting)
+    rows = (1, tokens) if packed else batch
+    k, v = (jax.ShapeDtypeStruct((*rows, n, 128), jnp.bfloat16) for n in heads)
+    gates = jax.ShapeDtypeStruct((*rows, value_heads), jnp.float32)
+    state = jax.ShapeDtypeStruct((sequences, value_heads, 128, 128), jnp.float32)
+    segments = jax.ShapeDtypeStruct((sequences, 2), jnp.int32) if packed else None
+    of_kernels: Any = {"ratio": value_heads // key_heads, "split": False, "packed": packed}
+    piece_rows = policy.kept_rows(tokens, sequences, value_heads, 128, 128, **of_kernels)
+
+    def both(k: Any, v: Any, gates: Any, state: Any, segments: Any) -> Any:
+        module: Any = cuda
+        options: Any = {"scale": 1.0, "piece_rows": piece_rows}
+        kept: Any = {"output_final_state": True, "with_residuals": True, "keep": "vd"}
+        o, final, residuals = module.forward(k, k, v, gates, gates, state, segments, **kept, **options)
+        return module.backward(k, k, v, gates, gates, state, segments, residuals, o, final, **options)
+
+    jax.eval_shape(both, k, v, gates, state, segments)
+    kept, found = written
+    gradients = ("dq", "dk", "dv", "dg", "dbeta", "d_initial_state")
+    given = sum(read[1][name] for name in ("q", "k", "v", "g", "beta", "do", "initial_state", "d_final_state"))
+    given += sum(found[name] for name in gradients) + kept["o"] + kept["final_state"]
+    between = ("a", "gamma", "vd", *implementations.Between._fields)
+    temporary = sum(kept.get(name, 0) for name in between)
+    temporary += sum(count for name, count in found.items() if name not in gradients)
+    assert temporary <= given
+
+
 @pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
 def test_heads_in_halves(packed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where the policy says so, a second launch of `forward` computes the last heads, and waits for nothing."""
@@ -799,20 +896,27 @@ def test_heads_in_halves(packed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_no_kernel_writes_early_what_another_may_still_read() -> None:
     """`state_gradients` writes at once: a second one may begin if `states`, which waits, stands between it and
     `gradients`, which reads what the first has written."""
-    results = ["h", "vd", "dh", "dv", "d_initial_state", "dq", "dk", "dg", "dbeta"]
+    results = ["h", "vd", "dh", "dv", "d_initial_state", "dq", "dk", "dg", "dbeta", "adjoint_response", "leaving"]
 
-    def early(*kernels: str) -> list[bool]:
+    def early(*kernels: str, **within: str) -> list[bool]:
         awaits = dict.fromkeys(("states", "states_from_vd"), states_kernel.EVERYTHING)
         awaits["state_gradients"] = state_gradients_kernel.NOTHING
-        renamed = {"gradients": {"d": "dv"}}
-        steps = [Step(name, None, {"awaits": awaits.get(name, 0)}, renamed.get(name, {})) for name in kernels]
+        renamed = {
+            "gradients": {"d": "dv"},
+            "compose": {"response": "adjoint_response", "initial_state": "d_final_state", "entering": "leaving"},
+        }
+        config = compose_kernel.Config(reverse=True)
+        steps = [Step(name, config, {"awaits": awaits.get(name, 0)}, renamed.get(name, {})) for name in kernels]
         plans = [{"operands": [{"name": name} for name in _named(kernel)]} for kernel in kernels]
-        return overlap.early_starts(steps, plans, results)
+        return overlap.early_starts(steps, plans, results, within)
 
     assert early(*END, *END) == [False, True, True, True, True, True]
     assert early(*END, *END[1:]) == [False, True, True, False, True]
     assert early("states", "backward", "states", "backward") == [False, False, True, False]
     assert early(*END, "backward") == [False, True, True, True]
+    of_pieces = ["prepare", "adjoint_summaries", "states", "compose", "state_gradients"]
+    assert early(*of_pieces) == [False, True, True, True, True]
+    assert early(*of_pieces, adjoint_response="dh") == [False, True, True, True, False]
     of_vd = ["states_from_vd", *END[1:]]
     results.remove("vd")  # an operand
     assert early(*of_vd, *of_vd) == [False, True, True, True, True, True]

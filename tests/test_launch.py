@@ -268,6 +268,19 @@ def test_aliases(monkeypatch: pytest.MonkeyPatch) -> None:
     assert made["plan"].tolist() == [1, 1, *(1, 1, 1), *(32, 1, 1), *(1, 1, 1), 0, 0, 3, *(0, 0), *(0, 2), *(0, 1)]
 
 
+def test_workspace_within_another_result(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has the number of that buffer, and is no result itself; those behind it move up."""
+    use(monkeypatch, {"scale": IN_PLACE})
+
+    def function(x: jax.Array) -> dict[str, jax.Array]:
+        result = jax.ShapeDtypeStruct(x.shape, x.dtype)
+        return launch.launch([step(scalars={})], {"x": x}, {"y": result, "z": result}, within={"y": "z"})
+
+    made = call(function, jnp.zeros(4))
+    assert made["plan"].tolist()[-6:] == [*(0, 0), *(0, 1), *(0, 1)]
+    assert set(jax.eval_shape(function, jnp.zeros(4))) == {"z"}
+
+
 # What does not fit is a bug of jax_qla, and says where.
 
 

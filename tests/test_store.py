@@ -556,7 +556,7 @@ def test_every_kernel_that_a_call_can_ask_for_is_packaged(piece_rows: str, monke
     """For all sizes, dtypes and tiles, by the steps that `jax_qla.cuda` makes."""
     asked: set[tuple[str, Any]] = set()
 
-    def launch(steps: Any, inputs: Any, outputs: Any, aliases: Any = None) -> Any:
+    def launch(steps: Any, inputs: Any, outputs: Any, aliases: Any = None, within: Any = None) -> Any:
         asked.update((step.kernel, step.config) for step in steps)
         return {name: jnp.zeros(x.shape, x.dtype) for name, x in outputs.items()}
 
