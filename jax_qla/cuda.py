@@ -263,10 +263,8 @@ def backward(
         steps, of_pieces = call.entering_states(adjoint=True, known=pieces is not None, scale=scale)
     if pieces is not None or not call.cut:  # each of what the kernels take for sequences has an initial state
         inputs |= _no_pieces()
-    initial, final = ({"initial_state": "entering"}, {"d_final_state": "leaving"}) if call.cut else ({}, {})
-    chunks = -(-call.tokens // CHUNK)
-    groups, in_one, uneven = policy.head_groups(
-        *(chunks, call.recurrences, call.key_heads, call.value_heads, call.key_dim, call.value_dim),
+    found = policy.head_groups(
+        *(-(-call.tokens // CHUNK), call.recurrences, call.key_heads, call.value_heads, call.key_dim, call.value_dim),
         split=call.split,
         packed=segments is not None and call.sequences > 1,
         parts=call.parts,
@@ -274,47 +272,20 @@ def backward(
         states=2 * call.sequences * ((initial_state is not None) + (d_final_state is not None)),
         with_states=h is not None,
     )
-    steps = [*call.table_steps, *steps]
-    heads, ratio = call.value_heads // groups, call.value_heads // call.key_heads
-    width = policy.in_one_width(ratio)
-    chunk_shapes = call.chunk_state_shapes(v, precision, groups=groups)
-    of_pieces |= {name: shape for name, shape in chunk_shapes.items() if name not in inputs}
+    of_pieces |= call.chunk_state_shapes(v, precision, groups=found.groups)
     within: dict[str, str] = {}
-    if in_one != "always":
-        dh = call.chunk_state_shapes(v, precision, groups=groups * uneven)["h"]
+    if found.in_one != "always":
+        dh = call.chunk_state_shapes(v, precision, groups=found.groups * found.uneven)["h"]
         of_pieces["dh"] = dh
         # The first gradients of states are written when what has been found of the pieces is composed.
         if (response := of_pieces.get("adjoint_response")) and _bytes(response) <= _bytes(dh):
             within["adjoint_response"] = "dh"
-    together = policy.key_heads_together(chunks, call.key_heads // (groups * uneven), heads // uneven)
-    tile = call.value_tile_of(heads)
-    beside = policy.room_for_both(call.recurrences * heads * (call.value_dim // tile))
-    of_two, of_one = (DIFFERENT, ALIKE) if in_one == "if alike" else (ALWAYS, ALWAYS)
-    for first in range(0, call.value_heads, heads):
-        of: dict[str, Any] = {"first_head": first}
-        if h is None:
-            # Unless there is room for it beside `state_gradients`, what computes h begins where blocks of
-            # `adjoint_summaries` end, before `compose`, which begins where its own end.
-            ahead = first == 0 and between is not None and not beside
-            awaits = states_kernel.NOTHING if ahead else states_kernel.EVERYTHING
-            place = len(steps) - 1 if ahead else len(steps)
-            kernel = states_kernel if vd is None else states_from_vd_kernel
-            steps.insert(place, call.step(kernel, rename=initial, awaits=awaits, value_tile=tile, **of))
-        of |= {"scale": scale, "expected": call.recurrences}
-        for begin in range(first, first + heads, heads // uneven) if in_one != "always" else ():
-            behind = bool(steps) and steps[-1].kernel == "compose"  # which writes what it begins with
-            awaits = state_gradients_kernel.STATE if behind else state_gradients_kernel.NOTHING
-            of |= {"first_head": begin, "only": of_two}
-            of_states = {"awaits": awaits, "value_tile": call.value_tile_of(heads // uneven)}
-            steps.append(call.step(state_gradients_kernel, rename=final, **of_states, **of))
-            steps.append(call.step(gradients_kernel, rename={"d": "dv"}, group=together, **of))
-        if in_one != "never":
-            of |= {"first_head": first, "only": of_one, "heads": heads, "width": width}
-            step = call.step(backward_kernel, rename=final, **of)
-            steps.append(dataclasses.replace(step, neighbours=width))  # a cluster
+    of_h = None if h is not None else states_kernel if vd is None else states_from_vd_kernel
+    steps = _gradient_steps(call, [*call.table_steps, *steps], found, of_h, h_ahead=between is not None, scale=scale)
     progress, in_place = {}, {}
-    if in_one != "never":
-        counted = call.parts if ratio > width else 0
+    if found.in_one != "never":
+        ratio = call.value_heads // call.key_heads
+        counted = call.parts if ratio > policy.in_one_width(ratio) else 0
         progress = {"progress": jax.ShapeDtypeStruct((counted, call.value_heads), jnp.int32)}
         inputs["none_done"] = jnp.zeros((counted, call.value_heads), jnp.int32)
         in_place = {"none_done": "progress"}
@@ -329,7 +300,7 @@ def backward(
             "dbeta": gates,
             "d_initial_state": call.state_shape(initial_state is not None, whole=pieces is None),
         }
-        | of_pieces
+        | {name: x for name, x in of_pieces.items() if name not in inputs}
         | progress
         | call.table_shapes,
         in_place,
@@ -342,6 +313,51 @@ def backward(
         if pieces is not None:
             d_initial_state = call.of_first_pieces(d_initial_state)
     return dq, dk, dv, dg, dbeta, d_initial_state
+
+
+def _gradient_steps(
+    call: _Call, steps: list[Step], found: policy.HeadGroups, of_h: Any, *, h_ahead: bool, scale: float
+) -> list[Step]:
+    """`steps`, what stands before, and the kernels of one group of heads after the other.
+
+    Args:
+        call: the call.
+        steps: that find the tables, and what enters and leaves the pieces.
+        found: the groups, and which kernels compute them.
+        of_h: the kernel that computes h, None where that is kept.
+        h_ahead: whether it may begin before what `steps` end with.
+        scale: factor of q.
+    """
+    initial, final = ({"initial_state": "entering"}, {"d_final_state": "leaving"}) if call.cut else ({}, {})
+    heads, ratio = call.value_heads // found.groups, call.value_heads // call.key_heads
+    divided = heads // found.uneven
+    chunks = -(-call.tokens // CHUNK)
+    together = policy.key_heads_together(chunks, divided // ratio, divided)
+    tile = call.value_tile_of(heads)
+    beside = policy.room_for_both(call.recurrences * heads * (call.value_dim // tile))
+    of_two, of_one = (DIFFERENT, ALIKE) if found.in_one == "if alike" else (ALWAYS, ALWAYS)
+    common: dict[str, Any] = {"scale": scale, "expected": call.recurrences}
+    for first in range(0, call.value_heads, heads):
+        if of_h is not None:
+            # Unless there is room for it beside `state_gradients`, what computes h begins where blocks of
+            # `adjoint_summaries` end, before `compose`, which begins where its own end.
+            ahead = first == 0 and h_ahead and not beside
+            awaits = states_kernel.NOTHING if ahead else states_kernel.EVERYTHING
+            place = len(steps) - 1 if ahead else len(steps)
+            steps.insert(place, call.step(of_h, rename=initial, first_head=first, awaits=awaits, value_tile=tile))
+        for begin in range(first, first + heads, divided) if found.in_one != "always" else ():
+            behind = bool(steps) and steps[-1].kernel == "compose"  # which writes what it begins with
+            awaits = state_gradients_kernel.STATE if behind else state_gradients_kernel.NOTHING
+            of = common | {"first_head": begin, "only": of_two}
+            of_states = {"awaits": awaits, "value_tile": call.value_tile_of(divided)}
+            steps.append(call.step(state_gradients_kernel, rename=final, **of_states, **of))
+            steps.append(call.step(gradients_kernel, rename={"d": "dv"}, group=together, **of))
+        if found.in_one != "never":
+            width = policy.in_one_width(ratio)
+            of = common | {"first_head": first, "only": of_one, "heads": heads, "width": width}
+            step = call.step(backward_kernel, rename=final, **of)
+            steps.append(dataclasses.replace(step, neighbours=width))  # a cluster
+    return steps
 
 
 def recurrent(
