@@ -34,7 +34,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -536,7 +535,7 @@ _LENGTHS = ("lengths", "query_lengths")
 
 
 def _bytes(x: jax.ShapeDtypeStruct) -> int:
-    return int(math.prod(x.shape)) * x.dtype.itemsize
+    return int(x.size) * x.dtype.itemsize
 
 
 def _no_pieces() -> dict[str, jax.Array]:

@@ -310,10 +310,8 @@ def _time_of_groups(
     keys, values = key_heads // groups, value_heads // groups
     tile = value_tile(recurrences * values, value_dim)
     longest = -(-chunks // max(recurrences, 1))
-    whole = _whole_back(longest, recurrences * values, tile, value_dim)
-    gradients = _gradients(chunks, keys, values, key_heads_together(chunks, keys, values))
     between = (groups - 1) * _GROUP + (longest * _STEP_OF_GROUPS if groups > 1 else 0)
-    return groups * (whole + gradients) + between
+    return groups * _three_kernels(chunks, longest, recurrences, keys, values, tile, value_dim) + between
 
 
 def in_one(
@@ -451,9 +449,8 @@ def _backward_time(
         return states + (rounds * chunks + behind) * _STEP_IN_ONE + (rounds - 1) * _ROUND
 
     def by_three_kernels(count: int, chunks: int, tile: int) -> float:
-        together = key_heads_together(chunks * count, heads // ratio, heads)
-        gradients = _gradients(chunks * count, heads // ratio, heads, together)
-        return _whole_back(chunks, count * heads, tile, value_dim) + gradients + _BETWEEN_BACK
+        kernels = _three_kernels(chunks * count, chunks, count, heads // ratio, heads, tile, value_dim)
+        return kernels + _BETWEEN_BACK
 
     def time(length: int | None, count: int, chunks: int) -> float:
         def in_one_of(recurrences: int) -> bool:
@@ -478,6 +475,15 @@ def _backward_time(
         return by_three_kernels(pieces * count, length, tile) + summaries + compositions + _OVERHEAD
 
     return time
+
+
+def _three_kernels(
+    chunks: int, longest: int, recurrences: int, key_heads: int, value_heads: int, tile: int, value_dim: int
+) -> float:
+    """Microseconds of `states`, `state_gradients` and `gradients`, of so many chunks altogether and in the longest
+    recurrence of a head."""
+    gradients = _gradients(chunks, key_heads, value_heads, key_heads_together(chunks, key_heads, value_heads))
+    return _whole_back(longest, recurrences * value_heads, tile, value_dim) + gradients
 
 
 def _rows_for_both(
