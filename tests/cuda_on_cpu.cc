@@ -343,9 +343,6 @@ void tma_store(const CUtensorMap& map, const void* tile, const int64_t* at, int 
     });
   });
 }
-void store(void* to, const void* tile, int bytes) {
-  begin_store(tile, bytes, [=] { std::memcpy(to, shared + address_of(tile), static_cast<size_t>(bytes)); });
-}
 void commit_stores() {
   Stores& of = stores[static_cast<size_t>(current)];
   of.groups.push_back(std::move(of.open));

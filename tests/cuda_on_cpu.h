@@ -80,7 +80,6 @@ void wait_products(int groups);
 void tma_load(const CUtensorMap& map, Barrier& barrier, void* tile, const int64_t* at, int rank);
 void load(Barrier& barrier, const void* tile, const void* from, int bytes);
 void tma_store(const CUtensorMap& map, const void* tile, const int64_t* at, int rank);
-void store(void* to, const void* tile, int bytes);
 void commit_stores();
 void wait_stores(int groups);
 
@@ -273,10 +272,7 @@ inline unsigned jax_qla_transposed(unsigned x) { return emulator::transpose(x); 
 template <unsigned long long, class T>
 inline void jax_qla_load_bytes(void* to, T& barrier, const void* from, int bytes) { emulator::load(barrier, to, from, bytes); }
 template <unsigned long long>
-inline void jax_qla_store_bytes(void* to, const void* from, int bytes) {
-  emulator::store(to, from, bytes);
-  emulator::commit_stores();
-}
+inline void jax_qla_store_word(unsigned* to, unsigned word) { *to = word; }
 template <bool bf16>
 inline void jax_qla_mma(float* c, const unsigned* a, unsigned b0, unsigned b1) { emulator::mma(c, a, b0, b1, bf16); }
 

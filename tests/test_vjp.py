@@ -201,14 +201,14 @@ def test_checkpoint_has_chunk_states_computed_once(
         with stand_in.kernels():
             assert results(jax.grad(rule), *x) == [without + extras]
             assert results(jax.grad(remembering(*jax_qla.CHECKPOINT_NAMES)), *x) == [without + extras]
-            right = jax.grad(rule, argnums=tuple(range(5)))
-            for gradient, operands, expected in (
-                (jax.grad, x, right(*x)),
-                (lambda f, **options: jax.vmap(jax.grad(f, **options)), members, jax.vmap(right)(*members)),
+            for gradient, operands in (
+                (jax.grad, x),
+                (lambda f, **options: jax.vmap(jax.grad(f, **options)), members),
             ):
                 assert results(gradient(remembering()), *operands) == [without, without + extras]
-                actual = gradient(remembering(), argnums=tuple(range(5)))(*operands)
-                jax.tree.map(lambda ours, theirs: assert_close(ours, theirs, 1e-6), actual, expected)
+                if length == 130:  # numbers of a last chunk that is not whole
+                    actual, expected = (gradient(f, argnums=tuple(range(5)))(*operands) for f in (remembering(), rule))
+                    jax.tree.map(lambda ours, theirs: assert_close(ours, theirs, 1e-6), actual, expected)
 
 
 def test_gradient_is_one_forward_and_one_backward() -> None:

@@ -2,7 +2,7 @@
 
 A chunk's inverse is lower triangular. It is kept in blocks of 8x8 elements of 16 bits, rows side by side: 128 bytes that wgmma takes as they are,
 without swizzling. In memory the blocks above the diagonal are not there, and block (i, j) is number i (i + 1) / 2 + j of its chunk: 4.5 KB instead
-of 8, one piece, of which one bulk copy takes all and bulk copies of whole rows of blocks take parts. The inverse of a chunk of fewer rows is the beginning
+of 8, one piece, written a block at a time by a warp, whose lanes have it in registers in that order, and read by bulk copies of rows of blocks. The inverse of a chunk of fewer rows is the beginning
 of this. It has no more blocks than the chunk has rows, n (n + 1) / 2 for the first 8 n, so that it fits where a row of 64 elements for each of its tokens would be:
 `a` is [heads, tokens, 64], and what a chunk's blocks leave of its tokens' rows is neither written nor read. To JAX its elements are integers, lest somebody
 look for numbers there. Of an inverse in two parts, high and low, [heads, tokens, 128], the low one follows where 64 elements a row end.
@@ -20,17 +20,17 @@ INVERSE_PRELUDE = r"""
 #include <tl_templates/cuda/instruction/wgmma.h>
 // How many blocks the inverse of so many rows has.
 __host__ __device__ constexpr int jax_qla_blocks(int rows) { return (rows + 7) / 8 * ((rows + 7) / 8 + 1) / 2; }
-// Bytes, a multiple of 16, by a bulk copy: from global to shared memory, which `barrier` counts, and back, in a group of its own. `kept` says for
-// how long the second-level cache is to keep them.
+// Bytes, a multiple of 16, from global to shared memory by a bulk copy, which `barrier` counts. `kept` says for how long the second-level cache is to keep
+// them.
 template <unsigned long long kept, typename Barrier>
 __device__ __forceinline__ void jax_qla_load_bytes(void* to, Barrier& barrier, const void* from, int bytes) {
   asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;"
                ::"r"(jax_qla_address(to)), "l"(from), "r"(bytes), "r"(jax_qla_address(&barrier)), "l"(kept) : "memory");
 }
+// A word to global memory.
 template <unsigned long long kept>
-__device__ __forceinline__ void jax_qla_store_bytes(void* to, const void* from, int bytes) {
-  asm volatile("cp.async.bulk.global.shared::cta.bulk_group.L2::cache_hint [%0], [%1], %2, %3;\ncp.async.bulk.commit_group;"
-               ::"l"(to), "r"(jax_qla_address(from)), "r"(bytes), "l"(kept) : "memory");
+__device__ __forceinline__ void jax_qla_store_word(unsigned* to, unsigned word) {
+  asm volatile("st.global.L2::cache_hint.b32 [%0], %1, %2;" ::"l"(to), "r"(word), "l"(kept) : "memory");
 }
 // A warp loads the inverse of a chunk of `rows` rows, which begins at `element` of `a`, into a tile. `barrier` counts the bytes.
 template <unsigned long long kept, typename Barrier, typename T>
@@ -88,4 +88,4 @@ __device__ __forceinline__ void jax_qla_multiply_inverse(void* accumulator, void
 """
 
 KEPT = {None: "0x1000000000000000ull", "evict_first": "0x12F0000000000000ull", "evict_last": "0x14F0000000000000ull"}
-"""How a bulk copy is told for how long the second-level cache is to keep what it moves."""
+"""How either is told for how long the second-level cache is to keep what it moves."""

@@ -24,8 +24,7 @@ of few chunks (policy.prepared_together). Before the rows of a chunk, the rows o
     each two warps    gates of their heads; meanwhile TMA loads the key tiles
     all               K K^T of both key heads by wgmma; meanwhile gamma by a scan over lanes. The products go to the warps of their heads
                       by where the key tiles were (PRELUDE: jax_qla_put_products)
-    each              the inverse (PRELUDE: jax_qla_invert), to the same place, packed (kernels/inverse.py), from where one bulk copy
-                      stores it
+    each              the inverse (PRELUDE: jax_qla_invert), from registers to memory, packed (kernels/inverse.py)
 
 The inverse X, in blocks of 16x16: X_ii = (I + L_ii)^{-1} by forward substitution, two columns a lane, and below the diagonal
 
@@ -34,8 +33,7 @@ The inverse X, in blocks of 16x16: X_ii = (I + L_ii)^{-1} by forward substitutio
 from left to right, so that no operand needs to be transposed: K K^T is symmetric, so its upper blocks, scaled, are L^T in the layout
 of an accumulator, which is L in that of a right operand of mma; sums and X_ij are accumulators and become left operands where they
 are. Only the X_ii go through shared memory, 16 bits high and 16 low. Operands are split into two bf16 numbers each (three products:
-16 bits of mantissa). A head takes 96 mma, 148 FMA and 78 splits of pairs. With `split` the low parts, which are there, are stored too, by
-way of a tile of their own, so that 3 blocks share a multiprocessor.
+16 bits of mantissa). A head takes 96 mma, 148 FMA and 78 splits of pairs. With `split` the low parts, which are there, are stored too.
 """
 
 from dataclasses import dataclass
@@ -147,9 +145,8 @@ PRELUDE = (
     + CHUNK_PRELUDE
     + f"constexpr int kStretches = {STRETCHES};\nconstexpr float kMinLogDecay = {MIN_LOG_DECAY}f, kLog2e = {LOG2_E}f;"
     r"""
-constexpr int kBlock = 1024;   // bytes of a block on the diagonal in a head's scratch, of which there are four
-constexpr int kLow = 512;      // bytes from the high parts of an inverted block to its low parts
-constexpr int kScratch = 4096; // bytes from the tile of a head's a to its scratch: the blocks of its upper 32 rows end before
+constexpr int kBlock = 1024;  // bytes of a block on the diagonal in a head's scratch, of which there are four
+constexpr int kLow = 512;     // bytes from the high parts of an inverted block to its low parts
 constexpr float kLimit = 2.001f;
 
 // What is made of them. A 16x16 block is held by a warp as an accumulator, two 16x8 tiles: element 4 n + 2 h + e of lane l is that
@@ -372,23 +369,19 @@ __device__ __forceinline__ void jax_qla_pack(unsigned* r, const float* c) {
 #pragma unroll
   for (int i = 0; i < 4; ++i) r[i] = jax_qla_round<bf16>(c[i * 2], c[i * 2 + 1]);
 }
-// Where this lane points stmatrix at for block (i, j) of a, of 16x16, in a tile at `tile`, which is in blocks of 8x8 as in memory (kernels/inverse.py).
-__device__ __forceinline__ unsigned jax_qla_place(unsigned tile, int i, int j) {
-  const int lane = threadIdx.x & 31, lower = lane >> 3 & 1, right = lane >> 4;
-  return tile + (lane & 7) * 16 + (lower * (2 * i + 1) + right) * 128 + (i * (2 * i + 1) + 2 * j) * 128;
-}
-__device__ __forceinline__ void jax_qla_put(unsigned tile, int i, int j, const unsigned* r) {
-  jax_qla_store_matrices<false>(jax_qla_place(tile, i, j), r[0], r[1], r[2], r[3]);
-}
-// Block (i, i), of which the quarter above the diagonal goes where these lanes put block (2, 0) later, or where nothing is.
-__device__ __forceinline__ void jax_qla_put_last(unsigned tile, int i, const unsigned* r) {
-  const int lane = threadIdx.x & 31;
-  const unsigned spare = tile + (lane & 7) * 16 + (i < 2 ? 11 : jax_qla_blocks(64)) * 128;
-  jax_qla_store_matrices<false>(lane >> 3 == 2 ? spare : jax_qla_place(tile, i, i), r[0], r[1], r[2], r[3]);
+// Block (i, j) of `a`, of 16x16, to memory, where it is four of 8x8 (kernels/inverse.py). An accumulator lies in the lanes so that a warp stores each of these,
+// 128 bytes, at once: to[0] is this lane's word of the first block of all. What is above the diagonal is left out, and what is beyond `rows`.
+template <unsigned long long kept>
+__device__ __forceinline__ void jax_qla_put(unsigned* to, int i, int j, const unsigned* r, int rows) {
+#pragma unroll
+  for (int n = 0; n < 4; ++n) {
+    const int lower = n & 1, right = n >> 1, row = 2 * i + lower, column = 2 * j + right;
+    if (column <= row && row * 8 < rows) jax_qla_store_word<kept>(to + (row * (row + 1) / 2 + column) * 32, r[n]);
+  }
 }
 // The same of an inverted block, a left operand.
-template <bool bf16>
-__device__ __forceinline__ void jax_qla_put_diagonal(unsigned to, int i, const Split& s) {
+template <bool bf16, unsigned long long kept>
+__device__ __forceinline__ void jax_qla_put_diagonal(unsigned* to, int i, const Split& s, int rows) {
   unsigned r[4];
   float c[8];
 #pragma unroll
@@ -397,17 +390,16 @@ __device__ __forceinline__ void jax_qla_put_diagonal(unsigned to, int i, const S
     c[p * 2 + 1] = jax_qla_high_half(s.high[p]) + jax_qla_high_half(s.low[p]);
   }
   jax_qla_pack<bf16>(r, c);
-  jax_qla_put_last(to, i, bf16 ? s.high : r);  // the high part is what rounding to bf16 gives
+  jax_qla_put<kept>(to, i, i, bf16 ? s.high : r, rows);  // the high part is what rounding to bf16 gives
 }
 
-// kk (jax_qla_get_products) -> a, in `tile`, if `split` its low part in tile_low, and `last_gamma` with its mark -> marked[at]; one
-// warp. gamma in units of log2. The inverses of the blocks on the diagonal stand where rows 32 to 63 of a will, which are written when all these
-// have been read.
-template <bool bf16, bool split>
-__device__ __forceinline__ void jax_qla_invert(const void* products, const float* gamma, const float* beta, void* tile, void* tile_low,
-                                               float* marked, int at, float last_gamma) {
+// kk (jax_qla_get_products) -> a, from `element` on, if `split` its low part behind 64 elements a row, and `last_gamma` with its mark -> marked[at]; one
+// warp. gamma in units of log2. `tile` is scratch memory, for the blocks on the diagonal.
+template <bool bf16, bool split, unsigned long long kept, typename T>
+__device__ __forceinline__ void jax_qla_invert(const void* products, const float* gamma, const float* beta, void* tile, T* a, long long element,
+                                               int rows, float* marked, int at, float last_gamma) {
   const float* kk = static_cast<const float*>(products);
-  float* scratch = reinterpret_cast<float*>(static_cast<char*>(tile) + kScratch);
+  float* scratch = static_cast<float*>(tile);
   const int lane = threadIdx.x & 31;
   Split lower[6];
   const bool stretches = __any_sync(0xffffffffu, jax_qla_gate(lower, kk, gamma, beta, scratch));
@@ -416,63 +408,42 @@ __device__ __forceinline__ void jax_qla_invert(const void* products, const float
   jax_qla_substitute(scratch);
   const unsigned from =
       jax_qla_address(scratch) + ((lane >> 4) * 8 + (lane & 7)) * 32 + ((((lane >> 3) ^ (lane >> 2)) & 1) << 4);
-  const unsigned to = jax_qla_address(tile), to_low = split ? jax_qla_address(tile_low) : 0;
-  Split before, behind;    // inverted blocks as a left and a right operand
-  Split x[6];              // blocks of a below the diagonal as left operands, numbered as those of L^T
-  unsigned rounded[6][4];  // the same in the dtype of a
-  jax_qla_load_inverse<true>(before, from);
-  jax_qla_put_diagonal<bf16>(to, 0, before);
-  if constexpr (split) jax_qla_put_last(to_low, 0, before.low);
+  unsigned* to = reinterpret_cast<unsigned*>(a + element) + lane;
+  unsigned* to_low = to + rows * 32;
+  Split left[4], right[3];  // inverted blocks as operands
+  Split x[6];               // blocks of a below the diagonal as left operands, numbered as those of L^T
+  jax_qla_load_inverse<true>(left[0], from);
+  jax_qla_put_diagonal<bf16, kept>(to, 0, left[0], rows);
+  if constexpr (split) jax_qla_put<kept>(to_low, 0, 0, left[0].low, rows);
 #pragma unroll
   for (int distance = 1; distance < 4; ++distance) {
-    // A step at a time for all blocks, since no instruction that reads shared memory passes one that writes it. The last blocks that
-    // distance 2 loads, 3 and 0, are those of distance 3.
+    // A step at a time for all blocks, since no instruction that reads shared memory passes one that writes it.
     float sum[3][8] = {};
 #pragma unroll
     for (int j = 0; j + distance < 4; ++j) {
       const int i = j + distance;
-      if (distance < 3) jax_qla_load_inverse<true>(before, from + i * kBlock);
-      jax_qla_multiply(sum[j], before, lower[jax_qla_above(j, i)]);
+      if (distance == 1) jax_qla_load_inverse<true>(left[i], from + i * kBlock);
+      jax_qla_multiply(sum[j], left[i], lower[jax_qla_above(j, i)]);
 #pragma unroll
       for (int k = j + 1; k < i; ++k) jax_qla_multiply(sum[j], x[jax_qla_above(k, i)], lower[jax_qla_above(j, k)]);
-      if (split && distance == 1) jax_qla_put_last(to_low, i, before.low);
-      if (distance == 1 && i == 1) jax_qla_put_diagonal<bf16>(to, 1, before);
+      if (split && distance == 1) jax_qla_put<kept>(to_low, i, i, left[i].low, rows);
+      if (distance == 1) jax_qla_put_diagonal<bf16, kept>(to, i, left[i], rows);
     }
 #pragma unroll
     for (int j = 3 - distance; j >= 0; --j) {
       float block[8] = {};
-      Split left;
+      Split of_sum;
       const int n = jax_qla_above(j, j + distance);
-      if (distance < 3) jax_qla_load_inverse<false>(behind, from + j * kBlock);
-      jax_qla_left(left, sum[j]);
-      jax_qla_multiply(block, left, behind);
+      if (distance == 1) jax_qla_load_inverse<false>(right[j], from + j * kBlock);
+      jax_qla_left(of_sum, sum[j]);
+      jax_qla_multiply(block, of_sum, right[j]);
       jax_qla_left(x[n], block);
-      jax_qla_pack<bf16>(rounded[n], block);
-      if constexpr (split) jax_qla_put(to_low, j + distance, j, x[n].low);
-    }
-    if (distance == 1) {
-      jax_qla_put(to, 1, 0, rounded[0]);
-    } else if (distance == 2) {
-      Split third;
-      jax_qla_load_inverse<true>(third, from + 2 * kBlock);
-      __syncwarp();  // who has read the scratch writes there
-      jax_qla_put_diagonal<bf16>(to, 2, third);
-      jax_qla_put_diagonal<bf16>(to, 3, before);
-#pragma unroll
-      for (int i = 2; i < 4; ++i) {
-#pragma unroll
-        for (int j = i - 2; j < i; ++j) jax_qla_put(to, i, j, rounded[jax_qla_above(j, i)]);
-      }
-    } else {
-      jax_qla_put(to, 3, 0, rounded[jax_qla_above(0, 3)]);
+      unsigned rounded[4];
+      jax_qla_pack<bf16>(rounded, block);
+      jax_qla_put<kept>(to, j + distance, j, rounded, rows);
+      if constexpr (split) jax_qla_put<kept>(to_low, j + distance, j, x[n].low, rows);
     }
   }
-}
-
-// The inverse of `rows` rows to element `element` of a; one warp.
-template <unsigned long long kept, typename T>
-__device__ __forceinline__ void jax_qla_store_inverse(T* a, long long element, const void* tile, int rows) {
-  if (tl::tl_shuffle_elect<32>()) jax_qla_store_bytes<kept>(a + element, tile, jax_qla_blocks(rows) * 128);
 }
 """
 )
@@ -591,17 +562,15 @@ def program(config: Config):
             rows = T.Select(number < blocks, chunk[1], 0) if l2norm else chunk[1]
             fill = chunk[2]
 
-            # K of both key heads, 64 columns each; then K K^T of both; then a of each value head
+            # K of both key heads, 64 columns each; then K K^T of both; then what each value head's warp inverts
             tiles_s = T.alloc_shared((4, C, 64), dtype)
-            low_s = T.alloc_shared((4, C, 64), dtype) if split else tiles_s  # its low part
             # K K^T of the first two key heads of four
             kept_s = T.alloc_shared((2 * UPPER_HALF,), "float32") if own_keys else None
             gamma_s = T.alloc_shared((4, C), "float32")
             log2_gamma_s = T.alloc_shared((4, C), "float32")  # gamma in units of log2
             beta_s = T.alloc_shared((4, C), "float32")
-            parts = (tiles_s, low_s) if split else (tiles_s,)  # of a
             loaded = T.alloc_barrier([32] * 2)
-            T.annotate_layout({x: make_full_bank_swizzled_layout(x) for x in (tiles_s, low_s)})
+            T.annotate_layout({tiles_s: make_full_bank_swizzled_layout(tiles_s)})
 
             if half < heads:
                 for i in T.serial(fill):
@@ -683,7 +652,7 @@ def program(config: Config):
                             T.address_of(kk[0]),
                             exchanged(phase, which, kept_s, tiles_s),
                         )
-                T.sync_threads(1, 128)  # what is exchanged becomes a
+                T.sync_threads(1, 128)  # what is exchanged becomes scratch
                 if half < heads:
                     if l2norm:
                         T.call_extern(
@@ -697,29 +666,18 @@ def program(config: Config):
                         )
                     T.call_extern(
                         "handle",
-                        f"jax_qla_invert<{bf16}, {'true' if split else 'false'}>",
+                        f"jax_qla_invert<{bf16}, {'true' if split else 'false'}, {KEPT[LONG]}>",
                         T.address_of(kk[0]),
                         T.address_of(log2_gamma_s[warp, 0]),
                         T.address_of(beta_s[warp, 0]),
-                        T.access_ptr(tiles_s[warp, 0, 0], "r"),  # the fence is below
-                        T.address_of(low_s[warp, 0, 0]),
+                        T.access_ptr(tiles_s[warp, 0, 0], "r"),
+                        T.address_of(a[0, 0, 0]),
+                        (T.cast(head, "int64") * tokens + row) * (C * (1 + split)),
+                        rows,
                         T.address_of(gamma[row, 0]),
                         (rows - 1) * value_heads + head,
                         gamma_s[warp, rows - 1],
                     )
-                    T.fence_proxy_async()
-                    T.sync_warp()
-                    of_row = T.cast(head, "int64") * tokens + row
-                    for part, part_s in enumerate(parts):
-                        T.call_extern(
-                            "handle",
-                            f"jax_qla_store_inverse<{KEPT[LONG]}>",
-                            T.address_of(a[0, 0, 0]),
-                            of_row * (C * len(parts)) + part * rows * C,
-                            T.access_ptr(part_s[warp, 0, 0], "r"),
-                            rows,
-                        )
-                    T.tma_store_wait(0)
             T.pdl_sync()  # ends after what came before, for what follows waits for this kernel alone
 
     return prepare
