@@ -308,6 +308,11 @@ def test_heads_of_a_block_of_prepare() -> None:
             unpack = functools.partial(specification.unpack_inverses, chunks=chunks, dtype=jnp.bfloat16)
             inverse, correct = (np.asarray(unpack(jnp.asarray(x))) for x in (found["a"], results.pop("a")))
             np.testing.assert_allclose(inverse, correct, rtol=2e-2, atol=1e-3, err_msg="a")
+            beyond = np.ones(tokens * 64, bool)  # what no block of an inverse takes
+            for start, end in bounds:
+                count = -(-(end - start) // 8)
+                beyond[start * 64 : (start + count * (count + 1) // 2) * 64] = False
+            assert np.all(found["a"].reshape(heads, -1)[:, beyond] == -1)
             for name, reference in results.items():
                 which = slice(None) if name == "query_lengths" else rows
                 ours, right = (np.asarray(x, np.float32)[which] for x in (found[name], reference))
