@@ -283,6 +283,10 @@ def test_heads_of_a_block_of_prepare() -> None:
     bounds = np.array([[0, 64], [70, 103]], np.int32)
     rows = np.concatenate([np.arange(start, end) for start, end in bounds])
     tokens = 103
+    beyond = np.ones(tokens * 64, bool)  # elements of a head's a that are in no block of an inverse
+    for start, end in bounds:
+        count = -(-(end - start) // 8)
+        beyond[start * 64 : (start + count * (count + 1) // 2) * 64] = False
     sizes = ((64, 3, 1), (64, 2, 2), (64, 3, 3), (64, 1, 4), (64, 2, 5), (128, 3, 1), (128, 2, 3))
     of_own_keys = ((64, 1, 1), (64, 2, 1), (128, 7, 1), (128, 8, 1))
     for (key_dim, key_heads, ratio), own in [*((x, False) for x in sizes), *((x, True) for x in of_own_keys)]:
@@ -308,10 +312,6 @@ def test_heads_of_a_block_of_prepare() -> None:
             unpack = functools.partial(specification.unpack_inverses, chunks=chunks, dtype=jnp.bfloat16)
             inverse, correct = (np.asarray(unpack(jnp.asarray(x))) for x in (found["a"], results.pop("a")))
             np.testing.assert_allclose(inverse, correct, rtol=2e-2, atol=1e-3, err_msg="a")
-            beyond = np.ones(tokens * 64, bool)  # what no block of an inverse takes
-            for start, end in bounds:
-                count = -(-(end - start) // 8)
-                beyond[start * 64 : (start + count * (count + 1) // 2) * 64] = False
             assert np.all(found["a"].reshape(heads, -1)[:, beyond] == -1)
             for name, reference in results.items():
                 which = slice(None) if name == "query_lengths" else rows
