@@ -112,11 +112,13 @@ __device__ __forceinline__ void jax_qla_begin_state(const float* state, const vo
                  ::"r"(jax_qla_address(half == 0 ? near : far)), "l"(state + half * key_dim * 64), "n"(key_dim * 256), "r"(barrier) : "memory");
   }
 }
-// ... and, when all may see its barrier, a warpgroup takes the 64 columns from `first` on, transposed, as a wgmma accumulator [64, key_dim].
+// ... and, when all may see its barrier, a warpgroup takes the 64 columns from `first` on, transposed, as a wgmma accumulator [64, key_dim]. All rows
+// begin in one bank: so lanes that are neighbours take the upper and the lower of their two elements in turn, of 16 banks then, not of 8.
 template <int key_dim>
 __device__ __forceinline__ void jax_qla_take_state(void* registers, const void* near, const void* far, int first) {
   float* state = static_cast<float*>(registers);
   const int lane = threadIdx.x & 31, column = first + ((threadIdx.x >> 5) & 3) * 16 + lane / 4;
+  const bool odd = lane & 1;
   unsigned there = 0;
   while (!there) {
     asm volatile("{\n.reg .pred p;\nmbarrier.try_wait.parity.shared::cta.b64 p, [%1], 0;\nselp.u32 %0, 1, 0, p;\n}"
@@ -126,9 +128,29 @@ __device__ __forceinline__ void jax_qla_take_state(void* registers, const void* 
   for (int n = 0; n < key_dim / 8; ++n) {
     const float* rows = static_cast<const float*>(n < key_dim / 16 ? near : far) + n % (key_dim / 16) * 1024 + lane % 4 * 256 + column;
 #pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      state[4 * n + 2 * h] = rows[8 * h];
-      state[4 * n + 2 * h + 1] = rows[8 * h + 128];
+    for (int e = 0; e < 2; ++e) {
+      const float one = rows[e * 128 + odd * 8], other = rows[e * 128 + !odd * 8];
+      state[4 * n + e] = odd ? other : one;
+      state[4 * n + 2 + e] = odd ? one : other;
+    }
+  }
+}
+// A warpgroup's 64 columns of a state [key_dim, pitch], the first of which `state` points to, from that accumulator to memory. Neighbours exchange an
+// element each, so that an instruction writes 64 bytes of two rows, and not 32 of four.
+template <int key_dim>
+__device__ __forceinline__ void jax_qla_store_state(const void* registers, float* state, int pitch) {
+  const float* c = static_cast<const float*>(registers);
+  const int lane = threadIdx.x & 31;
+  const bool odd = lane & 1;
+  float* to = state + ((threadIdx.x >> 5) & 3) * 16 + odd * 8 + lane / 4 + (lane & 2) * 2 * pitch;
+#pragma unroll
+  for (int n = 0; n < key_dim / 8; ++n) {
+#pragma unroll
+    for (int e = 0; e < 2; ++e) {
+      const float upper = c[4 * n + e], lower = c[4 * n + 2 + e];
+      const float taken = __shfl_xor_sync(0xffffffffu, odd ? upper : lower, 1);
+      to[(8 * n + e) * pitch] = odd ? taken : upper;
+      to[(8 * n + 2 + e) * pitch] = odd ? lower : taken;
     }
   }
 }
@@ -587,10 +609,15 @@ def program(config: Config):
                         T.access_ptr(v_s[after * parts + wg, 0, 0], "r"),
                     )
                     T.wait_wgmma(0)
-                T.tma_store_wait(0)
                 if final_states > 0 and target >= 0:
-                    for i, j in T.Parallel(W, K):
-                        final_state[target, head, j, first + i] = state[i, j]
+                    T.call_extern(
+                        "handle",
+                        f"jax_qla_store_state<{K}>",
+                        state.data,
+                        T.address_of(final_state[target, head, 0, first + part]),
+                        V,
+                    )
+                T.tma_store_wait(0)
             T.pdl_sync()  # ends after what came before, for what follows waits for this kernel alone
 
     return forward
