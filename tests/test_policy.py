@@ -211,7 +211,7 @@ def test_long_blocks_of_summaries_do_not_share(sequences: int, pieces: int, head
 @pytest.mark.parametrize(
     ("kernel", "value_tile", "value_dim", "side_by_side"),
     [
-        ("states", 64, 128, 2),  # 0.87 with `state_gradients` (docs/performance.md)
+        ("states", 64, 128, 2),  # 0.87 with `state_gradients` (docs/performance_versions.md)
         ("state_gradients", 64, 128, 2),
         ("states", 128, 128, 1),
         ("state_gradients", 64, 64, 1),  # heads, not halves of one
@@ -495,7 +495,7 @@ def test_shards_are_always_cut(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("recurrences", "value_heads", "given", "chosen"),
     [
-        (4, 32, {}, "always"),  # 0.86 of the three kernels on an H100 (docs/performance.md)
+        (4, 32, {}, "always"),  # 0.86 of the three kernels on an H100 (docs/performance_versions.md)
         (8, 32, {}, "always"),
         (8, 16, {}, "always"),
         (4, 32, {"packed": True}, "if alike"),
