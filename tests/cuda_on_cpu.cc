@@ -325,19 +325,16 @@ struct Stores {  // of a thread
 };
 static std::vector<Stores> stores;
 static int storing[32];  // lane of a warp, the only one that stores
-static void begin_store(const void* tile, int bytes, std::function<void()> leave) {
+void tma_store(const CUtensorMap& map, const void* tile, const int64_t* at, int rank) {
+  struct Place { int64_t at[5]; } place;
+  const int bytes = box_bytes(map, rank);
+  std::copy(at, at + rank, place.at);
   Stores& of = stores[static_cast<size_t>(current)];
   int& lane = storing[current / 32];
   if (lane >= 0 && lane != current % 32) fail("bulk stores by two lanes of a warp");
   lane = current % 32;
   right(happens_before::access(address_of(tile), bytes, false, happens_before::stores(current / 32), of.committed + 1, current));
-  of.open.push_back(std::move(leave));
-}
-void tma_store(const CUtensorMap& map, const void* tile, const int64_t* at, int rank) {
-  struct Place { int64_t at[5]; } place;
-  const int bytes = box_bytes(map, rank);
-  std::copy(at, at + rank, place.at);
-  begin_store(tile, bytes, [=, &map] {
+  of.open.push_back([=, &map] {
     for_box(map, tile, place.at, [&](unsigned address, uchar* p) {
       if (p != nullptr) std::memcpy(p, shared + address, static_cast<size_t>(map.size));
     });

@@ -20,7 +20,7 @@ A tile of shared memory is used again and again in a step, for 227 KB hold each 
 
 dQ and dK of a value head are rounded before C adds them, for there is no room for float32. A block's C adds, and writes, half of the rows, and reads those of the other
 block where they lie. Each block may be behind the other by what lies between a tile's last use in one step and its first in the next, some 3000 cycles: where they waited for
-each other earlier in a step, all took a tenth longer (docs/performance.md, which has all versions).
+each other earlier in a step, all took a tenth longer (docs/performance_versions.md).
 
 Of more value heads a key head, each cluster adds to dq and dk what the one before it has written, a chunk behind it, by reductions in memory, for reads, four in a row of
 some 800 cycles each, would make C what is waited for. A block awaits the one with its rank in the cluster before, whose chunks done `progress` counts, from zero. That has a

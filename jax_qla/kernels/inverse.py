@@ -88,4 +88,4 @@ __device__ __forceinline__ void jax_qla_multiply_inverse(void* accumulator, void
 """
 
 KEPT = {None: "0x1000000000000000ull", "evict_first": "0x12F0000000000000ull", "evict_last": "0x14F0000000000000ull"}
-"""How either is told for how long the second-level cache is to keep what it moves."""
+"""Cache hints, of the loads (jax_qla_load_bytes) and stores (jax_qla_store_word) of inverses: how long the second-level cache is to keep them."""
