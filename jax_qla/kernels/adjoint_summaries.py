@@ -64,6 +64,7 @@ class Config:
 def program(config: Config):
     """The TileLang program. Numbers of tokens, heads, pieces and sequences are run-time values."""
     import tilelang.language as T
+    from tilelang.layout import make_full_bank_swizzled_layout
 
     C, K, V, dtype = CHUNK, config.key_dim, config.value_dim, config.dtype
     tiles = V // 64  # blocks a piece and head
@@ -132,6 +133,7 @@ def program(config: Config):
             q_s = T.alloc_shared((stages, C, K), dtype)
             k_s = T.alloc_shared((stages, C, K), dtype)
             do_s = T.alloc_shared((stages, C, 64), dtype)
+            T.annotate_layout({do_s: make_full_bank_swizzled_layout(do_s)})  # which nothing else here asks for
             a_s = T.alloc_shared((stages, C, C), dtype)  # without its diagonal
             if split:
                 low_s = T.alloc_shared((stages, C, C), dtype)  # its low part
@@ -220,9 +222,10 @@ def program(config: Config):
                     T.copy(d, d_b)
                     T.barrier_wait(ready[at], (c // stages) % 2)
                     # dVd = exp(gamma_C - gamma) K dS + P^T dO
-                    T.wgmma_gemm(do_s[at, :, :], p_s[c % 2, :, :], from_output, transpose_A=True, clear_accum=True)
-                    T.wgmma_gemm(d_b, k_s[at, :, :], u, transpose_B=True, clear_accum=True)
                     T.call_extern("handle", "jax_qla_load_transposed", do_t.data, T.access_ptr(do_s[at, 0, 0], "r"))
+                    m.multiply_lower(do_t, p_s, c % 2, from_output)
+                    m.forget(u)
+                    T.wgmma_gemm(d_b, k_s[at, :, :], u, transpose_B=True, clear_accum=True)
                     for i, j in T.Parallel(64, C):
                         do_b[i, j] = T.cast(do_t[i, j], "float32") * lift_s[at, j]
                     T.wait_wgmma(0)

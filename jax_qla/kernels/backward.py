@@ -825,6 +825,7 @@ def program(config: Config):
                                 transpose_A=True,
                                 clear_accum=True,
                             )
+                            m.forget(u)
                             T.wgmma_gemm(d_b, k_s[at, :, :], u, transpose_B=True, clear_accum=True)
                             if c > 0:
                                 T.barrier_wait(dh_free[0], (c + 1) % 2)

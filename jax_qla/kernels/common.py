@@ -533,6 +533,17 @@ def macros():
         )
 
     @T.macro
+    def multiply_lower(x, tiles, stage, u):
+        """Begins u = x t, of a lower triangular tile t [64, 64], `stage` of `tiles` (kernels/products.py)."""
+        T.call_extern("handle", "jax_qla_multiply_lower", u.data, x.data, T.access_ptr(tiles[0, 0, 0], "r"), stage)
+
+    @T.macro
+    def forget(u):
+        """What an accumulator [64, 64] of a warpgroup holds is not needed any more, and a product of 64 columns follows one with a triangular
+        matrix, or may (kernels/products.py)."""
+        T.call_extern("handle", "jax_qla_forget", u.data)
+
+    @T.macro
     def zero_above(tiles, low, stages, thread, threads):
         """What of tiles of inverses, and of those of their low parts unless `low` is None, no load writes becomes zero."""
         for x in T.unroll(stages):
@@ -857,6 +868,8 @@ def macros():
         load_inverse=load_inverse,
         load_inverses=load_inverses,
         multiply_inverse=multiply_inverse,
+        multiply_lower=multiply_lower,
+        forget=forget,
         zero_above=zero_above,
         zero_beyond=zero_beyond,
         zero_tail=zero_tail,

@@ -489,6 +489,7 @@ def program(config: Config):
                 T.copy(state, state_b)
                 if count > 0:
                     T.barrier_wait(gated[0], 0)
+                m.forget(u)
                 T.wgmma_gemm(state_b, k_s[0, :, :], u, transpose_B=True, clear_accum=True, policy=by_rows)
                 T.call_extern(
                     "handle",
@@ -580,6 +581,7 @@ def program(config: Config):
                         T.barrier_wait(gated[after], ((c + 1) // stages) % 2)
                     T.wait_wgmma(1 + split)
                     T.copy(state, state_b)
+                    m.forget(u)
                     T.wgmma_gemm(state_b, k_s[after, :, :], u, transpose_B=True, clear_accum=True, policy=by_rows)
                     T.wait_wgmma(1)
                     T.barrier_arrive(free[at])

@@ -14,10 +14,11 @@ kernels/specification.py has the same in plain JAX (pack_inverses). Why: where a
 `a` was a fifth of what both kernels of a forward pass move (docs/performance.md).
 """
 
-INVERSE_PRELUDE = r"""
-#include <tl_templates/cuda/common.h>  // half_t
-#include <tl_templates/cuda/intrin.h>
-#include <tl_templates/cuda/instruction/wgmma.h>
+from jax_qla.kernels.products import PRODUCTS_PRELUDE
+
+INVERSE_PRELUDE = (
+    PRODUCTS_PRELUDE
+    + r"""
 // How many blocks the inverse of so many rows has.
 __host__ __device__ constexpr int jax_qla_blocks(int rows) { return (rows + 7) / 8 * ((rows + 7) / 8 + 1) / 2; }
 // Bytes, a multiple of 16, from global to shared memory by a bulk copy, which `barrier` counts. `kept` says for how long the second-level cache is to keep
@@ -64,28 +65,17 @@ __device__ __forceinline__ void jax_qla_zero_diagonal(T* tile, int row) {
   tile[(row >> 3) * 576 + (row & 7) * 9] = T(0.f);
 }
 // Begins c += x a^T, where `transposed` c += x a, with `clear` c = ..., a being tile `stage` of `tiles`. x is a left operand of wgmma [64, 64] in registers, c an
-// accumulator [64, 64]. (Products of 48, 32 and 16 columns would leave out what is zero, but ptxas then lets no product run beside anything.)
+// accumulator [64, 64] (kernels/products.py).
 template <bool transposed, bool clear, typename T>
 __device__ __forceinline__ void jax_qla_multiply_inverse(void* accumulator, void* operand, const T* tiles, int stage) {
-  constexpr tl::DataType kType = std::is_same_v<T, half_t> ? tl::DataType::kFloat16 : tl::DataType::kBFloat16;
-  uint32_t* c = static_cast<uint32_t*>(accumulator);
-  uint32_t* x = static_cast<uint32_t*>(operand);
   tl::GmmaDescriptor b;
   tl::initialize_wgmma_descriptor<0, transposed ? 64 : 8, transposed ? 8 : 64>(b, tiles);  // from block to block along x's columns, and across
   tl::increase_descriptor_offset<int>(b, stage * 8192);
-  tl::warpgroup_fence_operand(x, 16);
-  tl::warpgroup_fence_operand(reinterpret_cast<float*>(c), 32);
-  tl::warpgroup_arrive();
-  constexpr int kStep = transposed ? 128 : 16;  // from 16 of x's columns to the next, in 16 bytes
-#pragma unroll
-  for (int k = 0; k < 4; ++k) {
-    tl::wgmma_rs<kType, kType, tl::DataType::kFloat32, 64, 64, 16, false, transposed, 1, 1>(x + k * 4, uint64_t(b + k * kStep), c, !clear || k > 0);
-  }
-  tl::warpgroup_commit_batch();
-  tl::warpgroup_fence_operand(reinterpret_cast<float*>(c), 32);
-  tl::warpgroup_fence_operand(x, 16);
+  jax_qla_multiply_triangle<kTypeOf<T>, transposed, clear>(
+      accumulator, operand, b, [](int k, int half) { return transposed ? k * 128 + half * 32 : k * 16 + half * 256; });
 }
 """
+)
 
 KEPT = {None: "0x1000000000000000ull", "evict_first": "0x12F0000000000000ull", "evict_last": "0x14F0000000000000ull"}
 """Cache hints, of the loads (jax_qla_load_bytes) and stores (jax_qla_store_word) of inverses: how long the second-level cache is to keep them."""

@@ -101,6 +101,7 @@ class Config:
 def program(config: Config):
     """The TileLang program. Numbers of tokens, heads, sequences and chunk slots are run-time values."""
     import tilelang.language as T
+    from tilelang.layout import make_full_bank_swizzled_layout
 
     C, K, V, W, dtype = CHUNK, config.key_dim, config.value_dim, config.value_tile, config.dtype
     tiles = V // W  # blocks a head
@@ -171,6 +172,7 @@ def program(config: Config):
             q_s = T.alloc_shared((stages, C, K), dtype)
             k_s = T.alloc_shared((stages, C, K), dtype)
             do_s = T.alloc_shared((stages, C, W), dtype)  # dO, then, unless it `sends`, dv on its way out
+            T.annotate_layout({do_s: make_full_bank_swizzled_layout(do_s)})  # which nothing else here asks for
             a_s = T.alloc_shared((stages, C, C), dtype)  # without its diagonal
             if split:
                 low_s = T.alloc_shared((stages, C, C), dtype)  # its low part
@@ -293,14 +295,14 @@ def program(config: Config):
                     T.barrier_wait(ready[at], (c // stages) % 2)
                     # dVd = exp(gamma_C - gamma) K dS + P^T dO
                     T.copy(d, d_b)
-                    T.wgmma_gemm(
-                        do_s[at, :, :],
-                        p_s[c % 2, :, :],
-                        from_output,
-                        transpose_A=True,
-                        clear_accum=True,
-                        policy=by_rows,
+                    T.call_extern(
+                        "handle",
+                        "jax_qla_load_transposed",
+                        do_t.data,
+                        T.access_ptr(do_s[at, 0, part], "r"),
                     )
+                    m.multiply_lower(do_t, p_s, c % 2, from_output)
+                    m.forget(u)
                     T.wgmma_gemm(d_b, k_s[at, :, :], u, transpose_B=True, clear_accum=True, policy=by_rows)
                     # the gradient of the state after the chunk leaves while the product runs; the one before has left
                     if sends:
@@ -320,12 +322,6 @@ def program(config: Config):
                         T.tma_store_wait(K // 64)
                         if c > 0:
                             T.barrier_arrive(free[(c - 1) % stages])
-                    T.call_extern(
-                        "handle",
-                        "jax_qla_load_transposed",
-                        do_t.data,
-                        T.access_ptr(do_s[at, 0, part], "r"),
-                    )
                     for i, j in T.Parallel(W, C):
                         do_b[i, j] = T.cast(do_t[i, j], "float32") * lift_s[at, j]
                     whole = rise_s[at, lines - 1]

@@ -254,6 +254,7 @@ def program(config: Config):
                     T.copy(state, state_b)
                     T.barrier_wait(ready[at], (c // stages) % 2)
                     # U = S^T K^T
+                    m.forget(u)
                     T.wgmma_gemm(state_b, k_s[at, :, :], u, transpose_B=True, clear_accum=True, policy=by_rows)
                     T.call_extern(
                         "handle",

@@ -287,6 +287,7 @@ def program(config: Config):
                     T.copy(state, state_b)
                     T.barrier_wait(ready[at], (c // stages) % 2)
                     # U = S^T K^T
+                    m.forget(u)
                     T.wgmma_gemm(state_b, k_s[at, :, :], u, transpose_B=True, clear_accum=True)
                     T.call_extern(
                         "handle", "jax_qla_load_transposed", T.address_of(v_t[0, 0]), T.access_ptr(v_s[at, 0, 0], "r")
