@@ -17,6 +17,11 @@ if sys.dont_write_bytecode and "PYTHONPYCACHEPREFIX" not in os.environ:
     sys.pycache_prefix = os.environ["PYTHONPYCACHEPREFIX"] = tempfile.mkdtemp(prefix="jax_qla_bytecode")
     atexit.register(shutil.rmtree, sys.pycache_prefix, ignore_errors=True)
 
+# What TileLang and the C++ compiler make of kernels, once for all processes of a run (emulator.py).
+if "JAX_QLA_EMULATOR_FILES" not in os.environ:
+    os.environ["JAX_QLA_EMULATOR_FILES"] = tempfile.mkdtemp(prefix="jax_qla_emulator")
+    atexit.register(shutil.rmtree, os.environ["JAX_QLA_EMULATOR_FILES"], ignore_errors=True)
+
 import jax
 import pytest
 

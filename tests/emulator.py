@@ -9,23 +9,21 @@ fence (tests/happens_before.h); how fast the kernel is only a card says. Blocks 
 
 from __future__ import annotations
 
-import atexit
 import ctypes
 import functools
 import hashlib
 import importlib
+import json
 import os
 import re
-import shutil
 import subprocess
-import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from jax_qla import launch
+from jax_qla import launch, store
 from jax_qla.kernels import build
 
 HERE = Path(__file__).parent
@@ -62,27 +60,39 @@ BLOCK = 1 << 18
 """From the shared memory of a block to that of the next one of the cluster, as the header has it."""
 
 
-@functools.cache
-def _folder() -> Path:
-    folder = Path(tempfile.mkdtemp(prefix="jax_qla_emulator"))
-    atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    return folder
+def _once(name: str, make: Callable[[Path], None]) -> Path:
+    """A file that `make` writes, unless another process of this run of pytest (conftest.py) has."""
+    file = Path(os.environ["JAX_QLA_EMULATOR_FILES"], name)
+    if not file.exists():
+        mine = file.with_name(f"{os.getpid()}-{name}")
+        make(mine)
+        mine.replace(file)
+    return file
 
 
-def _compile(*arguments: str) -> None:
-    done = subprocess.run(
-        [os.environ.get("CXX", "c++"), *OPTIONS, *arguments], capture_output=True, text=True, check=False
-    )
+def _compile(output: Path, *arguments: str | Path) -> None:
+    command = [os.environ.get("CXX", "c++"), *OPTIONS, "-o", output, *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         raise RuntimeError(done.stderr[:4000])
 
 
-@functools.cache
-def _machine() -> str:
+def _machine() -> Path:
     """The object file of what runs the kernels. It is not instrumented itself."""
-    path = str(_folder() / "machine.o")
-    _compile("-O3", "-c", "-o", path, str(HERE / "cuda_on_cpu.cc"))
-    return path
+    return _once("machine.o", lambda file: _compile(file, "-O3", "-c", HERE / "cuda_on_cpu.cc"))
+
+
+def _library(text: str) -> Path:
+    """A translated kernel, compiled."""
+    name = hashlib.sha256(text.encode()).hexdigest()[:16]
+
+    def write(file: Path) -> None:
+        code, kernel = file.with_suffix(".cc"), file.with_suffix(".o")
+        code.write_text(text)
+        _compile(kernel, "-O1", "-fsanitize=thread", "-c", code)
+        _compile(file, "-shared", kernel, _machine())  # without the sanitizer: the machine has what it calls
+
+    return _once(f"{name}.so", write)
 
 
 class Emulated:
@@ -94,13 +104,7 @@ class Emulated:
         source = _with_barriers_in_memory(source)
         places = re.findall(r"void\* (\w+) = \(\(void\*\)\(\(char\*\)buf_dyn_shmem \+ (\d+)\)\);", source)
         self._buffers = [(name, int(begin)) for name, begin in places]
-        text = _translate(source, plan)
-        name = hashlib.sha256(text.encode()).hexdigest()[:16]
-        code, kernel, library = (str(_folder() / f"{name}.{suffix}") for suffix in ("cc", "o", "so"))
-        Path(code).write_text(text)
-        _compile("-O1", "-fsanitize=thread", "-c", "-o", kernel, code)
-        _compile("-shared", "-o", library, kernel, _machine())  # without the sanitizer: the machine has what it calls
-        self.library = ctypes.CDLL(library)
+        self.library = ctypes.CDLL(str(_library(_translate(source, plan))))
         self._run = self.library.run
         self._run.restype = ctypes.c_char_p
 
@@ -161,9 +165,14 @@ class Emulated:
 
 @functools.cache
 def lowered(name: str, config: Any) -> tuple[str, dict[str, Any]]:
-    """CUDA source and launch plan of a kernel of jax_qla.kernels."""
-    module = importlib.import_module(f"jax_qla.kernels.{name}")
-    return build.lower_program(lambda: module.program(config), module.PASS_CONFIGS)
+    """CUDA source and launch plan of a kernel of jax_qla.kernels, for each of which TileLang takes seconds."""
+
+    def write(file: Path) -> None:
+        module = importlib.import_module(f"jax_qla.kernels.{name}")
+        file.write_text(json.dumps(build.lower_program(lambda: module.program(config), module.PASS_CONFIGS)))
+
+    source, plan = json.loads(_once(f"{store.key(name, config)}.json", write).read_text())
+    return source, plan
 
 
 @functools.cache

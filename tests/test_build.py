@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import emulator
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -188,7 +189,7 @@ def test_every_tile_is_swizzled(name: str, split: bool) -> None:
     module = importlib.import_module(f"jax_qla.kernels.{name}")
     sizes = {"value_tile": 64} if "value_tile" in store.config_fields(module.Config()) else {}
     config = module.Config(split=split, **sizes)
-    _, plan = build.lower_program(lambda: module.program(config), module.PASS_CONFIGS)
+    _, plan = emulator.lowered(name, config)
     maps = [argument for argument in plan["arguments"] if argument["kind"] == "tensor_map"]
     assert maps
     assert {(tensor_map["swizzle"], tensor_map["box"][0]) for tensor_map in maps} == {(3, 64)}
@@ -197,7 +198,7 @@ def test_every_tile_is_swizzled(name: str, split: bool) -> None:
 @pytest.mark.parametrize("key_dim", [64, 128])
 def test_prepare_leaves_room_for_a_cache(key_dim: int) -> None:
     """For more shared memory ffi/kernel_cache.cc asks for all of a multiprocessor's, which costs calls 2 %."""
-    _, plan = build.lower_program(lambda: prepare.program(prepare.Config(key_dim)), prepare.PASS_CONFIGS)
+    _, plan = emulator.lowered("prepare", prepare.Config(key_dim))
     assert plan["shared"] <= 48 * 1024
 
 
@@ -405,8 +406,7 @@ def lowered_kernel(name: str, config: Any) -> store.Kernel:
     Those of kernels/backward.py wait for some that have begun before them.
     """
     assert (name, config) in PACKAGED
-    module = importlib.import_module(f"jax_qla.kernels.{name}")
-    source, plan = build.lower_program(lambda: module.program(config), module.PASS_CONFIGS)
+    source, plan = emulator.lowered(name, config)
     assert plan["cluster"] == [1, 1, 1]
     assert name == "backward" or not WAITING.search(source)
     return store.Kernel(hashlib.sha256(name.encode()).hexdigest(), plan, "built")
