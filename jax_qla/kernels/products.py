@@ -1,7 +1,7 @@
 """Products with a triangular matrix, by wgmma, that leave out what of it is zero.
 
 wgmma has 64 rows and a multiple of 8 columns. So x b of a triangular b [64, 64] is two products of 32 columns, one of them over half of x's columns: three quarters of the
-work for the same bits. A wgmma of 32 columns takes some 21 cycles where one of 64 takes 36 (docs/performance_versions.md), so finer steps would gain nothing.
+work for the same bits. By what calls take, a wgmma of 32 columns is some 21 cycles and one of 64 is 36 (docs/performance_versions.md), so finer steps would gain nothing.
 
 To ptxas an accumulator is one vector of registers, and a half of it another. Where a value may pass from one to the other, be it only that wgmma names the registers that it
 overwrites as operands, it makes every wgmma of the kernel wait for the one before (C7511: "insufficient register resources", whatever there are). So what an accumulator held

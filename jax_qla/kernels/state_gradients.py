@@ -10,8 +10,8 @@ P = scale Q K^T o G (notation of kernels/forward.py):
     dS' = exp(gamma_C) dS + Q^T diag(scale exp(gamma)) dO - K^T diag(exp(gamma) beta) dX   [K, V]
 
 Plan, one block per (sequence, value head, tile of `value_tile` value columns), long sequences first, three stages of chunk tiles (two of P); dS^T,
-dVd^T, dX^T and dO^T diag(scale exp(gamma)) are, in registers, the A operands of the next wgmma; for P^T dO, dO^T is read from shared
-memory as a transposed A operand:
+dVd^T, dX^T, dO^T and dO^T diag(scale exp(gamma)) are, in registers, the A operands of the next wgmma, and of the triangular P and a no product
+reads what is zero (kernels/products.py):
 
     warpgroup       registers  work
     0 (and 1)       208        "state": 64 value columns each: dS^T in float32; dh leaves through a tile of its own while P^T dO and K dS
