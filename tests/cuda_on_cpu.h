@@ -313,7 +313,9 @@ inline uint4 jax_qla_read_16(unsigned address) {
   if (address != emulator::of_block(address, emulator::rank())) emulator::fail("an address in another block's shared memory");
   return jax_qla_read_of_block(address);
 }
-inline void jax_qla_forget(void* accumulator) { std::fill_n(static_cast<float*>(accumulator), 32, std::numeric_limits<float>::quiet_NaN()); }
+inline void jax_qla_forget(void* accumulator) {
+  for (int i = 0; i < 32; ++i) static_cast<float*>(accumulator)[i] = NAN;
+}
 inline void jax_qla_write_16(void* to, unsigned a, unsigned b, unsigned c, unsigned d) { *static_cast<uint4*>(to) = {a, b, c, d}; }
 template <typename T> inline void jax_qla_add_16(void* to, unsigned a, unsigned b, unsigned c, unsigned d) {
   const unsigned words[4] = {a, b, c, d};
