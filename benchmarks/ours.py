@@ -32,6 +32,7 @@ class JaxQla:
     layers, and as FlashQLA, which remembers what it derived, does in the graph that is timed. `saving`: the API's
     `save_chunk_states`. `differentiated`: whether forward passes that are timed compute all that they keep for the
     backward pass, as where gradients are wanted; what nobody reads is else left out, whatever `saving` is (if_used.py).
+    `normalised`: forward passes with `use_qk_l2norm_in_kernel`, and without residuals.
     """
 
     directions: tuple[str, ...] = ("forward", "backward")
@@ -44,12 +45,15 @@ class JaxQla:
         shared_segments: bool = False,
         saving: bool | None = None,
         differentiated: bool = False,
+        normalised: bool = False,
     ) -> None:
         self.name = name
         # Earlier versions (versions.py) have no such option.
         self._forward = partial(
             forward, implementation=implementation, **({} if saving is None else {"save_chunk_states": saving})
         )
+        if normalised:
+            self._forward = partial(normalised_forward, implementation=implementation)
         self._backward = partial(backward, implementation=implementation)
         self._calls = calls
         self._shared_segments = shared_segments
@@ -156,6 +160,21 @@ def forward(
         cu_seqlens=cu_seqlens,
         **options,
     )
+
+
+def normalised_forward(
+    q: Any, k: Any, v: Any, g: Any, beta: Any, initial_state: Any, cu_seqlens: Any, **options: Any
+) -> tuple[Any, ...]:
+    """o, final_state and no residuals."""
+    o, final_state = jax_qla.chunk_gated_delta_rule(
+        *(q, k, v, g, beta),
+        initial_state=initial_state,
+        output_final_state=True,
+        cu_seqlens=cu_seqlens,
+        use_qk_l2norm_in_kernel=True,
+        **options,
+    )
+    return o, final_state, None
 
 
 def backward(

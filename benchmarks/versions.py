@@ -153,6 +153,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     saving.add_argument("--saving", action="store_true", default=None, help="with save_chunk_states=True")
     saving.add_argument("--recomputing", action="store_false", dest="saving", help="with save_chunk_states=False")
     parser.add_argument("--differentiated", action="store_true", help="as in benchmarks/compare.py")
+    parser.add_argument("--normalised", action="store_true", help="forward rows with use_qk_l2norm_in_kernel=True")
     parser.add_argument("--steady", action="store_true", help="turns of 1.2 s, and watts")
     parser.add_argument("--output", type=Path, default=Path("runs/versions"), metavar="DIR")
     options = parser.parse_args(arguments)
@@ -165,7 +166,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except ValueError as error:
         parser.error(str(error))
     options.output.mkdir(parents=True, exist_ok=True)
-    of_all = {name: getattr(options, name) for name in ("implementation", "calls", "saving", "differentiated")}
+    if options.normalised and any(row.direction != "forward" for row in rows):
+        parser.error("--normalised is for forward rows")
+    names = ("implementation", "calls", "saving", "differentiated", "normalised")
+    of_all = {name: getattr(options, name) for name in names}
     versions = [Version(name, Path(folder), **of_all) for name, _, folder in pairs]
     found: dict[str, dict[str, Any]] = {}
     try:
