@@ -123,11 +123,10 @@ MISSED = {
     "identical keys, beta 1, decaying": "dbeta 4.5e-2",
     "identical keys, beta 2": "o 1.2: reflections never forget a rounding",
     "identical keys, beta 2, K and V 128": "o 8.0e-2: reflections never forget a rounding",
+    "packed, all but one empty": "dg 7.2e-3 of its terms, 6.5e-3 in pieces",
 }
-"""Cases whose limits the kernels do not keep unless in high precision, with what was measured (docs/performance.md)."""
-
-MISSED_IN_PIECES = {"length 1000, K and V 128": "dg 6.8e-3 of its terms, 4.0e-3 with whole sequences"}
-"""Further ones with sequences in pieces."""
+"""Cases whose limits the kernels do not keep unless in high precision, with what was measured (docs/performance.md). In
+which case dg of few heads does not is chance (test_emulated.py: test_dg_over_draws)."""
 
 
 def _parameter(case: battery.Case) -> Any:
@@ -137,12 +136,7 @@ def _parameter(case: battery.Case) -> Any:
 
 
 @pytest.mark.parametrize("case", [_parameter(case) for case in (*CASES, NORMALISED, OWN_KEYS_NORMALISED)])
-def test_battery(
-    case: battery.Case, measured: dict[str, dict[str, battery.Error]], request: pytest.FixtureRequest
-) -> None:
-    missed = MISSED_IN_PIECES.get(case.name)
-    if missed is not None and os.environ[policy.OVERRIDE] != "0":
-        request.applymarker(pytest.mark.xfail(reason=f"limits not reached: {missed}", strict=True))
+def test_battery(case: battery.Case, measured: dict[str, dict[str, battery.Error]]) -> None:
     limits = IDENTICAL if case.keys.startswith("identical") else LIMITS
     measured[f"{case}, rows of a piece: {os.environ[policy.OVERRIDE]}"] = battery.check(case, cuda, limits)
 
@@ -154,13 +148,10 @@ def test_battery_in_high_precision(case: battery.Case, measured: dict[str, dict[
     measured[name] = battery.check(case, in_high_precision, limits)
 
 
-_MISS_ANYWAY = MISSED.keys() | MISSED_IN_PIECES.keys()
-
-
 @pytest.mark.parametrize(
     ("case", "precision"),
     [
-        *((case, None) for case in (*CASES, NORMALISED) if case.name not in _MISS_ANYWAY),
+        *((case, None) for case in (*CASES, NORMALISED) if case.name not in MISSED),
         *((case, "high") for case in (*CASES[-3:], NORMALISED)),
     ],
     ids=str,

@@ -28,7 +28,7 @@ from jax_qla import cuda, implementations, policy, store
 from jax_qla import segments as tables
 from jax_qla.implementations import Choice
 from jax_qla.kernels import backward, build, compose, forward, prepare, specification, states, states_from_vd
-from jax_qla.kernels.common import ALWAYS
+from jax_qla.kernels.common import ALWAYS, FAINT
 from jax_qla.launch import Step
 
 LACKING = store.why_not_buildable()
@@ -278,6 +278,27 @@ def test_heads_with_keys_of_their_own(precision: str | None, monkeypatch: pytest
     battery.check(case, functools.partial(rule, precision=precision), LIMITS)
 
 
+def test_dg_over_draws(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Errors of one shape over 16 draws of its inputs. All results' hardly differ but dg's, which are from 1 to 8e-3
+    (3.5e-3 in the mean of 320 draws, more than 6e-3 in 6 % of them), so that one draw says little of dg."""
+    monkeypatch.setenv(policy.OVERRIDE, "0")
+    case = next(case for case in battery.CASES if str(case) == "packed, all but one empty-bfloat16")
+    anything = battery.Limits(o=1, final_state=1, gradients=1, head=100, position=100, of_terms=True)
+    draws = [battery.check(dataclasses.replace(case, name=f"draw {n}"), rule, anything) for n in range(16)]
+    found = {name: float(np.mean([draw[name].whole for draw in draws])) for name in draws[0]}
+    limits = {
+        "o": 3.6e-3,
+        "final_state": 7.0e-4,
+        "dq": 3.6e-3,
+        "dk": 4.5e-3,
+        "dv": 3.0e-3,
+        "dg": 4.5e-3,
+        "dbeta": 3.6e-3,
+    }
+    limits["d_initial_state"] = 2.5e-4
+    assert {name: error for name, error in found.items() if error > limits[name]} == {}
+
+
 def test_heads_of_a_block_of_prepare() -> None:
     random = np.random.default_rng(0)
     bounds = np.array([[0, 64], [70, 103]], np.int32)
@@ -319,6 +340,58 @@ def test_heads_of_a_block_of_prepare() -> None:
                 what = f"{name} of {key_heads} key heads, {ratio} value heads each, {together} a block"
                 np.testing.assert_allclose(ours, right, rtol=1e-5, atol=1e-3, err_msg=what)
             np.testing.assert_array_equal(np.asarray(found["o"], np.float32)[64:70], 0)
+
+
+def test_products_of_prepare_by_how_large_the_matrix_is() -> None:
+    """Single numbers of fp16 where L is small, else sums of two of bf16, as always with `split`. Either way products
+    with the inverse are as accurate as with the exact one rounded, or nearly."""
+    random = np.random.default_rng(0)
+    ones, apart = np.ones(64), random.normal(size=(5, 64, 128))
+    alike = random.normal(size=128)
+    beta = 1 / (1 + np.exp(-random.normal(size=64)))
+    cases = {  # keys, beta, g, whether L is small
+        "random keys": (apart[0], beta, 0 * ones, True),
+        "keys somewhat alike": (apart[1] + 0.3 * alike, beta, -0.05 * ones, True),
+        "keys alike that decay": (0.2 * apart[2] + alike, beta, -0.3 * ones, True),
+        "some beta 0": (apart[2], np.where(np.arange(64) % 3 == 0, 0, beta), 0 * ones, True),
+        "a faint row": (apart[0], np.where(np.arange(64) == 40, FAINT / 8, beta), 0 * ones, False),
+        "large beta": (apart[3], 2 * ones, 0 * ones, False),
+        "keys alike": (0.5 * apart[4] + alike, ones, -0.01 * ones, False),
+    }
+    heads = len(cases)
+    keys = np.stack([k / np.linalg.norm(k, axis=1, keepdims=True) for k, *_ in cases.values()], 1).astype(jnp.bfloat16)
+    given: dict[str, np.ndarray] = {
+        "q": keys,
+        "k": keys,
+        "g": np.stack([g for *_, g, _ in cases.values()], 1).astype(np.float32),
+        "beta": np.stack([b for _, b, *_ in cases.values()], 1).astype(np.float32),
+        "bounds": np.array([[0, 64]], np.int32),
+    }
+    chunks = jnp.asarray(tables.chunk_table(jnp.asarray(given["bounds"]), 64))
+    inverses: list[np.ndarray] = []
+    for split in (False, True):
+        found: dict[str, np.ndarray] = {
+            "a": np.full((heads, 64, 64 * (1 + split)), -1, np.int16),
+            "gamma": np.full((64, heads), np.nan, np.float32),
+            "o": np.zeros((64, heads, 64), jnp.bfloat16),
+        }
+        emulator.emulated("prepare", prepare.Config(split=split))(given | found, {"ratio": 1, "together": 2})
+        high = jnp.asarray(found["a"].reshape(heads, -1)[:, : 64 * 64].reshape(heads, 64, 64))
+        unpacked = specification.unpack_inverses(high, chunks, jnp.bfloat16)
+        inverses.append(np.asarray(unpacked, np.float64)[1])  # slot 0 is of rows before the sequence
+    gamma = np.cumsum(given["g"].astype(np.float64), 0)
+    vectors = random.normal(size=(64, 100))
+    for head, (name, (*_, small)) in enumerate(cases.items()):
+        k, b = keys[:, head].astype(np.float64), given["beta"][:, head]
+        decays = np.exp(np.minimum(gamma[:, None, head] - gamma[None, :, head], 0))
+        lower = np.tril(b[:, None] * (k @ k.T) * decays, -1)
+        assert (np.sum(lower**2) <= prepare.SMALL and np.min(b[b > 0]) >= FAINT) == small, name
+        ours, by_splits = (x[:, head] for x in inverses)
+        assert np.array_equal(ours, by_splits) != small, name
+        inverse = np.linalg.inv(np.eye(64) + lower)
+        rounded = inverse.astype(jnp.bfloat16).astype(np.float64)
+        error, least = (np.linalg.norm((x - inverse) @ vectors) for x in (ours, rounded))
+        assert error <= (1.05 if small else 1.01) * least, f"{name}: {error / least}"
 
 
 @pytest.mark.parametrize(

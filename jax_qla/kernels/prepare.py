@@ -32,8 +32,15 @@ The inverse X, in blocks of 16x16: X_ii = (I + L_ii)^{-1} by forward substitutio
 
 from left to right, so that no operand needs to be transposed: K K^T is symmetric, so its upper blocks, scaled, are L^T in the layout
 of an accumulator, which is L in that of a right operand of mma; sums and X_ij are accumulators and become left operands where they
-are. Only the X_ii go through shared memory, 16 bits high and 16 low. Operands are split into two bf16 numbers each (three products:
-16 bits of mantissa). A head takes 96 mma, 148 FMA and 78 splits of pairs. With `split` the low parts, which are there, are stored too.
+are. Only the X_ii go through shared memory. Operands are split into two bf16 numbers each, products of which are three (16 bits of mantissa), if L
+is large, and single numbers of fp16 (11 bits) if it is small (SMALL): 96 or 32 mma, 148 FMA, and 78 splits of pairs or as many roundings.
+
+Why that is enough: the error of a is then some 3e-5 |L| (|L|^2 the sum of squares), at most 1.4e-4, and that of rounding it to bf16 4 to 9e-4, in
+products with random numbers; so Vd, for which X is rounded as well and Vd itself, is less accurate by less than a percent (results in the mean of 320
+draws of a batch by 0.0 to 0.2 %, docs/performance.md). Where keys are much alike
+and little decays, |L|^2 is some hundreds up to 2016, results cancel, and 16 bits are needed. A row of L that is faint, since its beta is, has not got
+11 bits in fp16, and the backward pass needs those. And nothing overflows: an element of the inverse is at most some 2e4 where |L|^2 is SMALL (the worst
+of all L, found by ascent), fp16 ends at 6.5e4. In float16, and with `split`, where the low parts, which are there, are stored too, always by splits.
 """
 
 from dataclasses import dataclass
@@ -44,6 +51,7 @@ import jax.numpy as jnp
 from jax_qla.kernels.common import (
     CHUNK,
     CHUNK_PRELUDE,
+    FAINT,
     L2NORM_EPSILON,
     LOG2_E,
     LONG,
@@ -77,6 +85,9 @@ class Config:
     split: bool = False
     own_keys: bool = False
 
+
+SMALL = 24.0
+"""The sum of squares of L up to which its inverse is found by products of fp16, if no beta <k, k> is less than FAINT."""
 
 UPPER_HALF = 10 * 16 * 16
 """Elements of K K^T that are exchanged."""
@@ -144,6 +155,7 @@ PRELUDE = (
     + LENGTHS_PRELUDE
     + CHUNK_PRELUDE
     + f"constexpr int kStretches = {STRETCHES};\nconstexpr float kMinLogDecay = {MIN_LOG_DECAY}f, kLog2e = {LOG2_E}f;"
+    f"constexpr float kSmall = {SMALL}f, kFaint = {FAINT}f;"
     r"""
 constexpr int kBlock = 1024;  // bytes of a block on the diagonal in a head's scratch, of which there are four
 constexpr int kLow = 512;     // bytes from the high parts of an inverted block to its low parts
@@ -152,28 +164,48 @@ constexpr float kLimit = 2.001f;
 // What is made of them. A 16x16 block is held by a warp as an accumulator, two 16x8 tiles: element 4 n + 2 h + e of lane l is that
 // of row 8 h + l / 4, column 8 n + 2 (l % 4) + e.
 
-// A 16x16 block as high + low, both pairs of bf16; as a left operand `high` is a0, .., a3, as a right one b0, b1 of each 8 columns.
+// A 16x16 block as high + low, both pairs of bf16; as a left operand `high` is a0, .., a3, as a right one b0, b1 of each 8 columns ...
 struct Split {
   unsigned high[4], low[4];
 };
-// An accumulator as a left operand.
-__device__ __forceinline__ void jax_qla_left(Split& s, const float* c) {
+// ... and as pairs of fp16, where L is small.
+struct Single {
+  unsigned pairs[4];
+};
+__device__ __forceinline__ void jax_qla_set(Split& s, int i, float x, float y) { jax_qla_split(s.high[i], s.low[i], x, y); }
+__device__ __forceinline__ void jax_qla_set(Single& s, int i, float x, float y) { s.pairs[i] = jax_qla_round<false>(x, y); }
+// An accumulator as a left operand, ...
+template <typename Operand>
+__device__ __forceinline__ void jax_qla_left(Operand& s, const float* c) {
 #pragma unroll
-  for (int i = 0; i < 4; ++i) jax_qla_split(s.high[i], s.low[i], c[i * 2], c[i * 2 + 1]);
+  for (int i = 0; i < 4; ++i) jax_qla_set(s, i, c[i * 2], c[i * 2 + 1]);
+}
+// ... and its transpose as a right one.
+template <typename Operand>
+__device__ __forceinline__ void jax_qla_right(Operand& s, const float* c) {
+#pragma unroll
+  for (int i = 0; i < 4; ++i) jax_qla_set(s, i, c[i % 2 * 4 + i / 2 * 2], c[i % 2 * 4 + i / 2 * 2 + 1]);
+}
+template <bool bf16>
+__device__ __forceinline__ void jax_qla_multiply_pairs(float* c, const unsigned* a, const unsigned* b) {
+#pragma unroll
+  for (int n = 0; n < 2; ++n) jax_qla_mma<bf16>(c + n * 4, a, b[n * 2], b[n * 2 + 1]);
 }
 __device__ __forceinline__ void jax_qla_multiply(float* c, const Split& a, const Split& b) {
-#pragma unroll
-  for (int n = 0; n < 2; ++n) jax_qla_mma<true>(c + n * 4, a.low, b.high[n * 2], b.high[n * 2 + 1]);
-#pragma unroll
-  for (int n = 0; n < 2; ++n) jax_qla_mma<true>(c + n * 4, a.high, b.low[n * 2], b.low[n * 2 + 1]);
-#pragma unroll
-  for (int n = 0; n < 2; ++n) jax_qla_mma<true>(c + n * 4, a.high, b.high[n * 2], b.high[n * 2 + 1]);
+  jax_qla_multiply_pairs<true>(c, a.low, b.high);
+  jax_qla_multiply_pairs<true>(c, a.high, b.low);
+  jax_qla_multiply_pairs<true>(c, a.high, b.high);
 }
+__device__ __forceinline__ void jax_qla_multiply(float* c, const Single& a, const Single& b) { jax_qla_multiply_pairs<false>(c, a.pairs, b.pairs); }
 // An inverted block from scratch memory; transposed: as a left operand, else as a right one.
 template <bool transposed>
 __device__ __forceinline__ void jax_qla_load_inverse(Split& s, unsigned address) {
   jax_qla_load_matrices<transposed>(s.high, address);
   jax_qla_load_matrices<transposed>(s.low, address + kLow);
+}
+template <bool transposed>
+__device__ __forceinline__ void jax_qla_load_inverse(Single& s, unsigned address) {
+  jax_qla_load_matrices<transposed>(s.pairs, address + kLow);
 }
 
 // Number of block (i, k), i <= k, of the upper half, and of block (i, k), i < k, without the diagonal.
@@ -246,31 +278,39 @@ __device__ __forceinline__ void jax_qla_get_products(void* kk, const void* excha
   for (int n = 0; n < 20; ++n) static_cast<float4*>(kk)[n] = from[n * 32];
 }
 
-// beta_i / (|k_i|^2 + epsilon), in place, |k_i|^2 from the diagonal of K K^T, and lengths_i = 1 / |k_i| of the first `rows` rows, which
-// are `pitch` elements apart; one warp.
-__device__ __forceinline__ void jax_qla_normalise(const void* products, float* beta, float* lengths, int pitch, int rows) {
+// beta_i / (|k_i|^2 + epsilon), in place, |k_i|^2 from the diagonal of K K^T, which eight lanes have and all share by way of `shared` memory, and
+// lengths_i = 1 / |k_i| of the first `rows` rows, which are `pitch` elements apart; one warp.
+__device__ __forceinline__ void jax_qla_normalise(const void* products, float* beta, void* shared, float* lengths, int pitch, int rows) {
   const float* kk = static_cast<const float*>(products);
+  float* scratch = static_cast<float*>(shared);
   const int lane = threadIdx.x & 31, row = lane / 4;
   if (row / 2 == lane % 4) {
 #pragma unroll
     for (int half = 0; half < 8; ++half) {
       const float* c = kk + jax_qla_upper(half / 2, half / 2) * 8 + half % 2 * 6;
-      const float square = (row & 1 ? c[1] : c[0]) + kL2NormEpsilon;
-      const int i = half * 8 + row;
-      beta[i] = __fdividef(beta[i], square);
-      if (i < rows) lengths[i * pitch] = rsqrtf(square);
+      scratch[half * 8 + row] = row & 1 ? c[1] : c[0];
     }
+  }
+  __syncwarp();
+#pragma unroll
+  for (int x = 0; x < 2; ++x) {
+    const int i = x * 32 + lane;
+    const float length = rsqrtf(scratch[i] + kL2NormEpsilon);
+    beta[i] *= length * length;
+    if (i < rows) lengths[i * pitch] = length;
   }
   __syncwarp();
 }
 
 // L^T from the upper half of K K^T; gamma in units of log2. Its blocks on the diagonal go to scratch memory as rows of 16 floats, the
-// four quarters of which change places by row and block; what lies below the diagonal there is not L. Those above it become right operands -L.
-// Returns whether some beta <k, k> exceeds kLimit.
-__device__ __forceinline__ bool jax_qla_gate(Split* lower, const float* kk, const float* gamma, const float* beta, float* scratch) {
+// four quarters of which change places by row and block; what lies below the diagonal there is not L. Those above it become -L^T in place.
+// Finds the sum of squares of this lane's elements of L, and of the rows whose beta <k, k> this lane has, whether that of one exceeds kLimit, and is less than
+// kFaint but not 0.
+__device__ __forceinline__ void jax_qla_gate(float* kk, float& norm, bool& stretches, bool& faint, const float* gamma, const float* beta, float* scratch) {
   const int lane = threadIdx.x & 31, row = lane / 4, column = lane % 4 * 2;
   const int within = row * 16 + (((column >> 2) ^ (row & 2)) << 2) + (column & 3);
-  float rows[8], longest = 0.f;
+  float rows[8], longest = 0.f, squares[4] = {};
+  unsigned least = ~0u;  // of what is not 0, less 1, as a number of bits
 #pragma unroll
   for (int k = 0; k < 4; ++k) {
     rows[k * 2] = gamma[k * 16 + row];
@@ -283,15 +323,27 @@ __device__ __forceinline__ bool jax_qla_gate(Split* lower, const float* kk, cons
     const float* c = kk + jax_qla_upper(k, k) * 8;
     const float top[4] = {betas[0] * c[0], betas[1] * c[1], betas[2] * c[4], betas[3] * c[5]};
     const float bottom[2] = {betas[2] * c[6], betas[3] * c[7]};
-    longest = fmaxf(longest, fmaxf(row & 1 ? top[1] : top[0], row & 1 ? bottom[1] : bottom[0]));
+    const float of_near = row & 1 ? top[1] : top[0], of_far = row & 1 ? bottom[1] : bottom[0];  // beta <k, k>, in lanes that have the diagonal
+    longest = fmaxf(longest, fmaxf(of_near, of_far));
+    least = min(least, min((__float_as_uint(of_near) & 0x7fffffffu) - 1, (__float_as_uint(of_far) & 0x7fffffffu) - 1));
     float* near = scratch + k * (kBlock / 4) + (within ^ (k << 2));
     float* far = scratch + k * (kBlock / 4) + (within ^ (k << 2) ^ 8);
-    *reinterpret_cast<float2*>(near) =
-        float2{top[0] * exp2f(gammas[0] - rows[k * 2]), top[1] * exp2f(gammas[1] - rows[k * 2])};
-    *reinterpret_cast<float2*>(far) =
-        float2{top[2] * exp2f(gammas[2] - rows[k * 2]), top[3] * exp2f(gammas[3] - rows[k * 2])};
-    *reinterpret_cast<float2*>(far + 128) =
-        float2{bottom[0] * exp2f(gammas[2] - rows[k * 2 + 1]), bottom[1] * exp2f(gammas[3] - rows[k * 2 + 1])};
+    const float2 first = {top[0] * exp2f(gammas[0] - rows[k * 2]), top[1] * exp2f(gammas[1] - rows[k * 2])};
+    const float2 second = {top[2] * exp2f(gammas[2] - rows[k * 2]), top[3] * exp2f(gammas[3] - rows[k * 2])};
+    const float2 third = {bottom[0] * exp2f(gammas[2] - rows[k * 2 + 1]), bottom[1] * exp2f(gammas[3] - rows[k * 2 + 1])};
+    *reinterpret_cast<float2*>(near) = first;
+    *reinterpret_cast<float2*>(far) = second;
+    *reinterpret_cast<float2*>(far + 128) = third;
+    squares[0] += second.x * second.x;
+    squares[1] += second.y * second.y;
+    if (column > row) {
+      squares[0] += first.x * first.x;
+      squares[2] += third.x * third.x;
+    }
+    if (column + 1 > row) {
+      squares[1] += first.y * first.y;
+      squares[3] += third.y * third.y;
+    }
     if (k == 0) continue;
     // The decay of a block above the diagonal is one up to the end of the block before its columns times one from there: neither
     // exceeds 1, and 24 exponentials do instead of 48.
@@ -301,24 +353,28 @@ __device__ __forceinline__ bool jax_qla_gate(Split* lower, const float* kk, cons
     for (int e = 0; e < 4; ++e) factor[e] = -betas[e] * exp2f(gammas[e] - end);
 #pragma unroll
     for (int i = 0; i < k; ++i) {
-      const float* c = kk + jax_qla_upper(i, k) * 8;
-      Split& block = lower[jax_qla_above(i, k)];
+      float* c = kk + jax_qla_upper(i, k) * 8;
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
         const float rest = exp2f(end - rows[i * 2 + h]);
 #pragma unroll
-        for (int n = 0; n < 2; ++n) {
-          jax_qla_split(block.high[h * 2 + n], block.low[h * 2 + n], c[n * 4 + h * 2] * factor[n * 2] * rest,
-                        c[n * 4 + h * 2 + 1] * factor[n * 2 + 1] * rest);
+        for (int e = 0; e < 4; ++e) {
+          float& x = c[e / 2 * 4 + h * 2 + e % 2];
+          x *= factor[e] * rest;
+          squares[e] += x * x;
         }
       }
     }
   }
-  return row / 2 == lane % 4 && longest > kLimit;  // the lanes with elements of the diagonal
+  const bool diagonal = row / 2 == lane % 4;
+  norm = (squares[0] + squares[1]) + (squares[2] + squares[3]);
+  stretches = diagonal && longest > kLimit;
+  faint = diagonal & (least < __float_as_uint(kFaint) - 1);
 }
 
-// The inverses of the four blocks I + L on the diagonal, in place, split, column by column: a lane substitutes forward in columns c
-// and c + 8 of one block. Halves of columns change places so that ldmatrix meets no bank twice.
+// The inverses of the four blocks I + L on the diagonal, in place, rounded to bf16 and, behind that, what operands of this kind need besides. A lane
+// substitutes forward in columns c and c + 8 of one block. Halves of columns change places so that ldmatrix meets no bank twice.
+template <typename Operand>
 __device__ __forceinline__ void jax_qla_substitute(float* scratch) {
   const int lane = threadIdx.x & 31, column = lane & 7;
   const int number = lane >> 3;
@@ -347,9 +403,15 @@ __device__ __forceinline__ void jax_qla_substitute(float* scratch) {
   __syncwarp();
   unsigned high[12], low[12];
 #pragma unroll
-  for (int i = 0; i < 8; ++i) jax_qla_split(high[i], low[i], x[i * 2], x[i * 2 + 1]);
-#pragma unroll
-  for (int i = 0; i < 4; ++i) jax_qla_split(high[8 + i], low[8 + i], y[i * 2], y[i * 2 + 1]);
+  for (int i = 0; i < 12; ++i) {
+    const float* pair = i < 8 ? x + i * 2 : y + (i - 8) * 2;
+    if constexpr (std::is_same_v<Operand, Split>) {
+      jax_qla_split(high[i], low[i], pair[0], pair[1]);
+    } else {
+      high[i] = jax_qla_round<true>(pair[0], pair[1]);
+      low[i] = jax_qla_round<false>(pair[0], pair[1]);
+    }
+  }
   uint4* to = reinterpret_cast<uint4*>(block) + column * 2;
   const int near = column >> 2, far = near ^ 1;
   to[near] = uint4{high[0], high[1], high[2], high[3]};
@@ -379,9 +441,9 @@ __device__ __forceinline__ void jax_qla_put(unsigned* to, int i, int j, const un
     if (column <= row && row * 8 < rows) jax_qla_store_word<kept>(to + (row * (row + 1) / 2 + column) * 32, r[n]);
   }
 }
-// The same of an inverted block, a left operand.
+// The same of an inverted block, a left operand, which `from` points to in scratch memory.
 template <bool bf16, unsigned long long kept>
-__device__ __forceinline__ void jax_qla_put_diagonal(unsigned* to, int i, const Split& s, int rows) {
+__device__ __forceinline__ void jax_qla_put_diagonal(unsigned* to, int i, const Split& s, unsigned, int rows) {
   unsigned r[4];
   float c[8];
 #pragma unroll
@@ -392,47 +454,52 @@ __device__ __forceinline__ void jax_qla_put_diagonal(unsigned* to, int i, const 
   jax_qla_pack<bf16>(r, c);
   jax_qla_put<kept>(to, i, i, bf16 ? s.high : r, rows);  // the high part is what rounding to bf16 gives
 }
+template <bool bf16, unsigned long long kept>
+__device__ __forceinline__ void jax_qla_put_diagonal(unsigned* to, int i, const Single&, unsigned from, int rows) {
+  unsigned r[4];
+  jax_qla_load_matrices<true>(r, from);
+  jax_qla_put<kept>(to, i, i, r, rows);
+}
 
-// kk (jax_qla_get_products) -> a, from `element` on, if `split` its low part behind 64 elements a row, and `last_gamma` with its mark -> marked[at]; one
-// warp. gamma in units of log2. `tile` is scratch memory, for the blocks on the diagonal.
-template <bool bf16, bool split, unsigned long long kept, typename T>
-__device__ __forceinline__ void jax_qla_invert(const void* products, const float* gamma, const float* beta, void* tile, T* a, long long element,
-                                               int rows, float* marked, int at, float last_gamma) {
-  const float* kk = static_cast<const float*>(products);
-  float* scratch = static_cast<float*>(tile);
+// The inverse of I + L by products of operands of this kind, from L's blocks (jax_qla_gate) to memory; one warp.
+template <typename Operand, bool bf16, bool split, unsigned long long kept, typename T>
+__device__ __forceinline__ void jax_qla_invert_blocks(const float* kk, float* scratch, T* a, long long element, int rows) {
   const int lane = threadIdx.x & 31;
-  Split lower[6];
-  const bool stretches = __any_sync(0xffffffffu, jax_qla_gate(lower, kk, gamma, beta, scratch));
-  if (lane == 0) marked[at] = __int_as_float((__float_as_int(last_gamma) & ~kStretches) | (stretches ? kStretches : 0));
-  __syncwarp();
-  jax_qla_substitute(scratch);
+  Operand lower[6];
+#pragma unroll
+  for (int k = 1; k < 4; ++k) {
+#pragma unroll
+    for (int i = 0; i < k; ++i) jax_qla_right(lower[jax_qla_above(i, k)], kk + jax_qla_upper(i, k) * 8);
+  }
+  jax_qla_substitute<Operand>(scratch);
   const unsigned from =
       jax_qla_address(scratch) + ((lane >> 4) * 8 + (lane & 7)) * 32 + ((((lane >> 3) ^ (lane >> 2)) & 1) << 4);
   unsigned* to = reinterpret_cast<unsigned*>(a + element) + lane;
+  asm volatile("" : "+l"(to));  // else the lane is added to each block's place, and that to the address: 70 instructions
   unsigned* to_low = to + rows * 32;
-  Split left[4], right[3];  // inverted blocks as operands
-  Split x[6];               // blocks of a below the diagonal as left operands, numbered as those of L^T
-  jax_qla_load_inverse<true>(left[0], from);
-  jax_qla_put_diagonal<bf16, kept>(to, 0, left[0], rows);
-  if constexpr (split) jax_qla_put<kept>(to_low, 0, 0, left[0].low, rows);
+  if constexpr (split) asm volatile("" : "+l"(to_low));
+  Operand left[4], right[3];  // inverted blocks as operands
+  Operand x[6];               // blocks of a below the diagonal as left operands, numbered as those of L^T
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    jax_qla_load_inverse<true>(left[i], from + i * kBlock);
+    jax_qla_put_diagonal<bf16, kept>(to, i, left[i], from + i * kBlock, rows);
+    if constexpr (split) jax_qla_put<kept>(to_low, i, i, left[i].low, rows);
+  }
 #pragma unroll
   for (int distance = 1; distance < 4; ++distance) {
-    // A step at a time for all blocks, since no instruction that reads shared memory passes one that writes it.
-    float sum[3][8] = {};
+    float sum[3][8] = {};  // a step at a time for all blocks, which do not wait for one another
 #pragma unroll
     for (int j = 0; j + distance < 4; ++j) {
       const int i = j + distance;
-      if (distance == 1) jax_qla_load_inverse<true>(left[i], from + i * kBlock);
       jax_qla_multiply(sum[j], left[i], lower[jax_qla_above(j, i)]);
 #pragma unroll
       for (int k = j + 1; k < i; ++k) jax_qla_multiply(sum[j], x[jax_qla_above(k, i)], lower[jax_qla_above(j, k)]);
-      if (split && distance == 1) jax_qla_put<kept>(to_low, i, i, left[i].low, rows);
-      if (distance == 1) jax_qla_put_diagonal<bf16, kept>(to, i, left[i], rows);
     }
 #pragma unroll
     for (int j = 3 - distance; j >= 0; --j) {
       float block[8] = {};
-      Split of_sum;
+      Operand of_sum;
       const int n = jax_qla_above(j, j + distance);
       if (distance == 1) jax_qla_load_inverse<false>(right[j], from + j * kBlock);
       jax_qla_left(of_sum, sum[j]);
@@ -444,6 +511,30 @@ __device__ __forceinline__ void jax_qla_invert(const void* products, const float
       if constexpr (split) jax_qla_put<kept>(to_low, j + distance, j, x[n].low, rows);
     }
   }
+}
+// kk (jax_qla_get_products) -> a, from `element` on, if `split` its low part behind 64 elements a row, and `last_gamma` with its mark -> marked[at]; one
+// warp. gamma in units of log2. `tile` is scratch memory, for the blocks on the diagonal. kk is not needed any more.
+template <bool bf16, bool split, unsigned long long kept, typename T>
+__device__ __forceinline__ void jax_qla_invert(void* products, const float* gamma, const float* beta, void* tile, T* a, long long element,
+                                               int rows, float* marked, int at, float last_gamma) {
+  float* kk = static_cast<float*>(products);
+  float* scratch = static_cast<float*>(tile);
+  const int lane = threadIdx.x & 31;
+  float norm;
+  bool stretches, faint;
+  jax_qla_gate(kk, norm, stretches, faint, gamma, beta, scratch);
+  stretches = __any_sync(0xffffffffu, stretches);
+  if (lane == 0) marked[at] = __int_as_float((__float_as_int(last_gamma) & ~kStretches) | (stretches ? kStretches : 0));
+  __syncwarp();
+  if constexpr (bf16 && !split) {
+#pragma unroll
+    for (int step = 16; step > 0; step /= 2) norm += __shfl_xor_sync(0xffffffffu, norm, step);
+    if (!__any_sync(0xffffffffu, faint | !(norm <= kSmall))) {
+      jax_qla_invert_blocks<Single, bf16, split, kept>(kk, scratch, a, element, rows);
+      return;
+    }
+  }
+  jax_qla_invert_blocks<Split, bf16, split, kept>(kk, scratch, a, element, rows);
 }
 """
 )
@@ -660,6 +751,7 @@ def program(config: Config):
                             "jax_qla_normalise",
                             T.address_of(kk[0]),
                             T.address_of(beta_s[warp, 0]),
+                            T.access_ptr(tiles_s[warp, 0, 0], "r"),
                             T.address_of(lengths[row, key_head]),
                             key_heads,
                             rows if own_keys else T.if_then_else(place == which * ratio, rows, 0),
