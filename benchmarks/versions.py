@@ -166,6 +166,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except ValueError as error:
         parser.error(str(error))
     options.output.mkdir(parents=True, exist_ok=True)
+    if options.normalised and (options.differentiated or options.saving is not None):
+        parser.error("--normalised keeps nothing for a backward pass, so it goes without --saving and --differentiated")
     if options.normalised and any(row.direction != "forward" for row in rows):
         parser.error("--normalised is for forward rows")
     names = ("implementation", "calls", "saving", "differentiated", "normalised")

@@ -294,8 +294,8 @@ def test_dg_over_draws(monkeypatch: pytest.MonkeyPatch) -> None:
         "dv": 3.0e-3,
         "dg": 4.5e-3,
         "dbeta": 3.6e-3,
+        "d_initial_state": 2.5e-4,
     }
-    limits["d_initial_state"] = 2.5e-4
     assert {name: error for name, error in found.items() if error > limits[name]} == {}
 
 

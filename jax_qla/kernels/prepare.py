@@ -369,7 +369,7 @@ __device__ __forceinline__ void jax_qla_gate(float* kk, float& norm, bool& stret
   const bool diagonal = row / 2 == lane % 4;
   norm = (squares[0] + squares[1]) + (squares[2] + squares[3]);
   stretches = diagonal && longest > kLimit;
-  faint = diagonal & (least < __float_as_uint(kFaint) - 1);
+  faint = diagonal && least < __float_as_uint(kFaint) - 1;
 }
 
 // The inverses of the four blocks I + L on the diagonal, in place, rounded to bf16 and, behind that, what operands of this kind need besides. A lane
@@ -529,7 +529,7 @@ __device__ __forceinline__ void jax_qla_invert(void* products, const float* gamm
   if constexpr (bf16 && !split) {
 #pragma unroll
     for (int step = 16; step > 0; step /= 2) norm += __shfl_xor_sync(0xffffffffu, norm, step);
-    if (!__any_sync(0xffffffffu, faint | !(norm <= kSmall))) {
+    if (!__any_sync(0xffffffffu, faint || !(norm <= kSmall))) {
       jax_qla_invert_blocks<Single, bf16, split, kept>(kk, scratch, a, element, rows);
       return;
     }
