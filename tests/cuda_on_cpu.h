@@ -273,6 +273,10 @@ template <unsigned long long, class T>
 inline void jax_qla_load_bytes(void* to, T& barrier, const void* from, int bytes) { emulator::load(barrier, to, from, bytes); }
 template <unsigned long long>
 inline void jax_qla_store_word(unsigned* to, unsigned word) { *to = word; }
+inline void jax_qla_mma_eight(float* c, const unsigned* a, unsigned b) {
+  const unsigned whole[4] = {a[0], a[1], 0, 0};
+  emulator::mma(c, whole, b, 0, false);
+}
 template <bool bf16>
 inline void jax_qla_mma(float* c, const unsigned* a, unsigned b0, unsigned b1) { emulator::mma(c, a, b0, b1, bf16); }
 

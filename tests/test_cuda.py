@@ -283,6 +283,27 @@ def test_lying_cu_seqlens_stay_in_bounds(cu_seqlens: list[int], precision: str |
     assert all(bool(jnp.all(jnp.isfinite(y))) for y in (value, *gradients))
 
 
+@pytest.mark.parametrize("_pieces", ["0"], ids=["whole"], indirect=True)
+def test_more_sequences_than_a_dimension_of_the_grid_has_blocks() -> None:
+    """Empty sequences change nothing, however many they are (but which kernels the policy takes)."""
+    lengths = np.zeros(66_000, np.int32)
+    lengths[[0, 5, 40_000, -1]] = 70, 1, 129, 300
+    case = battery.Case("many sequences", "bfloat16", tokens=500, key_heads=1, value_heads=2, key_dim=64, value_dim=64)
+    operands = [jnp.asarray(y) for y in battery.inputs(case)[:5]]
+
+    def loss(offsets: jax.Array, *operands: Any) -> tuple[jax.Array, jax.Array]:
+        o, _ = jax_qla.chunk_gated_delta_rule(*operands, cu_seqlens=offsets, implementation="cuda")
+        return jnp.sum(o.astype(jnp.float32) ** 2), o
+
+    gradient = jax.jit(jax.grad(loss, argnums=(1, 2, 3, 4, 5), has_aux=True))
+    found, alone = (
+        jax.tree.leaves(gradient(jnp.cumsum(jnp.array([0, *x])), *operands)) for x in (lengths, lengths[lengths > 0])
+    )
+    for x, expected in zip(found, alone, strict=True):
+        ours, right = (np.asarray(y, np.float32) for y in (x, expected))
+        assert np.linalg.norm(ours - right) <= 1e-2 * np.linalg.norm(right) > 0
+
+
 def test_chain_in_one_program_with_moving_buffers() -> None:
     """Several calls under one jit, in command buffers where XLA makes them, run again with other buffers."""
     x = battery.inputs(dataclasses.replace(MANY_HEADS, name="chain", tokens=200))

@@ -342,6 +342,36 @@ def test_heads_of_a_block_of_prepare() -> None:
             np.testing.assert_array_equal(np.asarray(found["o"], np.float32)[64:70], 0)
 
 
+def test_prepare_where_slots_take_another_dimension_of_the_grid(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As of the grid's second dimension, which ends at 65535, of one that ends after two, and a block too many."""
+    random = np.random.default_rng(0)
+    bounds = np.array([[0, 64], [70, 103], [103, 103]], np.int32)
+    tokens = 103
+    given: dict[str, np.ndarray] = {
+        "q": np.zeros((tokens, 2, 64), jnp.bfloat16),
+        "k": (random.normal(size=(tokens, 2, 64)) / 4).astype(jnp.bfloat16),
+        "g": -random.uniform(size=(tokens, 4)).astype(np.float32),
+        "beta": random.uniform(size=(tokens, 4)).astype(np.float32),
+        "bounds": bounds,
+    }
+    results = []
+    for slots in (prepare.SLOTS, 2):
+        monkeypatch.setattr(prepare, "SLOTS", slots)
+        program = functools.partial(prepare.program, prepare.Config(key_dim=64))
+        kernel = emulator.Emulated(*build.lower_program(program, prepare.PASS_CONFIGS))
+        found: dict[str, np.ndarray] = {
+            "a": np.full((4, tokens, 64), -1, np.int16),
+            "gamma": np.full((tokens, 4), np.nan, np.float32),
+            "o": np.full((tokens, 4, 64), np.nan, jnp.bfloat16),
+        }
+        kernel(given | found, {"ratio": 2, "together": 4})
+        results.append(found)
+    assert tables.slot_count(tokens, len(bounds)) % 2 == 1, "no block too many"
+    for name, x in results[0].items():
+        assert x.tobytes() == results[1][name].tobytes(), name
+    assert not np.isnan(results[1]["gamma"][70:103]).any()
+
+
 def test_products_of_prepare_by_how_large_the_matrix_is() -> None:
     """Single numbers of fp16 where L is small, else sums of two of bf16, as always with `split`. Either way products
     with the inverse are as accurate as with the exact one rounded, or nearly."""

@@ -266,20 +266,25 @@ CHUNK_PRELUDE = (
     f"constexpr int kChunk = {CHUNK};"
     r"""
 // A chunk slot's {first row, rows, rows of no sequence that follow} (jax_qla/segments.py: chunk_table), from the `count` sequences' [start, end).
-// To be called by whole warps, whose lanes look for the slot's sequence together; up to 30 sequences take one load.
+// To be called by whole warps, whose lanes look for the slot's sequence together; up to 30 sequences take one load, which goes by no number of the
+// block, so that it is under way while these are computed.
 __device__ __forceinline__ void jax_qla_find_chunk(void* found, const int* segments, int count, int tokens, int slot) {
   const int2* bounds = reinterpret_cast<const int2*>(segments);
   const int lane = threadIdx.x & 31;
+  const auto at = [=](int i) { return i < 0 ? make_int2(0, 0) : i < count ? bounds[i] : make_int2(tokens, tokens); };
   int n = -1, beyond = count;  // a sequence that begins at the slot or before, -1 being the rows before them all; one that does not
-  while (beyond - n > 31) {
-    const int step = (beyond - n + 30) / 32, candidate = n + 1 + lane * step;
-    const bool begun = candidate < beyond && bounds[candidate].x / kChunk + candidate + 1 <= slot;
-    const int steps = __popc(__ballot_sync(0xffffffffu, begun));
-    beyond = min(beyond, n + 1 + steps * step);
-    if (steps > 0) n += 1 + (steps - 1) * step;
+  int2 mine = at(n + lane);
+  if (beyond - n > 31) {
+    do {
+      const int step = (beyond - n + 30) / 32, candidate = n + 1 + lane * step;
+      const bool begun = candidate < beyond && bounds[candidate].x / kChunk + candidate + 1 <= slot;
+      const int steps = __popc(__ballot_sync(0xffffffffu, begun));
+      beyond = min(beyond, n + 1 + steps * step);
+      if (steps > 0) n += 1 + (steps - 1) * step;
+    } while (beyond - n > 31);
+    mine = at(n + lane);
   }
   const int candidate = n + lane;
-  const int2 mine = candidate < 0 ? make_int2(0, 0) : candidate < count ? bounds[candidate] : make_int2(tokens, tokens);
   const bool begun = lane == 0 || (candidate < beyond && mine.x / kChunk + candidate + 1 <= slot);
   const int last_begun = __popc(__ballot_sync(0xffffffffu, begun)) - 1;
   n += last_begun;
@@ -358,19 +363,22 @@ LENGTH_PRELUDE = (
 // called by whole warps. Blocks begin as they are numbered, and take as long as their sequences: so the card need not wait for a long one that
 // began last. Nothing but time depends on it.
 __device__ __forceinline__ int jax_qla_long_first(const int* segments, int count, int tokens, int place) {
+  const int lane = threadIdx.x & 31;
+  const auto length = [=](int n) { return n < count ? segments[2 * n + 1] - segments[2 * n] : 0; };
+  const int early = length(lane);  // which goes by no number of the block, so that it is under way while these are computed
   if (tokens / 64 < count) return place;
-  const int lane = threadIdx.x & 31, window = place & ~255, end = min(window + 256, count);
-  const auto rank = [&](int n) {  // 0 of the longest, 4 of none
+  const int window = place & ~255, end = min(window + 256, count);
+  const auto rank = [&](int n, int length_of_n) {  // 0 of the longest, 4 of none
     if (n >= end) return 4;
-    const float length = static_cast<float>(segments[2 * n + 1] - segments[2 * n]) * count, mean = tokens;
+    const float length = static_cast<float>(length_of_n) * count, mean = tokens;
     return length > 2.f * mean ? 0 : length > mean ? 1 : length > .5f * mean ? 2 : 3;
   };
-  const int first = rank(window + lane);
+  const int first = rank(window + lane, window == 0 ? early : length(window + lane));
   int sizes[3];
 #pragma unroll
   for (int i = 0; i < 3; ++i) sizes[i] = __popc(__ballot_sync(0xffffffffu, first == i));
   for (int base = window + 32; base < end; base += 32) {
-    const int found = rank(base + lane);
+    const int found = rank(base + lane, length(base + lane));
 #pragma unroll
     for (int i = 0; i < 3; ++i) sizes[i] += __popc(__ballot_sync(0xffffffffu, found == i));
   }
@@ -383,7 +391,7 @@ __device__ __forceinline__ int jax_qla_long_first(const int* segments, int count
       ++wanted;
     }
   }
-  return jax_qla_nth(window, end, before, [&](int n) { return (n < window + 32 ? first : rank(n)) == wanted; });
+  return jax_qla_nth(window, end, before, [&](int n) { return (n < window + 32 ? first : rank(n, length(n))) == wanted; });
 }
 """
 )
@@ -534,7 +542,7 @@ def macros():
 
     @T.macro
     def multiply_lower(x, tiles, stage, u):
-        """Begins u = x t, of a lower triangular tile t [64, 64], `stage` of `tiles` (kernels/products.py)."""
+        """Begins u = x t, of a lower triangular tile t [64, 64], `stage` of `tiles` (kernels/products.py). As for `multiply_inverse`."""
         T.call_extern("handle", "jax_qla_multiply_lower", u.data, x.data, T.access_ptr(tiles[0, 0, 0], "r"), stage)
 
     @T.macro

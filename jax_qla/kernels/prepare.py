@@ -33,14 +33,16 @@ The inverse X, in blocks of 16x16: X_ii = (I + L_ii)^{-1} by forward substitutio
 from left to right, so that no operand needs to be transposed: K K^T is symmetric, so its upper blocks, scaled, are L^T in the layout
 of an accumulator, which is L in that of a right operand of mma; sums and X_ij are accumulators and become left operands where they
 are. Only the X_ii go through shared memory. Operands are split into two bf16 numbers each, products of which are three (16 bits of mantissa), if L
-is large, and single numbers of fp16 (11 bits) if it is small (SMALL): 96 or 32 mma, 148 FMA, and 78 splits of pairs or as many roundings.
+is large: 96 mma, 148 FMA. If it is small (SMALL) they are single numbers of fp16 (11 bits), 32 mma, and of the X_ii only the blocks of 8x8 on the
+diagonal are substituted, one column of each half a lane, 56 FMA in half as long a chain; the block below these is such a product too, 8 mma of half
+the depth.
 
 Why that is enough: the error of a is then some 3e-5 |L| (|L|^2 the sum of squares), at most 1.4e-4, and that of rounding it to bf16 4 to 9e-4, in
 products with random numbers; so Vd, for which X is rounded as well and Vd itself, is less accurate by less than a percent (results in the mean of 320
-draws of a batch by 0.0 to 0.2 %, docs/performance.md). Where keys are much alike
-and little decays, |L|^2 is some hundreds up to 2016, results cancel, and 16 bits are needed. A row of L that is faint, since its beta is, has not got
-11 bits in fp16, and the backward pass needs those. And nothing overflows: an element of the inverse is at most some 2e4 where |L|^2 is SMALL (the worst
-of all L, found by ascent), fp16 ends at 6.5e4. In float16, and with `split`, where the low parts, which are there, are stored too, always by splits.
+draws of a batch by 0.0 to 0.2 %, docs/performance.md). Where keys are much alike and little decays, |L|^2 is some hundreds up to 2016, results
+cancel, and 16 bits are needed. A row of L that is faint, since its beta is, has not got 11 bits in fp16, and the backward pass needs those. And
+nothing overflows: an element of the inverse is at most some 2e4 where |L|^2 is SMALL (the worst of all L, found by ascent), fp16 ends at 6.5e4. In
+float16, and with `split`, where the low parts, which are there, are stored too, always by splits.
 """
 
 from dataclasses import dataclass
@@ -91,6 +93,9 @@ SMALL = 24.0
 
 UPPER_HALF = 10 * 16 * 16
 """Elements of K K^T that are exchanged."""
+
+SLOTS = 32768
+"""Slots along one dimension of the grid, which ends at 65535: so a block need not divide to find its own."""
 
 LENGTHS_PRELUDE = (
     f"constexpr float kL2NormEpsilon = {L2NORM_EPSILON}f;"
@@ -203,10 +208,6 @@ __device__ __forceinline__ void jax_qla_load_inverse(Split& s, unsigned address)
   jax_qla_load_matrices<transposed>(s.high, address);
   jax_qla_load_matrices<transposed>(s.low, address + kLow);
 }
-template <bool transposed>
-__device__ __forceinline__ void jax_qla_load_inverse(Single& s, unsigned address) {
-  jax_qla_load_matrices<transposed>(s.pairs, address + kLow);
-}
 
 // Number of block (i, k), i <= k, of the upper half, and of block (i, k), i < k, without the diagonal.
 __host__ __device__ constexpr int jax_qla_upper(int i, int k) { return i * (7 - i) / 2 + k; }
@@ -303,7 +304,8 @@ __device__ __forceinline__ void jax_qla_normalise(const void* products, float* b
 }
 
 // L^T from the upper half of K K^T; gamma in units of log2. Its blocks on the diagonal go to scratch memory as rows of 16 floats, the
-// four quarters of which change places by row and block; what lies below the diagonal there is not L. Those above it become -L^T in place.
+// four quarters of which change places by row and block; what lies below the diagonal there is not L. Those above it become -L^T in place, and the upper
+// right quarters of those on it L^T.
 // Finds the sum of squares of this lane's elements of L, and of the rows whose beta <k, k> this lane has, whether that of one exceeds kLimit, and is less than
 // kFaint but not 0.
 __device__ __forceinline__ void jax_qla_gate(float* kk, float& norm, bool& stretches, bool& faint, const float* gamma, const float* beta, float* scratch) {
@@ -320,7 +322,7 @@ __device__ __forceinline__ void jax_qla_gate(float* kk, float& norm, bool& stret
     const float2 b0 = *reinterpret_cast<const float2*>(beta + k * 16 + column);
     const float2 b1 = *reinterpret_cast<const float2*>(beta + k * 16 + 8 + column);
     const float gammas[4] = {g0.x, g0.y, g1.x, g1.y}, betas[4] = {b0.x, b0.y, b1.x, b1.y};
-    const float* c = kk + jax_qla_upper(k, k) * 8;
+    float* c = kk + jax_qla_upper(k, k) * 8;
     const float top[4] = {betas[0] * c[0], betas[1] * c[1], betas[2] * c[4], betas[3] * c[5]};
     const float bottom[2] = {betas[2] * c[6], betas[3] * c[7]};
     const float of_near = row & 1 ? top[1] : top[0], of_far = row & 1 ? bottom[1] : bottom[0];  // beta <k, k>, in lanes that have the diagonal
@@ -331,6 +333,8 @@ __device__ __forceinline__ void jax_qla_gate(float* kk, float& norm, bool& stret
     const float2 first = {top[0] * exp2f(gammas[0] - rows[k * 2]), top[1] * exp2f(gammas[1] - rows[k * 2])};
     const float2 second = {top[2] * exp2f(gammas[2] - rows[k * 2]), top[3] * exp2f(gammas[3] - rows[k * 2])};
     const float2 third = {bottom[0] * exp2f(gammas[2] - rows[k * 2 + 1]), bottom[1] * exp2f(gammas[3] - rows[k * 2 + 1])};
+    c[4] = second.x;
+    c[5] = second.y;
     *reinterpret_cast<float2*>(near) = first;
     *reinterpret_cast<float2*>(far) = second;
     *reinterpret_cast<float2*>(far + 128) = third;
@@ -372,9 +376,8 @@ __device__ __forceinline__ void jax_qla_gate(float* kk, float& norm, bool& stret
   faint = diagonal && least < __float_as_uint(kFaint) - 1;
 }
 
-// The inverses of the four blocks I + L on the diagonal, in place, rounded to bf16 and, behind that, what operands of this kind need besides. A lane
-// substitutes forward in columns c and c + 8 of one block. Halves of columns change places so that ldmatrix meets no bank twice.
-template <typename Operand>
+// The inverses of the four blocks I + L on the diagonal, in place, as sums of two numbers, the second ones behind the first. A lane substitutes forward in
+// columns c and c + 8 of one block. Halves of columns change places so that ldmatrix meets no bank twice.
 __device__ __forceinline__ void jax_qla_substitute(float* scratch) {
   const int lane = threadIdx.x & 31, column = lane & 7;
   const int number = lane >> 3;
@@ -405,12 +408,7 @@ __device__ __forceinline__ void jax_qla_substitute(float* scratch) {
 #pragma unroll
   for (int i = 0; i < 12; ++i) {
     const float* pair = i < 8 ? x + i * 2 : y + (i - 8) * 2;
-    if constexpr (std::is_same_v<Operand, Split>) {
-      jax_qla_split(high[i], low[i], pair[0], pair[1]);
-    } else {
-      high[i] = jax_qla_round<true>(pair[0], pair[1]);
-      low[i] = jax_qla_round<false>(pair[0], pair[1]);
-    }
+    jax_qla_split(high[i], low[i], pair[0], pair[1]);
   }
   uint4* to = reinterpret_cast<uint4*>(block) + column * 2;
   const int near = column >> 2, far = near ^ 1;
@@ -423,6 +421,55 @@ __device__ __forceinline__ void jax_qla_substitute(float* scratch) {
   to[48 + near] = uint4{0, 0, 0, 0};
   to[48 + far] = uint4{low[8], low[9], low[10], low[11]};
   __syncwarp();
+}
+
+// The inverses of the eight blocks of 8x8 on the diagonal, two of each of those, to the beginning of scratch memory: four times in fp16, then four times in
+// bf16, four matrices of 8x8 by columns, upper left, lower left (not written), upper right (0, in fp16), lower right. A lane has a column of two blocks.
+__device__ __forceinline__ void jax_qla_substitute_by_eight(float* scratch) {
+  const int lane = threadIdx.x & 31, column = lane & 7, number = lane >> 3;
+  const float* block = scratch + number * (kBlock / 4);
+  float x[2][8];
+#pragma unroll
+  for (int i = 0; i < 8; ++i) x[0][i] = x[1][i] = i == column ? 1.f : 0.f;
+#pragma unroll
+  for (int j = 0; j < 7; ++j) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+#pragma unroll
+      for (int q = (j + 1) / 4; q < 2; ++q) {
+        const float4 l = *reinterpret_cast<const float4*>(block + (half * 8 + j) * 16 + ((half * 2 + q) ^ (j & 2) ^ number) * 4);
+        const float values[4] = {l.x, l.y, l.z, l.w};
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+          const int i = q * 4 + e;
+          if (i > j) x[half][i] -= values[e] * x[half][j];
+        }
+      }
+    }
+  }
+  __syncwarp();
+  uint4* to = reinterpret_cast<uint4*>(scratch) + number * 32 + column;
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const float* y = x[half];
+    to[half * 24] = uint4{jax_qla_round<false>(y[0], y[1]), jax_qla_round<false>(y[2], y[3]), jax_qla_round<false>(y[4], y[5]),
+                          jax_qla_round<false>(y[6], y[7])};
+    to[128 + half * 24] = uint4{jax_qla_round<true>(y[0], y[1]), jax_qla_round<true>(y[2], y[3]), jax_qla_round<true>(y[4], y[5]),
+                                jax_qla_round<true>(y[6], y[7])};
+  }
+  to[16] = uint4{0, 0, 0, 0};
+  __syncwarp();
+}
+// c += a b, a [16, 8] and b [8, 8] of fp16.
+__device__ __forceinline__ void jax_qla_mma_eight(float* c, const unsigned* a, unsigned b) {
+  asm("mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5}, {%6}, {%0, %1, %2, %3};"
+      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3]) : "r"(a[0]), "r"(a[1]), "r"(b));
+}
+// The transpose of a matrix [8, 8] of 16 bits, a row of which four lanes have.
+__device__ __forceinline__ unsigned jax_qla_transposed(unsigned x) {
+  unsigned y;
+  asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(y) : "r"(x));
+  return y;
 }
 
 // An accumulator in the dtype of a.
@@ -443,7 +490,7 @@ __device__ __forceinline__ void jax_qla_put(unsigned* to, int i, int j, const un
 }
 // The same of an inverted block, a left operand, which `from` points to in scratch memory.
 template <bool bf16, unsigned long long kept>
-__device__ __forceinline__ void jax_qla_put_diagonal(unsigned* to, int i, const Split& s, unsigned, int rows) {
+__device__ __forceinline__ void jax_qla_put_diagonal(unsigned* to, int i, const Split& s, int rows) {
   unsigned r[4];
   float c[8];
 #pragma unroll
@@ -454,11 +501,47 @@ __device__ __forceinline__ void jax_qla_put_diagonal(unsigned* to, int i, const 
   jax_qla_pack<bf16>(r, c);
   jax_qla_put<kept>(to, i, i, bf16 ? s.high : r, rows);  // the high part is what rounding to bf16 gives
 }
-template <bool bf16, unsigned long long kept>
-__device__ __forceinline__ void jax_qla_put_diagonal(unsigned* to, int i, const Single&, unsigned from, int rows) {
-  unsigned r[4];
-  jax_qla_load_matrices<true>(r, from);
-  jax_qla_put<kept>(to, i, i, r, rows);
+// The inverted blocks on the diagonal as left and, but for the last, as right operands, and to memory ...
+template <bool bf16, bool split, unsigned long long kept>
+__device__ __forceinline__ void jax_qla_invert_diagonal(Split* left, Split* right, const float*, float* scratch, unsigned* to, unsigned* to_low, int rows) {
+  jax_qla_substitute(scratch);
+  const int lane = threadIdx.x & 31;
+  const unsigned from =
+      jax_qla_address(scratch) + ((lane >> 4) * 8 + (lane & 7)) * 32 + ((((lane >> 3) ^ (lane >> 2)) & 1) << 4);
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    jax_qla_load_inverse<true>(left[i], from + i * kBlock);
+    jax_qla_put_diagonal<bf16, kept>(to, i, left[i], rows);
+    if constexpr (split) jax_qla_put<kept>(to_low, i, i, left[i].low, rows);
+  }
+#pragma unroll
+  for (int j = 0; j < 3; ++j) jax_qla_load_inverse<false>(right[j], from + j * kBlock);
+}
+// ... where L is small. With U, D its inverted blocks of 8x8 and B that of L below U, I + L_ii has the inverse (U, 0; -D B U, D).
+template <bool bf16, bool split, unsigned long long kept>
+__device__ __forceinline__ void jax_qla_invert_diagonal(Single* left, Single* right, const float* kk, float* scratch, unsigned* to, unsigned*, int rows) {
+  jax_qla_substitute_by_eight(scratch);
+  const unsigned from = jax_qla_address(scratch) + (threadIdx.x & 31) * 16;
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    unsigned across[4], rounded[4];  // the block as a right operand, and in the dtype of a
+    jax_qla_load_matrices<true>(left[i].pairs, from + i * 512);
+    jax_qla_load_matrices<false>(across, from + i * 512);
+    jax_qla_load_matrices<true>(rounded, from + 2048 + i * 512);
+    const float* c = kk + jax_qla_upper(i, i) * 8;
+    float product[4] = {}, block[4] = {};  // D B and D B U, in the lower half of the accumulator
+    jax_qla_mma_eight(product, left[i].pairs + 2, jax_qla_round<false>(c[4], c[5]));
+    const unsigned of_product[2] = {0, jax_qla_round<false>(product[2], product[3]) ^ 0x80008000u};
+    jax_qla_mma_eight(block, of_product, across[0]);
+    left[i].pairs[1] = jax_qla_round<false>(block[2], block[3]);
+    rounded[1] = jax_qla_round<true>(block[2], block[3]);
+    jax_qla_put<kept>(to, i, i, rounded, rows);
+    if (i < 3) {
+      across[1] = jax_qla_transposed(left[i].pairs[1]);
+#pragma unroll
+      for (int n = 0; n < 4; ++n) right[i].pairs[n] = across[n];
+    }
+  }
 }
 
 // The inverse of I + L by products of operands of this kind, from L's blocks (jax_qla_gate) to memory; one warp.
@@ -471,21 +554,13 @@ __device__ __forceinline__ void jax_qla_invert_blocks(const float* kk, float* sc
 #pragma unroll
     for (int i = 0; i < k; ++i) jax_qla_right(lower[jax_qla_above(i, k)], kk + jax_qla_upper(i, k) * 8);
   }
-  jax_qla_substitute<Operand>(scratch);
-  const unsigned from =
-      jax_qla_address(scratch) + ((lane >> 4) * 8 + (lane & 7)) * 32 + ((((lane >> 3) ^ (lane >> 2)) & 1) << 4);
   unsigned* to = reinterpret_cast<unsigned*>(a + element) + lane;
   asm volatile("" : "+l"(to));  // else the lane is added to each block's place, and that to the address: 70 instructions
   unsigned* to_low = to + rows * 32;
   if constexpr (split) asm volatile("" : "+l"(to_low));
   Operand left[4], right[3];  // inverted blocks as operands
   Operand x[6];               // blocks of a below the diagonal as left operands, numbered as those of L^T
-#pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    jax_qla_load_inverse<true>(left[i], from + i * kBlock);
-    jax_qla_put_diagonal<bf16, kept>(to, i, left[i], from + i * kBlock, rows);
-    if constexpr (split) jax_qla_put<kept>(to_low, i, i, left[i].low, rows);
-  }
+  jax_qla_invert_diagonal<bf16, split, kept>(left, right, kk, scratch, to, to_low, rows);
 #pragma unroll
   for (int distance = 1; distance < 4; ++distance) {
     float sum[3][8] = {};  // a step at a time for all blocks, which do not wait for one another
@@ -501,7 +576,6 @@ __device__ __forceinline__ void jax_qla_invert_blocks(const float* kk, float* sc
       float block[8] = {};
       Operand of_sum;
       const int n = jax_qla_above(j, j + distance);
-      if (distance == 1) jax_qla_load_inverse<false>(right[j], from + j * kBlock);
       jax_qla_left(of_sum, sum[j]);
       jax_qla_multiply(block, of_sum, right[j]);
       jax_qla_left(x[n], block);
@@ -592,10 +666,12 @@ def program(config: Config):
         together: T.int32,  # value heads of a block: 4, with `own_keys` always, or fewer (policy.prepared_together)
     ):
         with T.Kernel(
-            slots * ((value_heads + together - 1) // together + measuring),
+            (value_heads + together - 1) // together + measuring,
+            T.min(slots, SLOTS),
+            (slots + SLOTS - 1) // SLOTS,
             threads=128,
             prelude=PRELUDE,
-        ) as block:
+        ) as (number, low_slot, high_slot):
             T.annotate_min_blocks_per_sm(4)
             # Neighbours work on the same rows: what they read and write together is contiguous. The first rows come last, for
             # `forward` begins with them, and finds in the second-level cache what has been read and written of late.
@@ -606,15 +682,13 @@ def program(config: Config):
             two = T.alloc_var("int32")
             heads = T.alloc_var("int32")
             pair = (together + 1) // 2  # value heads of two warps
-            blocks = T.truncdiv(value_heads + together - 1, together)  # of a slot
+            blocks = T.truncdiv(value_heads + together - 1, together) if l2norm else None  # of a slot
             tx = T.get_thread_binding()
             warp = tx // 32
             unit = warp // 2
             half = warp % 2
             lane = tx % 32
-            slot = T.truncdiv(block, blocks + measuring)
-            number = block - slot * (blocks + measuring)
-            slot = slots - 1 - slot
+            slot = slots - 1 - (high_slot * SLOTS + low_slot)
             of_block = number * together  # value heads from this one on
             first = of_block + unit * pair  # and from this one on of two warps
             head = first + half
@@ -652,6 +726,9 @@ def program(config: Config):
             row = chunk[0]
             rows = T.Select(number < blocks, chunk[1], 0) if l2norm else chunk[1]
             fill = chunk[2]
+            if slot < 0:  # there are more blocks than slots
+                rows = 0
+                fill = 0
 
             # K of both key heads, 64 columns each; then K K^T of both; then what each value head's warp inverts
             tiles_s = T.alloc_shared((4, C, 64), dtype)
