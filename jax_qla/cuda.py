@@ -752,8 +752,10 @@ class _Call:
         """`prepare`, of all heads."""
         slots = tables.slot_count(self.tokens, self.sequences)
         together = policy.prepared_together(slots, self.key_heads, self.value_heads)
-        own_keys = together == 4 and self.key_heads == self.value_heads
-        return self.step(prepare_kernel, together=together, own_keys=own_keys)
+        keys = 1 if self.value_heads // self.key_heads % together == 0 else 2
+        if together == 4 and self.key_heads == self.value_heads:
+            keys = 4
+        return self.step(prepare_kernel, together=together, keys=keys)
 
     def summaries_step(self, shard: policy.Cut | None = None) -> Step:
         """`summaries` of all pieces but those that sequences end with, or of all of a `shard`."""

@@ -123,7 +123,6 @@ MISSED = {
     "identical keys, beta 1, decaying": "dbeta 4.5e-2",
     "identical keys, beta 2": "o 1.2: reflections never forget a rounding",
     "identical keys, beta 2, K and V 128": "o 8.0e-2: reflections never forget a rounding",
-    "packed, all but one empty": "dg 7.2e-3 of its terms, 6.5e-3 in pieces",
 }
 """Cases whose limits the kernels do not keep unless in high precision, with what was measured (docs/performance.md). In
 which case dg of few heads does not is chance (test_emulated.py: test_dg_over_draws)."""

@@ -270,7 +270,7 @@ def test_heads_with_keys_of_their_own(precision: str | None, monkeypatch: pytest
     emulated = emulator.emulated
 
     def of_own_keys(name: str, config: Any) -> emulator.Emulated:
-        assert name != "prepare" or config.own_keys
+        assert name != "prepare" or config.keys == 4
         return emulated(name, config)
 
     monkeypatch.setattr(emulator, "emulated", of_own_keys)
@@ -309,9 +309,14 @@ def test_heads_of_a_block_of_prepare() -> None:
         count = -(-(end - start) // 8)
         beyond[start * 64 : (start + count * (count + 1) // 2) * 64] = False
     sizes = ((64, 3, 1), (64, 2, 2), (64, 3, 3), (64, 1, 4), (64, 2, 5), (128, 3, 1), (128, 2, 3))
+    of_one_key = ((64, 3, 1), (64, 2, 2), (64, 1, 4), (128, 2, 4))
     of_own_keys = ((64, 1, 1), (64, 2, 1), (128, 7, 1), (128, 8, 1))
-    for (key_dim, key_heads, ratio), own in [*((x, False) for x in sizes), *((x, True) for x in of_own_keys)]:
-        kernel = emulator.emulated("prepare", prepare.Config(key_dim, l2norm=True, own_keys=own))
+    for (key_dim, key_heads, ratio), keys in [
+        *((x, 2) for x in sizes),
+        *((x, 1) for x in of_one_key),
+        *((x, 4) for x in of_own_keys),
+    ]:
+        kernel = emulator.emulated("prepare", prepare.Config(key_dim, l2norm=True, keys=keys))
         heads = key_heads * ratio
         given = {
             **{x: (random.normal(size=(tokens, key_heads, key_dim)) / 4).astype(jnp.bfloat16) for x in ("q", "k")},
@@ -321,7 +326,8 @@ def test_heads_of_a_block_of_prepare() -> None:
         }
         given["q"][0, 0] = given["k"][0, 0] = 0
         expected = jax.jit(functools.partial(prepare.specification, ratio=ratio, l2norm=1))(*given.values())
-        for together in (4,) if own else (1, 2) if ratio == 1 else (2, 4):
+        of_a_block = (4,) if keys == 4 else (1, 2) if ratio == 1 else (2, 4)
+        for together in (n for n in of_a_block if keys > 1 or ratio % n == 0):
             of_rows = {"lengths": (key_heads,), "query_lengths": (key_heads,)}
             shapes = {"gamma": (heads,), **of_rows, "o": (heads, 64)}
             found = {name: np.full((tokens, *shape), np.nan, np.float32) for name, shape in shapes.items()}
@@ -354,17 +360,18 @@ def test_prepare_where_slots_take_another_dimension_of_the_grid(monkeypatch: pyt
         "beta": random.uniform(size=(tokens, 4)).astype(np.float32),
         "bounds": bounds,
     }
-    results = []
-    for slots in (prepare.SLOTS, 2):
-        monkeypatch.setattr(prepare, "SLOTS", slots)
-        program = functools.partial(prepare.program, prepare.Config(key_dim=64))
-        kernel = emulator.Emulated(*build.lower_program(program, prepare.PASS_CONFIGS))
+    config = prepare.Config(key_dim=64, keys=1)
+    as_it_is = emulator.emulated("prepare", config)
+    monkeypatch.setattr(prepare, "SLOTS", 2)
+    program = functools.partial(prepare.program, config)
+    results: list[dict[str, np.ndarray]] = []
+    for kernel in (as_it_is, emulator.Emulated(*build.lower_program(program, prepare.PASS_CONFIGS))):
         found: dict[str, np.ndarray] = {
             "a": np.full((4, tokens, 64), -1, np.int16),
             "gamma": np.full((tokens, 4), np.nan, np.float32),
             "o": np.full((tokens, 4, 64), np.nan, jnp.bfloat16),
         }
-        kernel(given | found, {"ratio": 2, "together": 4})
+        kernel(given | found, {"ratio": 2, "together": 2})
         results.append(found)
     assert tables.slot_count(tokens, len(bounds)) % 2 == 1, "no block too many"
     for name, x in results[0].items():

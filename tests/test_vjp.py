@@ -206,10 +206,11 @@ def test_checkpoint_has_chunk_states_computed_once(
                 (lambda f, **options: jax.vmap(jax.grad(f, **options)), members),
             ):
                 assert results(gradient(remembering()), *operands) == [without, without + extras]
-                all_of = partial(gradient, argnums=tuple(range(5)))
-                # Compiled as wholes, which takes half as long as one operation after the other.
-                actual, expected = (jax.jit(all_of(f))(*operands) for f in (remembering(), rule))
-                jax.tree.map(lambda ours, theirs: assert_close(ours, theirs, 1e-6), actual, expected)
+                if length == 130:
+                    all_of = partial(gradient, argnums=tuple(range(5)))
+                    # Compiled as wholes, which takes half as long as one operation after the other.
+                    actual, expected = (jax.jit(all_of(f))(*operands) for f in (remembering(), rule))
+                    jax.tree.map(lambda ours, theirs: assert_close(ours, theirs, 1e-6), actual, expected)
 
 
 def test_gradient_is_one_forward_and_one_backward() -> None:

@@ -40,9 +40,7 @@ def _packaged() -> tuple[tuple[str, Any], ...]:
     kernels: list[tuple[str, Any]] = [("layout", layout.Config())]
     for dtype, l2norm, split in _DTYPES:
         for key_dim in _HEAD_DIMS:
-            kernels.extend(
-                ("prepare", prepare.Config(key_dim, dtype, l2norm, split, own_keys)) for own_keys in (False, True)
-            )
+            kernels.extend(("prepare", prepare.Config(key_dim, dtype, l2norm, split, keys)) for keys in (1, 2, 4))
         if not split:
             kernels.append(("backward", backward.Config(128, 128, dtype, l2norm)))
         for key_dim, value_dim in itertools.product(_HEAD_DIMS, _HEAD_DIMS):

@@ -17,12 +17,12 @@ The *gated* matrix is inverted: the gate-free one can overflow where the recurre
 
 Plan, one block per (chunk slot, four value heads side by side), 128 threads, a warp a value head. Within a block this is a chain
 of waits, which other blocks fill: 128 registers let 4 share a multiprocessor (5, of 96, took longer), and what their 35 KiB each leave of
-its memory is first-level cache, which the gates' loads need (docs/performance.md). The four heads have one or two key heads or, with
-`own_keys`, one each, which are taken two after two, with 55 KiB. Blocks of fewer heads, whose other warps only help with K K^T, are for calls
+its memory is first-level cache, which the gates' loads need (docs/performance.md). The four heads have at most two key heads, or, by `keys`, one, with
+19 KiB, or one each, which are taken two after two, with 55. Blocks of fewer heads, whose other warps only help with K K^T, are for calls
 of few chunks (policy.prepared_together). Before the rows of a chunk, the rows of `o` that belong to no sequence become zero.
 
     each two warps    gates of their heads; meanwhile TMA loads the key tiles
-    all               K K^T of both key heads by wgmma; meanwhile gamma by a scan over lanes. The products go to the warps of their heads
+    all               K K^T of the key heads by wgmma; meanwhile gamma by a scan over lanes. The products go to the warps of their heads
                       by where the key tiles were (PRELUDE: jax_qla_put_products)
     each              the inverse (PRELUDE: jax_qla_invert), from registers to memory, packed (kernels/inverse.py)
 
@@ -79,13 +79,14 @@ __all__ = ["PASS_CONFIGS", "Config", "program", "specification"]
 @dataclass(frozen=True)
 class Config:
     """Sizes this program is specialised for: `key_dim` 64 or 128, `dtype` "bfloat16" or "float16"; `l2norm`: whether q and k
-    are to be normalised; `split` (kernels/common.py): with bfloat16 only; `own_keys`: for as many key heads as value heads."""
+    are to be normalised; `split` (kernels/common.py): with bfloat16 only; `keys`: how many key heads
+    a block's value heads have: 1; 2, at most; or 4, one each."""
 
     key_dim: int = 128
     dtype: str = "bfloat16"
     l2norm: bool = False
     split: bool = False
-    own_keys: bool = False
+    keys: int = 2
 
 
 SMALL = 24.0
@@ -529,7 +530,7 @@ __device__ __forceinline__ void jax_qla_invert_diagonal(Single* left, Single* ri
     jax_qla_load_matrices<false>(across, from + i * 512);
     jax_qla_load_matrices<true>(rounded, from + 2048 + i * 512);
     const float* c = kk + jax_qla_upper(i, i) * 8;
-    float product[4] = {}, block[4] = {};  // D B and D B U, in the lower half of the accumulator
+    float product[4] = {}, block[4] = {};  // D B and -D B U, in the lower half of the accumulator
     jax_qla_mma_eight(product, left[i].pairs + 2, jax_qla_round<false>(c[4], c[5]));
     const unsigned of_product[2] = {0, jax_qla_round<false>(product[2], product[3]) ^ 0x80008000u};
     jax_qla_mma_eight(block, of_product, across[0]);
@@ -622,8 +623,9 @@ def program(config: Config):
     C, K, dtype = CHUNK, config.key_dim, config.dtype
     bf16 = "true" if dtype == "bfloat16" else "false"
     l2norm, split = config.l2norm, config.split
-    own_keys = config.own_keys
-    phases = 2 if own_keys else 1  # of two key heads each
+    keys = config.keys
+    own_keys = keys == 4
+    phases = 2 if own_keys else 1  # of two key heads each, or one
     tokens, key_heads, value_heads, value_dim, sequences = T.dynamic(
         "tokens, key_heads, value_heads, value_dim, sequences"
     )
@@ -632,8 +634,9 @@ def program(config: Config):
 
     @T.macro
     def load_keys(k, row, key_head, two, unit, half, tiles, loaded):
-        """The first warp has TMA load the key tile of a key head, the third that of the next one, if it is wanted: `two` is 1, else 0."""
-        if half == 0:
+        """The first warp has TMA load the key tile of a key head, and, unless there is but one, the third that of the next one, if it is wanted:
+        `two` is 1, else 0."""
+        if half == 0 and unit < min(keys, 2):
             if unit <= two:
                 for x in T.unroll(K // 64):
                     T.tma_copy(
@@ -650,6 +653,10 @@ def program(config: Config):
             return T.address_of(kept[which * UPPER_HALF])
         return T.access_ptr(tiles[which, which * 16, 0], "r")
 
+    def scratch(warp, tiles):
+        """Where a warp has its blocks on the diagonal, 4 KiB."""
+        return T.access_ptr(tiles[warp // 2, warp % 2 * 32, 0] if keys == 1 else tiles[warp, 0, 0], "r")
+
     @T.prim_func
     def prepare(
         q: T.Tensor((tokens, key_heads, K), dtype),  # with `l2norm` only
@@ -663,7 +670,7 @@ def program(config: Config):
         query_lengths: T.Tensor((tokens, key_heads), "float32"),  # 1 / |q|
         o: T.Tensor((tokens, value_heads, value_dim), dtype),
         ratio: T.int32,
-        together: T.int32,  # value heads of a block: 4, with `own_keys` always, or fewer (policy.prepared_together)
+        together: T.int32,  # value heads of a block: 4, with 4 `keys` always, or fewer (policy.prepared_together)
     ):
         with T.Kernel(
             (value_heads + together - 1) // together + measuring,
@@ -699,10 +706,13 @@ def program(config: Config):
             else:
                 first_key_head = T.truncdiv(of_block, ratio)
                 place = head - first_key_head * ratio  # among those of the block's two key heads
-                which = T.Select(place >= ratio, 1, 0)  # of these
+                which = T.Select(place >= ratio, 1, 0) if keys == 2 else 0  # of these
             key_head = head if own_keys else first_key_head + which
             # whether the block has heads of two key heads
-            two = T.Select((first_key_head + 1) * ratio < T.min(value_heads, of_block + together), 1, 0)
+            if keys == 1:
+                two = 0
+            else:
+                two = T.Select((first_key_head + 1) * ratio < T.min(value_heads, of_block + together), 1, 0)
             T.pdl_trigger()  # what follows waits by itself
             if l2norm:
                 if number >= blocks:  # which is none of the heads above, nor of the rows below
@@ -730,14 +740,14 @@ def program(config: Config):
                 rows = 0
                 fill = 0
 
-            # K of both key heads, 64 columns each; then K K^T of both; then what each value head's warp inverts
-            tiles_s = T.alloc_shared((4, C, 64), dtype)
+            # K of the key heads, 64 columns each; then K K^T of both; then what each value head's warp inverts
+            tiles_s = T.alloc_shared((2 if keys == 1 else 4, C, 64), dtype)
             # K K^T of the first two key heads of four
             kept_s = T.alloc_shared((2 * UPPER_HALF,), "float32") if own_keys else None
             gamma_s = T.alloc_shared((4, C), "float32")
             log2_gamma_s = T.alloc_shared((4, C), "float32")  # gamma in units of log2
             beta_s = T.alloc_shared((4, C), "float32")
-            loaded = T.alloc_barrier([32] * 2)
+            loaded = T.alloc_barrier([32] * min(keys, 2))
             T.annotate_layout({tiles_s: make_full_bank_swizzled_layout(tiles_s)})
 
             if half < heads:
@@ -746,7 +756,8 @@ def program(config: Config):
                         o[row + rows + i, head, x * 32 + lane] = T.cast(0, dtype)
             if rows > 0:
                 near = T.alloc_fragment((C, C), "float32")  # K K^T of the first key head, of the second
-                far = T.alloc_fragment((C, C), "float32")
+                if keys > 1:
+                    far = T.alloc_fragment((C, C), "float32")
                 kk = T.alloc_local((80,), "float32")
                 load_keys(k, row, first_key_head, two, unit, half, tiles_s, loaded)
                 T.call_extern(
@@ -762,16 +773,16 @@ def program(config: Config):
                     rows,
                 )
                 for phase in tuple(range(phases)):
-                    T.barrier_wait(loaded[0], phase)
-                    T.barrier_wait(loaded[1], phase)
+                    for x in tuple(range(min(keys, 2))):
+                        T.barrier_wait(loaded[x], phase)
                     if rows < C:
-                        if half < K // 64:
+                        if (warp if keys == 1 else half) < K // 64:
                             T.call_extern("handle", "jax_qla_zero_rows", T.access_ptr(tiles_s[warp, 0, 0], "r"), rows)
                         T.fence_proxy_async()
                         T.sync_threads(1, 128)
                     for x in tuple(range(K // 64)):
                         T.wgmma_gemm(tiles_s[x, :, :], tiles_s[x, :, :], near, transpose_B=True, clear_accum=x == 0)
-                    for x in tuple(range(K // 64)):
+                    for x in tuple(range(K // 64 if keys > 1 else 0)):
                         T.wgmma_gemm(
                             tiles_s[2 + x, :, :], tiles_s[2 + x, :, :], far, transpose_B=True, clear_accum=x == 0
                         )
@@ -798,8 +809,11 @@ def program(config: Config):
                     if phase == phases - 1:
                         T.sync_threads(1, 128)  # the key tiles become what is exchanged
                     T.call_extern("handle", "jax_qla_put_products", near.data, exchanged(phase, 0, kept_s, tiles_s))
-                    if own_keys or two > 0:
-                        T.call_extern("handle", "jax_qla_put_products", far.data, exchanged(phase, 1, kept_s, tiles_s))
+                    if keys > 1:
+                        if own_keys or two > 0:
+                            T.call_extern(
+                                "handle", "jax_qla_put_products", far.data, exchanged(phase, 1, kept_s, tiles_s)
+                            )
                     T.sync_threads(1, 128)  # the key tiles become those of the next key heads; or all is exchanged
                     if phase + 1 < phases:
                         load_keys(
@@ -828,7 +842,7 @@ def program(config: Config):
                             "jax_qla_normalise",
                             T.address_of(kk[0]),
                             T.address_of(beta_s[warp, 0]),
-                            T.access_ptr(tiles_s[warp, 0, 0], "r"),
+                            scratch(warp, tiles_s),
                             T.address_of(lengths[row, key_head]),
                             key_heads,
                             rows if own_keys else T.if_then_else(place == which * ratio, rows, 0),
@@ -839,7 +853,7 @@ def program(config: Config):
                         T.address_of(kk[0]),
                         T.address_of(log2_gamma_s[warp, 0]),
                         T.address_of(beta_s[warp, 0]),
-                        T.access_ptr(tiles_s[warp, 0, 0], "r"),
+                        scratch(warp, tiles_s),
                         T.address_of(a[0, 0, 0]),
                         (T.cast(head, "int64") * tokens + row) * (C * (1 + split)),
                         rows,
