@@ -48,6 +48,7 @@ _SOURCES = _read(_KERNELS)
 """As they are imported. Read when a kernel is first asked for, they might be those of an update since then, and the
 cubin of the program in memory would be found by all processes to come as that of the new source."""
 _SHARED_SOURCES = ("common.py", "inverse.py", "products.py", "plan.py", "toolchain.py", "build.py")
+_OWN_SOURCES = {"prepare": ("prepare.py", "inversion.py")}  # of other kernels the file of their name
 _PACKAGED_MODE, _CACHE_MODE = 0o644, 0o600
 
 
@@ -162,6 +163,11 @@ def config_fields(config: Any) -> dict[str, Any]:
     return dataclasses.asdict(config)
 
 
+def _sources_of(name: str) -> tuple[str, ...]:
+    """Files of jax_qla/kernels from which a kernel is built."""
+    return (*_OWN_SOURCES.get(name, (f"{name}.py",)), *_SHARED_SOURCES)
+
+
 @functools.cache
 def source_hash(name: str) -> str:
     """Hash of a kernel's source and of what it is built with.
@@ -170,7 +176,7 @@ def source_hash(name: str) -> str:
         KernelNotFoundError: the source is not there.
     """
     digest = hashlib.sha256()
-    for file in (f"{name}.py", *_SHARED_SOURCES):
+    for file in _sources_of(name):
         if file not in _SOURCES:
             raise KernelNotFoundError(f"{_KERNELS / file}, by which kernels are found, is missing; reinstall jax_qla")
         digest.update(_SOURCES[file])
@@ -292,7 +298,7 @@ def _why_not_built(name: str) -> str | None:
     if reason := why_not_buildable():
         return reason
     now = _read(_KERNELS)
-    for file in (f"{name}.py", *_SHARED_SOURCES):
+    for file in _sources_of(name):
         if now.get(file) != _SOURCES.get(file):
             return f"{_KERNELS / file} has changed since jax_qla was imported; start Python anew"
     return None

@@ -27,7 +27,7 @@ from test_cuda import cuda as rule
 from jax_qla import cuda, implementations, policy, store
 from jax_qla import segments as tables
 from jax_qla.implementations import Choice
-from jax_qla.kernels import backward, build, compose, forward, prepare, specification, states, states_from_vd
+from jax_qla.kernels import backward, build, compose, forward, inversion, prepare, specification, states, states_from_vd
 from jax_qla.kernels.common import ALWAYS, FAINT
 from jax_qla.launch import Step
 
@@ -422,7 +422,7 @@ def test_products_of_prepare_by_how_large_the_matrix_is() -> None:
         k, b = keys[:, head].astype(np.float64), given["beta"][:, head]
         decays = np.exp(np.minimum(gamma[:, None, head] - gamma[None, :, head], 0))
         lower = np.tril(b[:, None] * (k @ k.T) * decays, -1)
-        assert (np.sum(lower**2) <= prepare.SMALL and np.min(b[b > 0]) >= FAINT) == small, name
+        assert (np.sum(lower**2) <= inversion.SMALL and np.min(b[b > 0]) >= FAINT) == small, name
         ours, by_splits = (x[:, head] for x in inverses)
         assert np.array_equal(ours, by_splits) != small, name
         inverse = np.linalg.inv(np.eye(64) + lower)

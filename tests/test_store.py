@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import functools
 import hashlib
@@ -163,6 +164,7 @@ def test_key_depends_on_name_configuration_and_source(monkeypatch: pytest.Monkey
         assert len(set(before)) == 3
         assert keys() == before
         assert changed_by("prepare.py") == [True, True, False]
+        assert changed_by("inversion.py") == [True, True, False]
         assert changed_by("common.py") == [True, True, True]
         assert changed_by("toolchain.py") == [True, True, True]
         # What is no part of the programs changes nothing.
@@ -171,6 +173,25 @@ def test_key_depends_on_name_configuration_and_source(monkeypatch: pytest.Monkey
     finally:
         monkeypatch.undo()
         keys()
+
+
+def test_sources_of_a_kernel_have_all_its_text() -> None:
+    """Every file that a program takes C++ from counts, or one that is out of date would be found for it."""
+
+    def taken_from(name: str) -> set[str]:
+        text = store._SOURCES[f"{name}.py"].decode()
+        modules = [x for x in ast.walk(ast.parse(text)) if isinstance(x, ast.ImportFrom)]
+        found = {
+            (x.module or "").removeprefix("jax_qla.kernels.")
+            for x in modules
+            if any(y.name.endswith("_PRELUDE") for y in x.names)
+        }
+        return found.union(*map(taken_from, found))
+
+    kernels = {name for name, _ in PACKAGED}
+    assert taken_from("prepare") >= {"common", "inverse", "inversion", "products"}
+    for name in kernels:
+        assert {f"{x}.py" for x in {name} | taken_from(name)} <= set(store._sources_of(name)), name
 
 
 def test_sources_that_cannot_be_read(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
