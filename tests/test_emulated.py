@@ -102,6 +102,12 @@ def _used(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return used
 
 
+THOROUGH = os.environ.get("JAX_QLA_EMULATED_BATTERY") == "1"
+"""Minutes: `make thorough`."""
+
+only_thorough = pytest.mark.skipif(not THOROUGH, reason="`make thorough` runs it")
+
+
 def test_whole_and_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     used = _used(monkeypatch)
     assert PACKED.segments
@@ -236,7 +242,7 @@ def test_packed_sequences_in_one_if_alike(alike: bool, monkeypatch: pytest.Monke
     assert set(written) == {"gradients_kernel"}
 
 
-@pytest.mark.parametrize("value_heads", [2, 4])
+@pytest.mark.parametrize("value_heads", [pytest.param(2, marks=only_thorough), 4])
 def test_a_shard_in_one(value_heads: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a sequence that goes on beyond a device: pieces that each have a state, the first and the last empty."""
     monkeypatch.setenv(policy.OVERRIDE, "64")
@@ -264,7 +270,7 @@ def test_a_shard_in_one(value_heads: int, monkeypatch: pytest.MonkeyPatch) -> No
     assert "backward" in used
 
 
-@pytest.mark.parametrize("precision", [None, "high"])
+@pytest.mark.parametrize("precision", [None, pytest.param("high", marks=only_thorough)])
 def test_heads_with_keys_of_their_own(precision: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(policy, "prepared_together", lambda *sizes: 4)
     emulated = emulator.emulated
@@ -489,8 +495,6 @@ def test_pieces_with_and_without_products(columns: int, reverse: bool) -> None:
     np.testing.assert_allclose(arrays["entering"], expected, rtol=1e-4, atol=1e-4)
 
 
-THOROUGH = os.environ.get("JAX_QLA_EMULATED_BATTERY") == "1"
-"""Minutes: `make thorough`."""
 CASES = [case for case in battery.CASES if case.dtype != "float32" and case.tokens <= 400 and case.name not in MISSED]
 
 
