@@ -272,7 +272,7 @@ __device__ __forceinline__ void jax_qla_put(unsigned* to, int i, int j, const un
     if (column <= row && row * 8 < rows) jax_qla_store_word<kept>(to + (row * (row + 1) / 2 + column) * 32, r[n]);
   }
 }
-// The same of an inverted block, a left operand, which `from` points to in scratch memory.
+// The same of an inverted block on the diagonal, a left operand.
 template <bool bf16, unsigned long long kept>
 __device__ __forceinline__ void jax_qla_put_diagonal(unsigned* to, int i, const Split& s, int rows) {
   unsigned r[4];
