@@ -30,9 +30,9 @@ class JaxQla:
     the state) that the one before it returned, so XLA can neither merge them nor run them side by side. With
     `shared_segments`, XLA may derive the chunks from cu_seqlens once for all of them, as it does in a model of many
     layers, and as FlashQLA, which remembers what it derived, does in the graph that is timed. `saving`: the API's
-    `save_chunk_states`. `differentiated`: whether forward passes that are timed compute all that they keep for the
-    backward pass, as where gradients are wanted; what nobody reads is else left out, whatever `saving` is (if_used.py).
-    `normalised`: forward passes with `use_qk_l2norm_in_kernel`, and without residuals.
+    `save_chunk_states`. `differentiated`: whether forward passes that are timed are those of a gradient, which keep
+    something for the backward pass and may cut sequences for its sake, or calls without gradients, which do neither.
+    `normalised`: such calls with `use_qk_l2norm_in_kernel`.
     """
 
     directions: tuple[str, ...] = ("forward", "backward")
@@ -52,12 +52,11 @@ class JaxQla:
         self._forward = partial(
             forward, implementation=implementation, **({} if saving is None else {"save_chunk_states": saving})
         )
-        if normalised:
-            self._forward = partial(normalised_forward, implementation=implementation)
+        alone = partial(forward_alone, implementation=implementation, use_qk_l2norm_in_kernel=normalised)
+        self._timed_forward = self._forward if differentiated else alone
         self._backward = partial(backward, implementation=implementation)
         self._calls = calls
         self._shared_segments = shared_segments
-        self._differentiated = differentiated
         self._chains: dict[Row, Future[Any]] = {}
         self._memory: dict[Row, Future[dict[str, int]]] = {}
 
@@ -118,13 +117,13 @@ class JaxQla:
         return future.result()
 
     def _single(self, row: Row) -> Callable[..., tuple[Any, ...]]:
-        return self._forward if row.direction == "forward" else self._backward
+        return self._timed_forward if row.direction == "forward" else self._backward
 
     def _compiled_chain(self, row: Row) -> Any:
         single = self._single(row)
         arguments = inputs.shapes(row)
         if row.direction == "forward":
-            chain = partial(forward_chain, single, self._calls, self._shared_segments, self._differentiated)
+            chain = partial(forward_chain, single, self._calls, self._shared_segments)
             return jax.jit(chain).lower(*_pick(arguments, FORWARD)).compile()
         residuals = jax.eval_shape(self._forward, *_pick(arguments, FORWARD))[2]
         chain = partial(backward_chain, single, self._calls, self._shared_segments)
@@ -148,7 +147,7 @@ class JaxQla:
 def forward(
     q: Any, k: Any, v: Any, g: Any, beta: Any, initial_state: Any, cu_seqlens: Any, **options: Any
 ) -> tuple[Any, ...]:
-    """o, final_state, residuals."""
+    """o, final_state and residuals, of the forward pass of a gradient."""
     return jax_qla.chunk_gated_delta_rule_fwd(
         q,
         k,
@@ -162,16 +161,15 @@ def forward(
     )
 
 
-def normalised_forward(
+def forward_alone(
     q: Any, k: Any, v: Any, g: Any, beta: Any, initial_state: Any, cu_seqlens: Any, **options: Any
 ) -> tuple[Any, ...]:
-    """o, final_state and no residuals."""
+    """o, final_state and no residuals, of a call without gradients."""
     o, final_state = jax_qla.chunk_gated_delta_rule(
         *(q, k, v, g, beta),
         initial_state=initial_state,
         output_final_state=True,
         cu_seqlens=cu_seqlens,
-        use_qk_l2norm_in_kernel=True,
         **options,
     )
     return o, final_state, None
@@ -208,14 +206,14 @@ def backward(
 
 
 def forward_chain(
-    single: Callable[..., tuple[Any, ...]], calls: int, shared_segments: bool, differentiated: bool, *operands: Any
+    single: Callable[..., tuple[Any, ...]], calls: int, shared_segments: bool, *operands: Any
 ) -> tuple[jax.Array, jax.Array]:
     """`calls` forward calls, each from the final state of the one before it; one number of each o, and of the state."""
     *rows, state, cu_seqlens = operands
     probes: list[jax.Array] = []
     for _ in range(calls):
         o, state, residuals = single(*rows, state, cu_seqlens)
-        kept = jax.tree.leaves(residuals) if differentiated else []
+        kept = jax.tree.leaves(residuals)
         o, state, *_, cu_seqlens = _materialise((o, state, *kept), cu_seqlens, shared_segments)
         probes.append(_probe(o))
     return jnp.stack(probes), _probe(state)
