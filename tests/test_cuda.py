@@ -282,6 +282,33 @@ def test_lying_cu_seqlens_stay_in_bounds(cu_seqlens: list[int], precision: str |
     assert all(bool(jnp.all(jnp.isfinite(y))) for y in (value, *gradients))
 
 
+@pytest.mark.parametrize("beta", [3.0, -1.0])
+def test_what_lengthens_a_state_is_not_forgotten(beta: float) -> None:
+    """Every token halves the state and doubles it along its key, so it does not vanish, though the gates of a chunk are
+    e^-44 together."""
+    random = np.random.default_rng(0)
+    rows = (1, 1000, 2, 128)
+    q, v, do = (jnp.asarray(random.normal(size=rows), jnp.bfloat16) for _ in range(3))
+    k = jnp.zeros(rows, jnp.bfloat16).at[..., 3:128:32].set(0.5)
+    g, strength = jnp.full(rows[:3], np.log(0.5)), jnp.full(rows[:3], beta)
+    initial_state, d_state = (jnp.asarray(random.normal(size=(1, 2, 128, 128)), jnp.float32) for _ in range(2))
+
+    def results(implementation: str, *operands: jax.Array) -> list[np.ndarray]:
+        def function(*x: jax.Array) -> Any:
+            options: Any = {"initial_state": x[4], "output_final_state": True, "implementation": implementation}
+            return jax_qla.chunk_gated_delta_rule(x[0], k.astype(x[0].dtype), *x[1:4], **options)
+
+        (o, state), pullback = jax.vjp(function, *operands)
+        gradients = pullback((do.astype(o.dtype), d_state))
+        return [np.asarray(x, np.float64) for x in (o, state, *gradients)]
+
+    found = results("cuda", q, v, g, strength, initial_state)
+    expected = results("reference", *(x.astype(jnp.float32) for x in (q, v, g, strength, initial_state)))
+    names = ("o", "final_state", "dq", "dv", "dg", "dbeta", "d_initial_state")
+    for name, ours, right in zip(names, found, expected, strict=True):
+        assert np.linalg.norm(ours - right) <= 5e-2 * np.linalg.norm(right), name
+
+
 @pytest.mark.parametrize("_pieces", ["0"], ids=["whole"], indirect=True)
 def test_more_sequences_than_a_dimension_of_the_grid_has_blocks() -> None:
     """Empty sequences change nothing, however many they are (but which kernels the policy takes)."""

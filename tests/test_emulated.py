@@ -28,7 +28,7 @@ from jax_qla import cuda, implementations, policy, store
 from jax_qla import segments as tables
 from jax_qla.implementations import Choice
 from jax_qla.kernels import backward, build, compose, forward, inversion, prepare, specification, states, states_from_vd
-from jax_qla.kernels.common import ALWAYS, FAINT
+from jax_qla.kernels.common import ALWAYS, FAINT, STRETCHES
 from jax_qla.launch import Step
 
 LACKING = store.why_not_buildable()
@@ -387,7 +387,8 @@ def test_prepare_where_slots_take_another_dimension_of_the_grid(monkeypatch: pyt
 
 def test_products_of_prepare_by_how_large_the_matrix_is() -> None:
     """Single numbers of fp16 where L is small, else sums of two of bf16, as always with `split`. Either way products
-    with the inverse are as accurate as with the exact one rounded, or nearly."""
+    with the inverse are as accurate as with the exact one rounded, or nearly; and chunks are marked that may lengthen a
+    state."""
     random = np.random.default_rng(0)
     ones, apart = np.ones(64), random.normal(size=(5, 64, 128))
     alike = random.normal(size=128)
@@ -397,8 +398,9 @@ def test_products_of_prepare_by_how_large_the_matrix_is() -> None:
         "keys somewhat alike": (apart[1] + 0.3 * alike, beta, -0.05 * ones, True),
         "keys alike that decay": (0.2 * apart[2] + alike, beta, -0.3 * ones, True),
         "some beta 0": (apart[2], np.where(np.arange(64) % 3 == 0, 0, beta), 0 * ones, True),
+        "a negative beta": (apart[0], np.where(np.arange(64) == 40, -beta, beta), 0 * ones, True),
         "a faint row": (apart[0], np.where(np.arange(64) == 40, FAINT / 8, beta), 0 * ones, False),
-        "large beta": (apart[3], 2 * ones, 0 * ones, False),
+        "large beta": (apart[3], 2.1 * ones, 0 * ones, False),
         "keys alike": (0.5 * apart[4] + alike, ones, -0.01 * ones, False),
     }
     heads = len(cases)
@@ -431,6 +433,9 @@ def test_products_of_prepare_by_how_large_the_matrix_is() -> None:
         assert (np.sum(lower**2) <= inversion.SMALL and np.min(b[b > 0]) >= FAINT) == small, name
         ours, by_splits = (x[:, head] for x in inverses)
         assert np.array_equal(ours, by_splits) != small, name
+        strength = b * np.sum(k**2, 1)
+        marked = bool(found["gamma"][-1, head].view(np.int32) & STRETCHES)
+        assert marked == np.any((strength > 2.001) | (strength < 0)), name
         inverse = np.linalg.inv(np.eye(64) + lower)
         rounded = inverse.astype(jnp.bfloat16).astype(np.float64)
         error, least = (np.linalg.norm((x - inverse) @ vectors) for x in (ours, rounded))

@@ -248,7 +248,7 @@ def test_dense(case: str, heads: str, l2norm: int) -> None:
 
 
 @pytest.mark.parametrize("l2norm", [0, 1])
-@pytest.mark.parametrize("gates", ["none", "weak", "strong", "strong, stretching"])
+@pytest.mark.parametrize("gates", ["none", "weak", "strong", "strong, stretching", "strong, negative beta"])
 def test_pieces(gates: str, l2norm: int) -> None:
     """Sequences in pieces give what whole ones give, whether heads decay (and pieces are forgotten) or not."""
     bounds = [(0, 5), (5, 5), (9, 700), (700, 764), (770, 1000)]
@@ -261,6 +261,9 @@ def test_pieces(gates: str, l2norm: int) -> None:
         given["k"] = jnp.sqrt(3.2) * given["k"]
         given["beta"] = jnp.full_like(given["beta"], 3.2 if l2norm else 1.0)
         given["g"] = given["g"].at[..., 1].set(-0.7)
+    if gates == "strong, negative beta":  # by up to 2
+        given["beta"] = -given["beta"]
+        given["g"] = given["g"].at[..., 1].set(-0.5)
     if l2norm:
         given = of_any_length(given)
     found = check(given, segments, packed=True, piece_rows=128, l2norm=l2norm)

@@ -302,7 +302,7 @@ __device__ __forceinline__ void jax_qla_find_chunk(void* found, const int* segme
 
 
 STRETCHES = 1
-"""The lowest bit of the gamma of a chunk's last row: some token of the chunk may lengthen a state, beta <k, k> being above 2."""
+"""The lowest bit of the gamma of a chunk's last row: some token of the chunk may lengthen a state, beta <k, k> being above 2 or negative."""
 
 FORGOTTEN = -17.0
 """Log of the factor below which what a state contributes to a later one is left out: 4e-8, and float32 rounds by 6e-8."""

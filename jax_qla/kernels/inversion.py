@@ -90,13 +90,13 @@ __host__ __device__ constexpr int jax_qla_above(int i, int k) { return i * (5 - 
 // L^T from the upper half of K K^T; gamma in units of log2. Its blocks on the diagonal go to scratch memory as rows of 16 floats, the
 // four quarters of which change places by row and block; what lies below the diagonal there is not L. Those above it become -L^T in place, and the upper
 // right quarters of those on it L^T.
-// Finds the sum of squares of this lane's elements of L, and of the rows whose beta <k, k> this lane has, whether that of one exceeds kLimit, and is less than
-// kFaint but not 0.
+// Finds the sum of squares of this lane's elements of L, and of the rows whose beta <k, k> this lane has, whether that of one exceeds kLimit or is
+// negative, and is less than kFaint but not 0.
 __device__ __forceinline__ void jax_qla_gate(float* kk, float& norm, bool& stretches, bool& faint, const float* gamma, const float* beta, float* scratch) {
   const int lane = threadIdx.x & 31, row = lane / 4, column = lane % 4 * 2;
   const int within = row * 16 + (((column >> 2) ^ (row & 2)) << 2) + (column & 3);
-  float rows[8], longest = 0.f, squares[4] = {};
-  unsigned least = ~0u;  // of what is not 0, less 1, as a number of bits
+  float rows[8], squares[4] = {};
+  unsigned longest = 0, least = ~0u;  // as numbers of bits, of which what is negative has the highest; least of what is not 0, less 1
 #pragma unroll
   for (int k = 0; k < 4; ++k) {
     rows[k * 2] = gamma[k * 16 + row];
@@ -110,7 +110,7 @@ __device__ __forceinline__ void jax_qla_gate(float* kk, float& norm, bool& stret
     const float top[4] = {betas[0] * c[0], betas[1] * c[1], betas[2] * c[4], betas[3] * c[5]};
     const float bottom[2] = {betas[2] * c[6], betas[3] * c[7]};
     const float of_near = row & 1 ? top[1] : top[0], of_far = row & 1 ? bottom[1] : bottom[0];  // beta <k, k>, in lanes that have the diagonal
-    longest = fmaxf(longest, fmaxf(of_near, of_far));
+    longest = max(longest, max(__float_as_uint(of_near), __float_as_uint(of_far)));
     least = min(least, min((__float_as_uint(of_near) & 0x7fffffffu) - 1, (__float_as_uint(of_far) & 0x7fffffffu) - 1));
     float* near = scratch + k * (kBlock / 4) + (within ^ (k << 2));
     float* far = scratch + k * (kBlock / 4) + (within ^ (k << 2) ^ 8);
@@ -156,7 +156,7 @@ __device__ __forceinline__ void jax_qla_gate(float* kk, float& norm, bool& stret
   }
   const bool diagonal = row / 2 == lane % 4;
   norm = (squares[0] + squares[1]) + (squares[2] + squares[3]);
-  stretches = diagonal && longest > kLimit;
+  stretches = diagonal && longest > __float_as_uint(kLimit);
   faint = diagonal && least < __float_as_uint(kFaint) - 1;
 }
 

@@ -6,9 +6,9 @@ For every chunk of 64 tokens and every value head h (key head h // r, r = Hv / H
     L_ij    = beta_i <k_i, k_j> exp(gamma_i - gamma_j)   for i > j, else 0      [64, 64]   float32
     a       = (I + L)^{-1}                                                      [64, 64]   stored in the dtype of k, packed
 
-A token maps the state by exp(g) (I - beta k k^T). Unless some beta <k, k> exceeds 2, exp(gamma_C) therefore bounds the spectral norm
-of what a chunk does to the state before it, which tells kernels/summaries.py what a run of tokens forgets. Chunks where one does exceed
-it are marked in the lowest bit of their last gamma (kernels/common.py: STRETCHES), which costs gamma 6e-8 of itself and no memory.
+A token maps the state by exp(g) (I - beta k k^T). Unless some beta <k, k> exceeds 2 or is negative, exp(gamma_C) therefore bounds the
+spectral norm of what a chunk does to the state before it, which tells kernels/summaries.py what a run of tokens forgets. Chunks where one does
+are marked in the lowest bit of their last gamma (kernels/common.py: STRETCHES), which costs gamma 6e-8 of itself and no memory.
 
 With `l2norm`, beta is divided by |k|^2 first, which K K^T has on its diagonal, and 1 / |k| is written for
 `summaries` and `forward` (kernels/common.py). 1 / |q| is written too, by blocks of their own beside those of their rows.
@@ -514,7 +514,8 @@ def specification(
     if split:
         inverse = part_columns(inverse)
     a = pack_inverses(inverse, chunks, k.shape[0], k.dtype)
-    stretches = jnp.any(strength * jnp.einsum("sihk,sihk->sih", keys, keys) > 2.001, axis=1)
+    squares = strength * jnp.einsum("sihk,sihk->sih", keys, keys)
+    stretches = jnp.any((squares > 2.001) | (squares < 0), axis=1)
     is_last = jnp.arange(CHUNK) == chunks[:, 2, None] - 1
     gamma = jnp.where(is_last[..., None], mark(gamma, stretches[:, None]), gamma)
     gamma, lengths = (scatter_chunks(x, chunks, k.shape[0], g.dtype) for x in (gamma, lengths))
