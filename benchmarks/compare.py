@@ -104,7 +104,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     parser.add_argument(
         "--differentiated",
         action="store_true",
-        help="let forward passes of jax_qla compute all that they keep for the backward pass",
+        help="time forward passes of jax_qla as those of a gradient, with all that they keep for the backward pass",
     )
     options = parser.parse_args(arguments)
     try:
