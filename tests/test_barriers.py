@@ -9,6 +9,7 @@ from typing import Any
 import barrier_model
 import numpy as np
 import pytest
+from thorough import only_thorough
 
 from jax_qla import overlap
 from jax_qla.kernels import forward, state_gradients, states
@@ -74,7 +75,8 @@ def configurations() -> list[Any]:
             size = threads - 128 * (option.get("value_tile") == 64 and alone)
             if name == "compose":  # 16 rows a warp
                 size = option.get("key_dim", 128) * 2 + 32
-            found.append(pytest.param(name, size, option, id=f"{name} {option}"))
+            rare = "keep" in option and option.get("l2norm") is False  # what is kept goes by no lengths
+            found.append(pytest.param(name, size, option, id=f"{name} {option}", marks=[only_thorough] * rare))
     return found
 
 

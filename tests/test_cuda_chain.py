@@ -16,6 +16,7 @@ import pytest
 import stand_in
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
+from thorough import rarely
 
 import jax_qla
 from jax_qla import MeshAxes, api, cuda, dispatch, implementations, overlap, policy, sharding, vjp, xla
@@ -409,13 +410,18 @@ def _of_members(packed: bool, tokens: int, l2norm: bool) -> tuple[Any, ...]:
 @pytest.mark.parametrize(
     ("packed", "forward", "backward", "keep", "tokens"),
     [
-        *((packed, "vmap", "one by one", "nothing", TOKENS) for packed in (False, True)),
-        *((packed, "one by one", "vmap", "nothing", TOKENS) for packed in (False, True)),
-        *((packed, "vmap", "one by one", "vd", TOKENS) for packed in (False, True)),
-        *((packed, "one by one", "vmap", "vd", TOKENS) for packed in (False, True)),
-        *((packed, "vmap", "vmap", "states", TOKENS) for packed in (False, True)),
+        (False, "vmap", "one by one", "nothing", TOKENS),
+        rarely(True, "vmap", "one by one", "nothing", TOKENS),
+        rarely(False, "one by one", "vmap", "nothing", TOKENS),
+        (True, "one by one", "vmap", "nothing", TOKENS),
+        rarely(False, "vmap", "one by one", "vd", TOKENS),
+        (True, "vmap", "one by one", "vd", TOKENS),
+        (False, "one by one", "vmap", "vd", TOKENS),
+        rarely(True, "one by one", "vmap", "vd", TOKENS),
+        (False, "vmap", "vmap", "states", TOKENS),
+        rarely(True, "vmap", "vmap", "states", TOKENS),
         (False, "vmap", "one by one", "states", 448),
-        (False, "one by one", "vmap", "states", 448),
+        rarely(False, "one by one", "vmap", "states", 448),
         (True, "one by one", "vmap", "states", 448),
     ],
 )
@@ -750,9 +756,13 @@ def test_neighbours(sequences: int, keep: str, expected: Mapping[str, int], monk
     assert {step.kernel: step.neighbours for step in given} == expected
 
 
-@pytest.mark.parametrize("width", [1, 2])
-@pytest.mark.parametrize("groups", [1, 2])
-@pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
+@pytest.mark.parametrize(
+    ("packed", "groups", "width"),
+    [
+        *((False, 1, 1), (False, 1, 2), rarely(False, 2, 1), (False, 2, 2)),
+        *(rarely(True, 1, 1), (True, 1, 2), (True, 2, 1), (True, 2, 2)),
+    ],
+)
 def test_recurrence_and_gradients_in_one(
     packed: bool, groups: int, width: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -975,8 +985,7 @@ def _counted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return counts
 
 
-@pytest.mark.parametrize("rows", ["0", "64"], ids=["whole", "in pieces"])
-@pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
+@pytest.mark.parametrize(("packed", "rows"), [rarely(False, "0"), (False, "64"), (True, "0"), (True, "64")])
 def test_halves_with_some_of_the_residuals(packed: bool, rows: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is left out is computed again: h from Vd if that is given, both from v if not."""
     _counted(monkeypatch)
@@ -1244,11 +1253,11 @@ def _over_devices(packed: bool, l2norm: bool) -> tuple[Any, ...]:
 @pytest.mark.parametrize(
     ("cut_rows", "packed", "mode", "l2norm", "keep"),
     [
-        *(("0", False, "named", True, "nothing"), ("64", False, "named", False, "nothing")),
-        *(("64", False, "named", True, "vd"), ("64", True, "named", False, "vd")),
-        *(("0", True, "manual", False, "vd"), ("0", True, "named", True, "nothing")),
+        *(("0", False, "named", True, "nothing"), rarely("64", False, "named", False, "nothing")),
+        *(("64", False, "named", True, "vd"), rarely("64", True, "named", False, "vd")),
+        *(("0", True, "manual", False, "vd"), rarely("0", True, "named", True, "nothing")),
         *((cut_rows, True, "auto", False, "nothing") for cut_rows in ("0", "64")),
-        *(("0", True, "auto", False, "vd"), ("64", False, "auto", True, "vd")),
+        *(rarely("0", True, "auto", False, "vd"), ("64", False, "auto", True, "vd")),
         ("64", True, "named", False, "states"),
     ],
 )

@@ -29,6 +29,7 @@ from qwen35_checkpoint import load_parameters
 from qwen35_config import Qwen35Config
 from qwen35_layers import KeyValueCache, rotate
 from stdlib_text import Batch
+from thorough import rarely
 
 STEPS = 16
 TINY = ["--size", "tiny", "--implementation", "xla", "--steps", str(STEPS), "--checkpoint-every", "8"]
@@ -179,7 +180,7 @@ def test_run_learns_resumes_exactly_and_samples(framework: str, tmp_path: Path) 
     assert (tmp_path / "run" / "sample.txt").read_text() == sample
 
 
-@pytest.mark.parametrize("name", FRAMEWORKS)
+@pytest.mark.parametrize("name", [rarely(name) if name == "equinox" else name for name in FRAMEWORKS])
 def test_run_on_a_mesh_repeats_the_losses(name: str, tmp_path: Path) -> None:
     logs = []
     for mesh in ([], ["--mesh", "data=2,seq=2"]):
