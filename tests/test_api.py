@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import stand_in
+from thorough import rarely
 
 import jax_qla
 import jax_qla.api
@@ -360,7 +361,7 @@ def test_halves_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
                 jax_qla.chunk_gated_delta_rule_bwd(*x, wrong, jnp.zeros_like(x[2]), **packed)
 
 
-@pytest.mark.parametrize("rows", ["0", "64"], ids=["whole", "in pieces"])
+@pytest.mark.parametrize("rows", [rarely("0"), "64"], ids=["whole", "in pieces"])
 def test_halves_that_save_chunk_states(rows: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The states are the fifth part of the residuals, Vd is the third, and they may be left out."""
     monkeypatch.setenv(policy.OVERRIDE, rows)

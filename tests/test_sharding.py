@@ -246,11 +246,13 @@ ONE_OF_THEM = {
     ("named", "tp x cp"): "packed layers",
     ("explicit", "dp"): "packed",
     ("explicit", "tp"): "layers",
+    ("explicit", "cp"): "packed",
     ("explicit", "dp x cp"): "layers",
     ("explicit", "tp x cp"): "packed layers",
     ("manual", "dp x cp"): "layers",
     ("manual", "tp x cp"): "packed layers",
     ("manual, unchecked", "tp x cp"): "packed layers",
+    ("partly manual", "cp"): "packed",
     ("partly manual", "dp x cp"): "layers",
     ("partly manual", "tp x cp"): "layers",
     ("partly manual, named", "tp x cp"): "packed layers",
@@ -259,7 +261,7 @@ ONE_OF_THEM = {
 have the other."""
 
 
-BOTH = {("auto", "cp"), ("explicit", "cp"), ("manual", "cp"), ("partly manual", "cp")}
+BOTH = {("auto", "cp"), ("manual", "cp")}
 """Where both are called."""
 
 

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from thorough import only_thorough
 
 pytest.importorskip("flax", reason="the example needs the flax extra")
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
@@ -83,6 +84,7 @@ def test_run_refuses_to_mix_runs(finished_run: Path, tmp_path: Path) -> None:
         train_lm.main([*TINY, "--output", str(tmp_path), "--resume"])
 
 
+@only_thorough  # test_qwen35_tiny.py does the same
 def test_run_on_a_mesh_repeats_the_losses(tmp_path: Path) -> None:
     more = ["--steps", "5", "--sample-length", "3", "--packed"]
     logs = []
