@@ -257,8 +257,8 @@ ONE_OF_THEM = {
     ("partly manual", "tp x cp"): "layers",
     ("partly manual, named", "tp x cp"): "packed layers",
 }
-"""Where layers with segments and without are not both called: other cuts in this mode, and other modes with this cut,
-have the other."""
+"""Where layers with segments and without are not both called but by `make thorough`: other cuts in this mode, and other
+modes with this cut, have the other."""
 
 
 BOTH = {("auto", "cp"), ("manual", "cp")}
