@@ -54,11 +54,12 @@ gpu-test: $(VENV)/test.stamp kernels
 gpu-sanitize: $(VENV)/test.stamp kernels
 	$(BIN)/python tests/sanitize.py $(ARGS)
 
-# Minutes instead of seconds of what is random in the tests; and all tests with the cases that `make test` leaves out for its
+# All tests: with minutes instead of seconds of what is random in them, and with the cases that `make test` leaves out for its
 # time (tests/thorough.py), the battery on the kernels' CUDA, run on the CPU, among them.
-thorough: $(VENV)/test.stamp
-	JAX_QLA_FUZZ_CALLS=2000000 JAX_QLA_EXAMPLES=400 $(BIN)/python -m pytest tests/test_ffi_fuzz.py tests/test_properties.py
-	JAX_QLA_THOROUGH=1 $(BIN)/python -m pytest --numprocesses $(TEST_JOBS) --dist worksteal $(ARGS)
+thorough: export JAX_QLA_THOROUGH := 1
+thorough: export JAX_QLA_FUZZ_CALLS := 2000000
+thorough: export JAX_QLA_EXAMPLES := 400
+thorough: pytest
 
 lint: $(VENV)/test.stamp
 	$(BIN)/ruff check

@@ -261,15 +261,12 @@ ONE_OF_THEM = {
 modes with this cut, have the other."""
 
 
-BOTH = {("auto", "cp"), ("manual", "cp")}
-"""Where both are called."""
-
-
 def programs_of(mode: str, cut: str) -> list[Any]:
     # Where two axes cut them or the compiler does, packed layers stand for the packed call too, to spare time.
-    names = ["layers", "packed layers" if " x " in cut or mode == "auto" else "packed"]
-    chosen = names if (mode, cut) in BOTH else [ONE_OF_THEM[mode, cut]]
-    return [(mode, cut, name) if name in chosen else rarely(mode, cut, name) for name in names]
+    names = ("layers", "packed layers" if " x " in cut or mode == "auto" else "packed")
+    return [
+        (mode, cut, name) if ONE_OF_THEM.get((mode, cut), name) == name else rarely(mode, cut, name) for name in names
+    ]
 
 
 @pytest.mark.parametrize(("mode", "cut", "name"), [x for mode, cut in CASES for x in programs_of(mode, cut)])

@@ -84,7 +84,7 @@ def test_run_refuses_to_mix_runs(finished_run: Path, tmp_path: Path) -> None:
         train_lm.main([*TINY, "--output", str(tmp_path), "--resume"])
 
 
-@only_thorough  # test_qwen35_tiny.py does the same
+@only_thorough  # test_qwen35_tiny.py trains the other example on a mesh
 def test_run_on_a_mesh_repeats_the_losses(tmp_path: Path) -> None:
     more = ["--steps", "5", "--sample-length", "3", "--packed"]
     logs = []

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from thorough import only_thorough
+from thorough import rarely
 
 from jax_qla import vjp, xla
 from jax_qla.implementations import Choice
@@ -86,16 +86,15 @@ def measured() -> Iterator[dict[str, dict[str, battery.Error]]]:
     print("\n" + battery.table(rows))
 
 
-def _cases() -> Iterator[Any]:
-    """Those that take longest in float32 alone."""
-    for case in battery.CASES:
-        in_float32 = dataclasses.replace(case, dtype="float32")
-        large = case.name in ("packed, many sequences", "ratio 2, packed, K and V 128", "ratio 3, K and V 128, batch 3")
-        rare = large and case != in_float32 and in_float32 in battery.CASES
-        yield pytest.param(case, id=str(case), marks=[only_thorough] if rare else [])
+LARGE = ("packed, many sequences", "ratio 2, packed, K and V 128", "ratio 3, K and V 128, batch 3")
+"""Those that take longest, rarely in other dtypes than float32."""
 
 
-@pytest.mark.parametrize("case", list(_cases()))
+@pytest.mark.parametrize(
+    "case",
+    [rarely(case) if case.name in LARGE and case.dtype != "float32" else case for case in battery.CASES],
+    ids=str,
+)
 def test_battery(case: battery.Case, measured: dict[str, dict[str, battery.Error]]) -> None:
     measured[str(case)] = battery.check(case, chunked_or_normalised, _limits(case))
 
