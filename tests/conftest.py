@@ -4,6 +4,7 @@ elsewhere."""
 from __future__ import annotations
 
 import atexit
+import collections
 import gc
 import os
 import shutil
@@ -24,6 +25,7 @@ if "JAX_QLA_EMULATOR_FILES" not in os.environ:
 
 import jax
 import pytest
+import thorough
 
 # On a CPU nearly all of the tests' time is compilation. XLA's passes over the program stay as they are; how machine
 # code is made of the result takes longest, and is shortened sixfold by these flags and by `pytest_configure`.
@@ -53,9 +55,27 @@ def pytest_collection_finish() -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    _leave_cases_to_thorough(items)
     marked = [item for item in items if item.get_closest_marker("gpu")]
     if not marked or jax.default_backend() == "gpu":
         return
     skip = pytest.mark.skip(reason=f"needs a CUDA device, and JAX runs on {jax.default_backend()} here")
     for item in marked:
         item.add_marker(skip)
+
+
+def _leave_cases_to_thorough(items: list[pytest.Item]) -> None:
+    """Skips those of tests marked `every_value` that are not needed for it (thorough.py)."""
+    if thorough.THOROUGH:
+        return
+    tests = collections.defaultdict(list)
+    for item in items:
+        marks = list(item.iter_markers())
+        if thorough.every_value.mark in marks and thorough.only_thorough.mark not in marks:
+            assert isinstance(item, pytest.Function)
+            tests[item.nodeid.partition("[")[0]].append(item)
+    for cases in tests.values():
+        kept = thorough.few([case.callspec.params for case in cases])
+        for number, case in enumerate(cases):
+            if number not in kept:
+                case.add_marker(thorough.only_thorough)

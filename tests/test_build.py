@@ -20,6 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 import programs
 import pytest
+from thorough import every_value
 
 from jax_qla import cuda, launch, policy, store
 from jax_qla.kernels import build, compose, prepare, toolchain
@@ -180,6 +181,7 @@ def run_cli(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, text=True, capture_output=True)
 
 
+@every_value
 @pytest.mark.parametrize("split", [False, True], ids=["", "split"])
 @pytest.mark.parametrize(
     "name", ["prepare", "forward", "states", "state_gradients", "gradients", "summaries", "adjoint_summaries"]
@@ -251,6 +253,7 @@ def test_command_line_without_compilers(monkeypatch: pytest.MonkeyPatch, capsys:
     assert "kernels cannot be built here: TileLang is not installed" in capsys.readouterr().err
 
 
+@every_value
 @pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
 @pytest.mark.parametrize("pieces", [False, True], ids=["whole", "in pieces"])
 def test_kernels_fit_the_calls_of_the_implementation(

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding
 from test_sharding import FAST, MODES, Cut, assert_close, assert_nothing_gathered, mesh_of, spread
+from thorough import every_value
 
 import jax_qla
 from jax_qla import MeshAxes, causal_conv1d
@@ -99,6 +100,7 @@ CUT = {
 }
 
 
+@every_value
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("mode", MODES)
 def test_cut_over_devices(mode: str, packed: bool) -> None:

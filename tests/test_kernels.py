@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from thorough import every_value, rarely
 
 from jax_qla import segments as tables
 from jax_qla.kernels import (
@@ -205,6 +206,7 @@ def check(given: Arrays, segments: Any, *, packed: bool, piece_rows: int | None 
     return found
 
 
+@every_value
 @pytest.mark.parametrize(
     ("case", "heads", "l2norm"),
     [
@@ -238,6 +240,7 @@ def test_packed(case: str, heads: str, l2norm: int) -> None:
             np.testing.assert_array_equal(found["d_initial_state"][n], given["d_final_state"][n])
 
 
+@every_value
 @pytest.mark.parametrize("l2norm", [0, 1])
 @pytest.mark.parametrize(("case", "heads"), [("dense", "grouped"), ("dense", "one for one"), ("one token", "grouped")])
 def test_dense(case: str, heads: str, l2norm: int) -> None:
@@ -247,6 +250,7 @@ def test_dense(case: str, heads: str, l2norm: int) -> None:
     check(of_any_length(given) if l2norm else given, segments, packed=False, l2norm=l2norm)
 
 
+@every_value
 @pytest.mark.parametrize("l2norm", [0, 1])
 @pytest.mark.parametrize("gates", ["none", "weak", "strong", "strong, stretching", "strong, negative beta"])
 def test_pieces(gates: str, l2norm: int) -> None:
@@ -272,7 +276,7 @@ def test_pieces(gates: str, l2norm: int) -> None:
     assert np.all(forgotten == (gates == "strong"))
 
 
-@pytest.mark.parametrize("piece_rows", [None, 128])
+@pytest.mark.parametrize("piece_rows", [rarely(None), 128])
 def test_split_inverse(piece_rows: int | None) -> None:
     """In bf16 `a` has twice the columns, whose sum gives outputs as of float32 where 16 bits do not."""
     bounds = [(0, 100), (100, 300)]
@@ -319,6 +323,7 @@ def expected_of_recurrent(*operands: Any) -> tuple[jax.Array, jax.Array]:
     return recurrence(q, k, v, g, beta, state, None, scale=SCALE)
 
 
+@every_value
 @pytest.mark.parametrize("heads", HEADS)
 @pytest.mark.parametrize("tokens", [1, 25])
 @pytest.mark.parametrize("given_state", [True, False])

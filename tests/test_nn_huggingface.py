@@ -8,6 +8,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from thorough import every_value
 
 pytest.importorskip("flax", reason="needs the flax extra")
 pytest.importorskip("equinox", reason="needs the equinox extra")
@@ -63,6 +64,9 @@ def make_model(kind: str) -> Any:
                 values *= 0.3
             parameter.copy_(values)
     return model.eval()
+
+
+pytestmark = every_value
 
 
 @pytest.fixture(scope="module", params=["qwen3_next", "qwen3_5"])

@@ -45,6 +45,11 @@ def framework(request: pytest.FixtureRequest) -> str:
     return name
 
 
+RARELY_EQUINOX = pytest.mark.parametrize(
+    "framework", [rarely(name) if name == "equinox" else name for name in FRAMEWORKS], indirect=True
+)
+
+
 def compiled(merge: Any, method: str) -> Any:
     """`method` of the model as a function of its parameters."""
 
@@ -132,6 +137,7 @@ def test_logits_and_gradients_of_the_whole_model(framework: str, theirs: Any, ch
         assert_close(computed, gradient, 2e-3 if cancels else LIMIT, name)
 
 
+@RARELY_EQUINOX
 def test_pieces_and_steps_equal_the_whole(framework: str) -> None:
     merge, params = qwen35_tiny.MAKERS[framework](qwen35_tiny.SIZES["tiny"].model, 0)
     tokens = random_tokens(2, 75)
@@ -163,6 +169,7 @@ def test_packed_documents_do_not_see_each_other(framework: str) -> None:
     assert_close(packed.reshape(2, 40, -1), call(params, tokens), LIMIT)
 
 
+@RARELY_EQUINOX
 def test_run_learns_resumes_exactly_and_samples(framework: str, tmp_path: Path) -> None:
     def train(*arguments: str) -> Any:
         qwen35_tiny.main([*TINY, "--framework", framework, "--output", str(tmp_path / "run"), *arguments])
@@ -180,19 +187,19 @@ def test_run_learns_resumes_exactly_and_samples(framework: str, tmp_path: Path) 
     assert (tmp_path / "run" / "sample.txt").read_text() == sample
 
 
-@pytest.mark.parametrize("name", [rarely(name) if name == "equinox" else name for name in FRAMEWORKS])
-def test_run_on_a_mesh_repeats_the_losses(name: str, tmp_path: Path) -> None:
+@RARELY_EQUINOX
+def test_run_on_a_mesh_repeats_the_losses(framework: str, tmp_path: Path) -> None:
     logs = []
     for mesh in ([], ["--mesh", "data=2,seq=2"]):
         output = tmp_path / f"run{len(mesh)}"
-        arguments = ["--framework", name, "--steps", "3", "--sample-length", "3", "--output", str(output)]
+        arguments = ["--framework", framework, "--steps", "3", "--sample-length", "3", "--output", str(output)]
         qwen35_tiny.main([*TINY, *arguments, *mesh])
         logs.append(json.loads((output / "log.json").read_text()))
     np.testing.assert_allclose(logs[1]["losses"], logs[0]["losses"], rtol=1e-4)
     np.testing.assert_allclose(logs[1]["held_out_loss"], logs[0]["held_out_loss"], rtol=1e-4)
 
 
-@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("packed", [rarely(False), True])
 def test_gradients_where_more_devices_cut_the_sequence_than_there_are_key_heads(packed: bool) -> None:
     config = qwen35_tiny.SIZES["tiny"].model
     assert config.key_value_heads == 2

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from thorough import only_thorough
 
 from jax_qla import store
 from jax_qla.kernels.packaged import PACKAGED
@@ -114,6 +115,7 @@ def build_in(folder: Path, kernel: int) -> Any:
 
 
 @needs_compilers
+@only_thorough
 def test_building_twice_gives_the_same(tmp_path: Path) -> None:
     """In other folders, with other hash seeds and nothing cached. The packaged cubin, if there is one, is that too."""
     kernel = next(i for i, (name, _) in enumerate(PACKAGED) if name == "compose")  # one of the fastest to build

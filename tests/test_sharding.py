@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from thorough import rarely
+from thorough import every_value
 
 import jax_qla
 from jax_qla import MeshAxes
@@ -237,39 +237,15 @@ def collectives(text: str) -> list[tuple[str, str, int]]:
     return found
 
 
-ONE_OF_THEM = {
-    ("auto", "dp"): "layers",
-    ("auto", "tp"): "packed layers",
-    ("auto", "dp x cp"): "packed layers",
-    ("auto", "tp x cp"): "packed layers",
-    ("named", "dp x cp"): "layers",
-    ("named", "tp x cp"): "packed layers",
-    ("explicit", "dp"): "packed",
-    ("explicit", "tp"): "layers",
-    ("explicit", "cp"): "packed",
-    ("explicit", "dp x cp"): "layers",
-    ("explicit", "tp x cp"): "packed layers",
-    ("manual", "dp x cp"): "layers",
-    ("manual", "tp x cp"): "packed layers",
-    ("manual, unchecked", "tp x cp"): "packed layers",
-    ("partly manual", "cp"): "packed",
-    ("partly manual", "dp x cp"): "layers",
-    ("partly manual", "tp x cp"): "layers",
-    ("partly manual, named", "tp x cp"): "packed layers",
-}
-"""Where layers with segments and without are not both called but by `make thorough`: other cuts in this mode, and other
-modes with this cut, have the other."""
-
-
-def programs_of(mode: str, cut: str) -> list[Any]:
+def programs_of(mode: str, cut: str) -> tuple[str, str]:
     # Where two axes cut them or the compiler does, packed layers stand for the packed call too, to spare time.
-    names = ("layers", "packed layers" if " x " in cut or mode == "auto" else "packed")
-    return [
-        (mode, cut, name) if ONE_OF_THEM.get((mode, cut), name) == name else rarely(mode, cut, name) for name in names
-    ]
+    return "layers", "packed layers" if " x " in cut or mode == "auto" else "packed"
 
 
-@pytest.mark.parametrize(("mode", "cut", "name"), [x for mode, cut in CASES for x in programs_of(mode, cut)])
+@every_value
+@pytest.mark.parametrize(
+    ("mode", "cut", "name"), [(mode, cut, name) for mode, cut in CASES for name in programs_of(mode, cut)]
+)
 def test_every_mesh_and_cut(mode: str, cut: str, name: str) -> None:
     program, mesh = PROGRAMS[name], mesh_of(mode)
     axes = Cut(sequence="y") if mode.startswith("partly manual") and cut == "cp" else CUTS[cut]

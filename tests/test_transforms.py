@@ -14,6 +14,7 @@ from jax.ad_checkpoint import checkpoint_policies
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from test_api import assert_close, states, tokens
+from thorough import every_value
 
 import jax_qla
 
@@ -74,6 +75,7 @@ def test_gradients_with_nothing_compiled() -> None:
     assert [y.shape for y in found] == [x[0].shape, x[5].shape]
 
 
+@every_value
 @pytest.mark.parametrize("strictness", ["promotion of dtypes", "promotion of ranks"])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_where_jax_promotes_nothing(dtype: str, strictness: str) -> None:
@@ -136,6 +138,7 @@ def test_vmap(packed: bool, batched: str) -> None:
     assert_close(mapped, stacked([one(*x) for x in members]))
 
 
+@every_value
 @pytest.mark.parametrize("devices", [1, 8])
 @pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
 def test_vmap_over_nothing(packed: bool, devices: int, monkeypatch: pytest.MonkeyPatch) -> None:

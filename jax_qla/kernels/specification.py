@@ -17,10 +17,10 @@ from jax_qla.kernels.common import CHUNK, FORGOTTEN, STRETCHES, map_block, map_b
 
 def gather_chunks(x: jax.Array, chunks: jax.Array) -> jax.Array:
     """[tokens, ...] -> [slots, 64, ...], zero where a slot has no row, in at least float32."""
-    row = jnp.arange(CHUNK)
-    index = jnp.minimum(chunks[:, 1, None] + row, x.shape[0] - 1)
-    valid = (row < chunks[:, 2, None]).reshape(-1, CHUNK, *(1,) * (x.ndim - 1))
-    return jnp.where(valid, x[index], 0).astype(jnp.promote_types(x.dtype, jnp.float32))
+    beyond = jnp.pad(x, ((0, CHUNK), *((0, 0),) * (x.ndim - 1)))
+    rows = jax.vmap(lambda first: jax.lax.dynamic_slice_in_dim(beyond, first, CHUNK))(chunks[:, 1])
+    valid = (jnp.arange(CHUNK) < chunks[:, 2, None]).reshape(-1, CHUNK, *(1,) * (x.ndim - 1))
+    return jnp.where(valid, rows, 0).astype(jnp.promote_types(x.dtype, jnp.float32))
 
 
 def scatter_chunks(x: jax.Array, chunks: jax.Array, tokens: int, dtype: Any) -> jax.Array:
