@@ -1,6 +1,6 @@
 """Times what `jax_qla/policy.py` chooses from: sequences whole, and cut into pieces of several lengths.
 
-    python benchmarks/pieces.py                                          # the rows of docs/performance.md
+    python benchmarks/pieces.py                                          # the rows of docs/performance_policy.md
     python benchmarks/pieces.py --rows 2,8/1x32768 --lengths 0 1024 2048
     python benchmarks/pieces.py --rows 1,2/1x256 --lengths 0 64 --implementation xla       # a CPU, to try the script
 

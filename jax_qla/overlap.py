@@ -67,7 +67,7 @@ def uses_early(step: Step, operand: str) -> bool:
 def _in_order(before: Step, step: Step) -> bool:
     """Whether a kernel's blocks are to begin together, when the one before has ended, and so to lie side by side in
     their order. Those of `backward` that begin one by one, where blocks of `states` end, take up to 1.4 times as long
-    (docs/performance.md); behind `gradients` it has something to do where that had nothing."""
+    (docs/performance_kernels.md); behind `gradients` it has something to do where that had nothing."""
     return step.kernel == "backward" and before.kernel != "gradients"
 
 

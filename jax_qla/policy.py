@@ -24,7 +24,7 @@ from jax_qla.segments import piece_count, rows_of_pieces
 MULTIPROCESSORS = 132
 """Of an H100 or H200 SXM."""
 
-# Measured on an H200, microseconds (docs/performance.md).
+# Measured on an H200, microseconds (docs/performance_policy.md).
 _STEP = {64: 1.4, 128: 2.2}
 """A chunk step of the forward kernel by value columns of its block; one block runs on a multiprocessor."""
 _STEP_BACK, _STEP_OF_BOTH = {64: 1.75, 128: 3.2}, {64: 1.65, 128: 4.3}
@@ -152,7 +152,7 @@ def neighbours(kernel: str, value_tile: int, value_dim: int) -> int:
     same: otherwise it spreads consecutive blocks over its parts, and each part fetches for itself.
 
     Halves of heads in `states`, beside those in `state_gradients`, are 10 to 14 % faster for it, whole heads in
-    `forward`, which share key heads, 1 to 2 %; of other recurrences nothing was gained (docs/performance.md).
+    `forward`, which share key heads, 1 to 2 %; of other recurrences nothing was gained (docs/performance_policy.md).
     `states_from_vd` is taken to be like `states`.
 
     Args:

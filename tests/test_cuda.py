@@ -124,7 +124,7 @@ MISSED = {
     "identical keys, beta 2": "o 1.2: reflections never forget a rounding",
     "identical keys, beta 2, K and V 128": "o 8.0e-2: reflections never forget a rounding",
 }
-"""Cases whose limits the kernels do not keep unless in high precision, with what was measured (docs/performance.md). In
+"""Cases whose limits the kernels do not keep unless in high precision, with what was measured (docs/accuracy.md). In
 which case dg of few heads does not is chance (test_emulated.py: test_dg_over_draws)."""
 
 
