@@ -363,45 +363,44 @@ def test_halves_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("rows", [rarely("0"), "64"], ids=["whole", "in pieces"])
-def test_halves_that_save_chunk_states(rows: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("packed", [rarely(False), True], ids=["dense", "packed"])
+def test_halves_that_save_chunk_states(packed: bool, rows: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The states are the fifth part of the residuals, Vd is the third, and they may be left out."""
     monkeypatch.setenv(policy.OVERRIDE, rows)
     monkeypatch.setattr(jax, "device_count", lambda: 1)
     x = tokens(1, 200)
-    packed = {"cu_seqlens": jnp.array([0, 20, 70], jnp.int32)}
-    for options, parts in (({}, 4 if rows == "64" else 1), (packed, 200 // 64 + 2 if rows == "64" else 2)):
-        with stand_in.kernels():
-            for save in (False, None):
-                _, _, residuals = jax_qla.chunk_gated_delta_rule_fwd(*x, **options, save_chunk_states=save)
-                present = [True, True, save is None, True] if rows == "64" else [True] * (2 + (save is None))
-                assert [y is not None for y in residuals or ()] == present
-            o, _, residuals = jax_qla.chunk_gated_delta_rule_fwd(*x, **options, save_chunk_states=True)
-            assert residuals is not None
-            a, gamma, vd, between, h = residuals
-            assert (between is None) == (rows == "0")
-            assert h.shape == (200 // 64 + parts, x[2].shape[2], 1, x[2].shape[3], x[0].shape[3])
-            assert (vd.shape, vd.dtype) == (x[2].shape, x[2].dtype)
-            saved = jax_qla.chunk_gated_delta_rule_bwd(*x, residuals, o, **options)
-            for fewer in ([a, gamma], (a, gamma, vd), residuals[:4], (a, gamma, None, between, None)):
-                assert_close(saved, jax_qla.chunk_gated_delta_rule_bwd(*x, fewer, o, **options), 0)
-            for wrong, error, sentence in (
-                ((vd, 1), TypeError, r"residuals\[4\] must be an array, got int"),
-                ((1, h), TypeError, r"residuals\[2\] must be an array, got int"),
-                ((vd[:, :5], h), ValueError, r"residuals\[2\] must have shape .*, \[B, T, Hv, \d+\]"),
-                ((vd, h[:, :1]), ValueError, r"residuals\[4\] must have shape"),
-                ((vd, h[1:]), ValueError, r"residuals\[4\] must have shape .* residuals\[3\] where that was"),
-                ((None, h), ValueError, r"residuals\[2\] is None but residuals\[4\] is not"),
-            ):
-                given = (a, gamma, wrong[0], between, wrong[1])
-                with pytest.raises(error, match=sentence):
-                    jax_qla.chunk_gated_delta_rule_bwd(*x, given, o, **options)
-            with pytest.raises(
-                TypeError, match="residuals must be what chunk_gated_delta_rule_fwd returned, got tuple"
-            ):
-                jax_qla.chunk_gated_delta_rule_bwd(*x, (*residuals, None), o, **options)
-        for save in (None, True):
+    options: dict[str, Any] = {"cu_seqlens": jnp.array([0, 20, 70], jnp.int32)} if packed else {}
+    parts = (200 // 64 + 2 if packed else 4) if rows == "64" else 1 + packed
+    with stand_in.kernels():
+        for save in (False, None):
             _, _, residuals = jax_qla.chunk_gated_delta_rule_fwd(*x, **options, save_chunk_states=save)
-            assert residuals is None  # "xla" saves nothing
+            present = [True, True, save is None, True] if rows == "64" else [True] * (2 + (save is None))
+            assert [y is not None for y in residuals or ()] == present
+        o, _, residuals = jax_qla.chunk_gated_delta_rule_fwd(*x, **options, save_chunk_states=True)
+        assert residuals is not None
+        a, gamma, vd, between, h = residuals
+        assert (between is None) == (rows == "0")
+        assert h.shape == (200 // 64 + parts, x[2].shape[2], 1, x[2].shape[3], x[0].shape[3])
+        assert (vd.shape, vd.dtype) == (x[2].shape, x[2].dtype)
+        saved = jax_qla.chunk_gated_delta_rule_bwd(*x, residuals, o, **options)
+        for fewer in ([a, gamma], (a, gamma, vd), residuals[:4], (a, gamma, None, between, None)):
+            assert_close(saved, jax_qla.chunk_gated_delta_rule_bwd(*x, fewer, o, **options), 0)
+        for wrong, error, sentence in (
+            ((vd, 1), TypeError, r"residuals\[4\] must be an array, got int"),
+            ((1, h), TypeError, r"residuals\[2\] must be an array, got int"),
+            ((vd[:, :5], h), ValueError, r"residuals\[2\] must have shape .*, \[B, T, Hv, \d+\]"),
+            ((vd, h[:, :1]), ValueError, r"residuals\[4\] must have shape"),
+            ((vd, h[1:]), ValueError, r"residuals\[4\] must have shape .* residuals\[3\] where that was"),
+            ((None, h), ValueError, r"residuals\[2\] is None but residuals\[4\] is not"),
+        ):
+            given = (a, gamma, wrong[0], between, wrong[1])
+            with pytest.raises(error, match=sentence):
+                jax_qla.chunk_gated_delta_rule_bwd(*x, given, o, **options)
+        with pytest.raises(TypeError, match="residuals must be what chunk_gated_delta_rule_fwd returned, got tuple"):
+            jax_qla.chunk_gated_delta_rule_bwd(*x, (*residuals, None), o, **options)
+    for save in (None, True):
+        _, _, residuals = jax_qla.chunk_gated_delta_rule_fwd(*x, **options, save_chunk_states=save)
+        assert residuals is None  # "xla" saves nothing
 
 
 def test_halves_in_pieces_that_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 import programs
 import pytest
-from thorough import every_value
+from thorough import every_value, rarely
 
 from jax_qla import cuda, launch, policy, store
 from jax_qla.kernels import build, compose, prepare, toolchain
@@ -181,16 +181,16 @@ def run_cli(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, text=True, capture_output=True)
 
 
-@every_value
-@pytest.mark.parametrize("split", [False, True], ids=["", "split"])
+@pytest.mark.parametrize("split", [False, rarely(True)], ids=["", "split"])
 @pytest.mark.parametrize(
     "name", ["prepare", "forward", "states", "state_gradients", "gradients", "summaries", "adjoint_summaries"]
 )
 def test_every_tile_is_swizzled(name: str, split: bool) -> None:
     """By 128 bytes, as the kernels' C++ takes it. TileLang drops it, without a word, where nothing asks for it."""
     module = importlib.import_module(f"jax_qla.kernels.{name}")
-    sizes = {"value_tile": 64} if "value_tile" in store.config_fields(module.Config()) else {}
-    config = module.Config(split=split, **sizes)
+    sizes = {"key_dim": 64, "value_dim": 128, "value_tile": 64}
+    fields = store.config_fields(module.Config())
+    config = module.Config(split=split, **{field: size for field, size in sizes.items() if field in fields})
     _, plan = emulator.lowered(name, config)
     maps = [argument for argument in plan["arguments"] if argument["kind"] == "tensor_map"]
     assert maps

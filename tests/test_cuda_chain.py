@@ -224,6 +224,7 @@ def _of_xla(packed: bool, states: bool) -> tuple[Any, ...]:
     return results
 
 
+@every_value
 @pytest.mark.parametrize(
     ("rows", "kept", "states"),
     [
@@ -1146,7 +1147,8 @@ PARTS = ((60, 200), (200, 200), (450, 600))
 @pytest.mark.parametrize(
     ("cut_rows", "packed", "keep", "states"),
     [
-        *(("0", False, "nothing", True), ("0", False, "vd", True), ("0", False, "states", False)),
+        *(("0", False, "states", True), ("0", False, "nothing", True), ("0", False, "vd", True)),
+        ("0", False, "states", False),
         *(("64", False, "nothing", False), ("64", False, "vd", False), ("64", False, "states", True)),
         *((cut_rows, True, "nothing", cut_rows == "0") for cut_rows in ("0", "64")),
     ],
@@ -1253,12 +1255,13 @@ def _over_devices(packed: bool, l2norm: bool) -> tuple[Any, ...]:
 @pytest.mark.parametrize(
     ("cut_rows", "packed", "mode", "l2norm", "keep"),
     [
+        ("64", True, "named", False, "states"),
+        *(("0", False, "auto", True, "vd"), ("0", True, "manual", False, "nothing")),
         *(("0", False, "named", True, "nothing"), ("64", False, "named", False, "nothing")),
         *(("64", False, "named", True, "vd"), ("64", True, "named", False, "vd")),
         *(("0", True, "manual", False, "vd"), ("0", True, "named", True, "nothing")),
         *((cut_rows, True, "auto", False, "nothing") for cut_rows in ("0", "64")),
         *(("0", True, "auto", False, "vd"), ("64", False, "auto", True, "vd")),
-        ("64", True, "named", False, "states"),
     ],
 )
 def test_sequence_over_devices(

@@ -141,7 +141,7 @@ IN_ONE = [
 ]
 
 
-FEW = tuple(f"in one, {name}" for name in ("one chunk", "four of a key head"))
+FEW = tuple(f"in one, {name}" for name in ("four of a key head",))
 
 
 @pytest.mark.parametrize("case", [case if case.name in FEW else rarely(case) for case in IN_ONE], ids=str)

@@ -19,6 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from stub_driver import COMPILER, FFI_SOURCES, stub_driver, write_cubin
+from thorough import only_thorough
 
 from jax_qla import _ffi
 
@@ -59,6 +60,7 @@ def sanitized(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@only_thorough
 def test_under_sanitizers(sanitized: Path) -> None:
     """Another seed each time, which is printed; $JAX_QLA_FUZZ_CALLS sets how many calls."""
     digest = write_cubin(sanitized, KERNELS)

@@ -120,7 +120,7 @@ def test_pieces_are_saved_with_the_residuals(monkeypatch: pytest.MonkeyPatch) ->
         assert forwards(()) == 2
 
 
-@pytest.mark.parametrize("rows", ["0", "64"], ids=["whole", "in pieces"])
+@pytest.mark.parametrize("rows", [rarely("0"), "64"], ids=["whole", "in pieces"])
 def test_chunk_states_are_saved_where_they_are_wanted(rows: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """For the kernels: Vd, unless the caller wants nothing; the states where JAX sees one device, with the pieces that
     they are of; and the names cover both."""
