@@ -79,6 +79,7 @@ def test_one_after_the_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert json.loads(total.worst["o float32"][1]) == [flags, None, 4.0, ["xla", "reference"], 9, 99, True]
 
 
+@only_thorough
 def test_processes_that_crash_or_hang_are_faults(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What they have found counts nevertheless."""
     monkeypatch.setattr(soak, "PATIENCE", 7)
