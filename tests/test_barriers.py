@@ -46,7 +46,10 @@ KERNELS = {
 THREADS = {**KERNELS, "layout": 128}
 """Of a block of these, and of the one that has no barriers."""
 
-SEQUENCES = ((0, 0, 1, 1), (1, 48, 2, 1), (2, 64, 1, 3), (4, 1, 4, 2), (9, 64, 3, 1))[0 if THOROUGH else 3 :]
+SEQUENCES = (
+    *((4, 1, 4, 2), (9, 64, 3, 1)),
+    *(((0, 0, 1, 1), (1, 48, 2, 1), (2, 64, 1, 3)) if THOROUGH else ()),
+)
 """Chunks, rows of the last one, value heads of a key head, key heads."""
 
 
