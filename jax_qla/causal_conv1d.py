@@ -9,15 +9,20 @@ Delta Networks" (arXiv 2412.06464), where it follows the projections to q, k and
 
 from __future__ import annotations
 
+import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from jax_qla import context_parallel, sharding
+from jax_qla import context_parallel, convolution, sharding
 from jax_qla.context_parallel import Axes
+from jax_qla.convolution import Rows
+from jax_qla.dispatch import match_varying, results_of_no_members
+from jax_qla.implementations import Choice, choose_convolution
+from jax_qla.refusal import first_order, reverse_mode_only
 from jax_qla.segments import segments_from_cu_seqlens
 from jax_qla.sharding import MeshAxes
 from jax_qla.widening import widest
@@ -25,6 +30,14 @@ from jax_qla.widening import widest
 ACTIVATIONS = (None, "silu")
 
 _DTYPES = ("bfloat16", "float16", "float32", "float64")
+
+_DIMS = ("bth", "jh", "h", "bt", "n", "bjh")
+"""Shapes of x, weight, bias, segment_ids, cu_seqlens and initial_tail, as `sharding` writes them."""
+
+_FIRST_ORDER = (
+    "causal_conv1d in 16 bits has first derivatives by reverse mode only (jax.grad, jax.vjp); "
+    'for jvp and second derivatives use implementation="xla"'
+)
 
 
 def causal_conv1d(
@@ -38,10 +51,12 @@ def causal_conv1d(
     initial_tail: jax.Array | None = None,
     output_final_tail: bool = False,
     mesh_axes: MeshAxes | None = None,
+    implementation: str | Sequence[str] | None = None,
 ) -> tuple[jax.Array, jax.Array | None]:
     """Convolves every channel with its own filter over the W last tokens; sums in float32.
 
-    Sharded as `chunk_gated_delta_rule` is, with channels in place of heads. Differentiable in every mode and order.
+    Sharded as `chunk_gated_delta_rule` is, with channels in place of heads. Differentiable in every mode and order by
+    "xla", once in reverse mode by "cuda".
 
     Args:
         x: [B, T, D], bfloat16, float16, float32 or float64.
@@ -55,6 +70,9 @@ def causal_conv1d(
             packed.
         output_final_tail: whether to return the last W - 1 tokens, from which the next call continues.
         mesh_axes: as in `chunk_gated_delta_rule`; `heads` names axes that cut D.
+        implementation: "cuda" (Hopper kernels; W = 4, D a multiple of 8, x in bfloat16 or float16), "xla" (any
+            platform, size and dtype), or a sequence of these, of which the first is taken that can compute the operands
+            on the platform that the program is lowered for. None is ("cuda", "xla").
 
     Returns:
         y: [B, T, D] in x's dtype.
@@ -69,77 +87,273 @@ def causal_conv1d(
         >>> y[0, :, 0].tolist(), tail.shape
         ([1.0, 2.0, 3.0, 4.0, 4.0], (1, 3, 2))
     """
-    _check(x, weight, bias, activation, segment_ids, cu_seqlens, initial_tail, output_final_tail)
-    operands: Sequence[Any] = [
-        None if operand is None else jnp.asarray(operand)
-        for operand in (x, weight, bias, segment_ids, cu_seqlens, initial_tail)
-    ]
-    dims = ("bth", "jh", "h", "bt", "n", "bjh")
-    layout = sharding.resolve(
-        mesh_axes, operands, dims, names={"h": "D"}, whole="the filter and the number of sequences"
+    (y,), tail = in_parts(
+        *(x, weight, bias),
+        parts=None,
+        activation=activation,
+        segment_ids=segment_ids,
+        cu_seqlens=cu_seqlens,
+        initial_tail=initial_tail,
+        output_final_tail=output_final_tail,
+        mesh_axes=mesh_axes,
+        implementation=implementation,
     )
-    y, *tail = _spread(operands, layout=layout, dims=dims, activation=activation, output_final_tail=output_final_tail)
-    return y, tail[0] if tail else None
+    return y, tail
 
 
-@functools.partial(jax.jit, static_argnames=("layout", "dims", "activation", "output_final_tail"))
-def _spread(
-    operands: Sequence[jax.Array | None],
+def in_parts(
+    x: jax.Array,
+    weight: jax.Array,
+    bias: jax.Array | None = None,
     *,
-    layout: sharding.Layout,
-    dims: tuple[str, ...],
-    activation: str | None,
-    output_final_tail: bool,
-) -> tuple[jax.Array, ...]:
-    """`_local` on each device's part; compiled, so that calls outside of a program compile once."""
-    present = [(operand, d) for operand, d in zip(operands, dims, strict=True) if operand is not None]
-    tree = jax.tree.structure(operands)
+    parts: tuple[int, ...] | None,
+    activation: str | None = None,
+    segment_ids: jax.Array | None = None,
+    cu_seqlens: jax.Array | None = None,
+    initial_tail: jax.Array | None = None,
+    output_final_tail: bool = False,
+    mesh_axes: MeshAxes | None = None,
+    implementation: str | Sequence[str] | None = None,
+) -> tuple[tuple[jax.Array, ...], jax.Array | None]:
+    """`causal_conv1d` with y as one array for each of `parts`, which add up to D. The kernels write them as such; else
+    y is cut afterwards."""
+    _check(x, weight, bias, activation, segment_ids, cu_seqlens, initial_tail, output_final_tail)
+    given = (x, weight, bias, segment_ids, cu_seqlens, initial_tail)
+    operands = tuple(None if operand is None else jnp.asarray(operand) for operand in given)
+    parts = parts or (x.shape[2],)
+    layout = sharding.resolve(
+        mesh_axes, operands, _DIMS, names={"h": "D"}, whole="the filter and the number of sequences"
+    )
+    # Where channels are cut, or may be, a part lies on some devices only.
+    together = parts if not (layout.heads or layout.automatic) else (sum(parts),)
+    choice = choose_convolution(x, weight, together, implementation)
+    options = _Options(choice, layout, together, activation == "silu")
+    y = (_differentiable if choice.on_cuda == "cuda" else _plain)(options, operands)
+    if together != parts:
+        y = tuple(jnp.split(y[0], [sum(parts[:n]) for n in range(1, len(parts))], axis=-1))
+    return y, _final_tail(options, operands) if output_final_tail else None
 
-    def local(*arrays: jax.Array) -> tuple[jax.Array, ...]:
-        return _local(
-            *jax.tree.unflatten(tree, arrays),
-            activation=activation,
-            output_final_tail=output_final_tail,
-            axes=layout.sequence,
+
+@dataclasses.dataclass(frozen=True)
+class _Options:
+    """What is static in a call."""
+
+    choice: Choice
+    layout: sharding.Layout
+    parts: tuple[int, ...]
+    silu: bool
+
+    @property
+    def out_dims(self) -> tuple[str, ...]:
+        """Of the parts of y; of several, whose channels are not cut, each has a letter of its own."""
+        return ("bth",) if len(self.parts) == 1 else tuple(f"bt{letter}" for letter in "xyz"[: len(self.parts)])
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _plain(options: _Options, operands: Sequence[jax.Array | None]) -> tuple[jax.Array, ...]:
+    """y in plain JAX on each device's part; compiled, so that calls outside of a program compile once."""
+
+    def local(axes: Axes, *operands: Any) -> tuple[jax.Array, ...]:
+        y = convolution.plain(_rows(axes, *operands), options.silu)
+        return tuple(jnp.split(y, [sum(options.parts[:n]) for n in range(1, len(options.parts))], axis=-1))
+
+    return _mapped(options.layout, local, operands, options.out_dims)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _final_tail(options: _Options, operands: Sequence[jax.Array | None]) -> jax.Array:
+    x, weight, _, _, _, initial_tail = operands
+
+    def local(axes: Axes, x: Any, weight: Any, initial_tail: Any) -> tuple[jax.Array]:
+        return (_tail(axes, x, _rows(axes, x, weight, None, None, None, initial_tail).before, weight.shape[0] - 1),)
+
+    (tail,) = _mapped(options.layout, local, (x, weight, initial_tail), ("bjh",), dims=("bth", "jh", "bjh"))
+    return tail
+
+
+def _mapped(
+    layout: sharding.Layout,
+    local: Callable[..., tuple[jax.Array, ...]],
+    operands: Sequence[jax.Array | None],
+    out_dims: tuple[str, ...],
+    dims: tuple[str, ...] = _DIMS,
+) -> tuple[jax.Array, ...]:
+    """local(axes, *operands) on each device's part, `axes` being those that cut the sequence, as JAX differentiates it;
+    where the compiler cuts the operands, it cuts what `local` does with all of them."""
+    tree = jax.tree.structure(tuple(operands))
+    present = [(x, d) for x, d in zip(operands, dims, strict=True) if x is not None]
+    arrays, shapes = zip(*present, strict=True)
+
+    def on_device(*arrays: jax.Array) -> tuple[jax.Array, ...]:
+        return local(layout.sequence, *jax.tree.unflatten(tree, arrays))
+
+    return sharding.mapped(layout, on_device, shapes, out_dims, arrays)
+
+
+def _differentiable(options: _Options, operands: Sequence[Any]) -> tuple[jax.Array, ...]:
+    """y by whatever the platform has, differentiable once by reverse mode."""
+    x, weight, bias, segment_ids, cu_seqlens, initial_tail = operands
+    refusing = functools.partial(reverse_mode_only, reason=_FIRST_ORDER)
+    x, weight, bias, initial_tail = jax.tree.map(refusing, (x, weight, bias, initial_tail))
+    # What is the same on all devices has its gradient summed over them, in this dtype.
+    wide = widest(x.dtype)
+    weight, bias, initial_tail = (None if of is None else of.astype(wide) for of in (weight, bias, initial_tail))
+    operands = (x, weight, bias, segment_ids, cu_seqlens, initial_tail)
+    y: tuple[jax.Array, ...] = _with_gradient(options, *match_varying(operands, operands))
+    return y
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _with_gradient(options: _Options, *operands: Any) -> tuple[jax.Array, ...]:
+    return _forward(operands, options=options)
+
+
+@functools.partial(jax.jit, static_argnames="options")
+def _forward(operands: tuple[Any, ...], *, options: _Options) -> tuple[jax.Array, ...]:
+    def local(axes: Axes, *operands: Any) -> tuple[jax.Array, ...]:
+        rows = _rows(() if options.layout.alone else axes, *operands)
+        return convolution.forward(options.choice, rows, parts=_parts_of(options, rows), silu=options.silu)
+
+    def on_each_device(*operands: Any) -> tuple[jax.Array, ...]:
+        return _on_each_device(options, local, operands, _DIMS, options.out_dims, (False,) * len(options.parts))
+
+    y: tuple[jax.Array, ...] = _batchable(on_each_device, (1, 2, 4))(*operands)
+    return y
+
+
+@functools.partial(jax.jit, static_argnames="options")
+def _backward(operands: tuple[Any, ...], dys: tuple[jax.Array, ...], *, options: _Options) -> tuple[Any, ...]:
+    x, weight, bias, _, _, initial_tail = operands
+    given = [operand is not None for operand in (x, weight, bias, initial_tail)]
+
+    def local(axes: Axes, *operands: Any) -> tuple[jax.Array, ...]:
+        axes = () if options.layout.alone else axes
+        operands, dys = operands[: len(_DIMS)], operands[len(_DIMS) :]
+        rows = _rows(axes, *operands)
+        found = convolution.backward(options.choice, rows, dys, silu=options.silu)
+        dx, d_tail = found.x, found.before
+        if axes and found.before is not None:
+            # What the rows before a shard have of the gradient goes back to the devices that they are of.
+            # All varying: what is the same on all devices JAX would sum over them here.
+            x, initial_tail = match_varying((operands[0], operands[5]), operands[0])
+            initial_tail = None if initial_tail is None else initial_tail.astype(x.dtype)
+            _, transpose = jax.vjp(lambda x, tail: _rows_before(axes, x, tail, weight.shape[0] - 1), x, initial_tail)
+            d_rows, d_tail = transpose(found.before)
+            dx += d_rows
+        return tuple(g for g in (dx, found.weight, found.bias, d_tail) if g is not None)
+
+    def on_each_device(*operands: Any) -> tuple[jax.Array, ...]:
+        dims, out_dims = (*_DIMS, *options.out_dims), ("bth", "bjh", "bh", "bjh")
+        summed = (False, True, True, True)
+        wanted = [n for n, is_given in enumerate(given) if is_given]
+        return _on_each_device(
+            *(options, local, operands, dims), tuple(out_dims[n] for n in wanted), tuple(summed[n] for n in wanted)
         )
 
-    arrays, shapes = zip(*present, strict=True)
-    return sharding.mapped(layout, local, shapes, ("bth", "bjh") if output_final_tail else ("bth",), arrays)
+    results = iter(_batchable(on_each_device, (1, 2, 4))(*operands, *dys))
+    dx, d_weight, d_bias, d_tail = (next(results) if is_given else None for is_given in given)
+    d_weight, d_bias = (None if g is None else jnp.sum(g, axis=0) for g in (d_weight, d_bias))
+    like = (dx, d_weight, d_bias, d_tail), (x, weight, bias, initial_tail)
+    dx, d_weight, d_bias, d_tail = (g if g is None else g.astype(of.dtype) for g, of in zip(*like, strict=True))
+    return dx, d_weight, d_bias, None, None, d_tail
 
 
-def _local(
+def _backward_of_saved(options: _Options, operands: Any, dys: Any) -> tuple[Any, ...]:
+    return _backward(operands, dys, options=options)
+
+
+_with_gradient.defvjp(lambda options, *operands: (_forward(operands, options=options), operands), _backward_of_saved)
+
+
+def _parts_of(options: _Options, rows: Rows) -> tuple[int, ...]:
+    """Of the channels that a device has."""
+    return options.parts if len(options.parts) > 1 else (rows.x.shape[2],)
+
+
+def _on_each_device(
+    options: _Options,
+    local: Callable[..., tuple[jax.Array, ...]],
+    operands: Sequence[Any],
+    dims: tuple[str, ...],
+    out_dims: tuple[str, ...],
+    sums: tuple[bool, ...],
+) -> tuple[jax.Array, ...]:
+    return sharding.on_each_device(options.layout, local, operands, dims, out_dims, sums, heads=(1, 1))
+
+
+def _batchable(function: Callable[..., tuple[jax.Array, ...]], whole: Sequence[int]) -> Callable[..., Any]:
+    """`function` with a rule for `jax.vmap`, which takes the new axis into the batch, and none for differentiation.
+
+    `whole`: the positions of operands without a batch. Where `jax.vmap` maps one of these, members are computed one
+    after the other.
+    """
+    batched = jax.custom_batching.custom_vmap(function)
+
+    @batched.def_vmap
+    def fold(axis_size: int, in_batched: Sequence[Any], *operands: Any) -> tuple[Any, Any]:
+        mapped = [is_batched is True for is_batched in in_batched]
+
+        def spread(x: Any, is_mapped: bool) -> Any:
+            return x if x is None or is_mapped else jnp.broadcast_to(x, (axis_size, *x.shape))
+
+        if axis_size == 0:
+            results = results_of_no_members(function, tuple(map(spread, operands, mapped)))
+        elif any(mapped[n] for n in whole):
+            results = jax.lax.map(lambda x: _batchable(function, whole)(*x), tuple(map(spread, operands, mapped)))
+        else:
+            folded = [
+                x if x is None or n in whole else spread(x, mapped[n]).reshape(-1, *x.shape[1 + mapped[n] :])
+                for n, x in enumerate(operands)
+            ]
+            results = _batchable(function, whole)(*folded)
+            results = tuple(x.reshape(axis_size, x.shape[0] // axis_size, *x.shape[1:]) for x in results)
+        return results, tuple(True for _ in results)
+
+    return first_order(batched, _FIRST_ORDER)
+
+
+def _rows(
+    axes: Axes,
     x: jax.Array,
     weight: jax.Array,
     bias: jax.Array | None,
     segment_ids: jax.Array | None,
     cu_seqlens: jax.Array | None,
     initial_tail: jax.Array | None,
-    *,
-    activation: str | None,
-    output_final_tail: bool,
-    axes: Axes,
-) -> tuple[jax.Array, ...]:
-    """y and, if wanted, the final tail, of one shard of the sequence; `axes` are those that it is cut over."""
+) -> Rows:
+    """What the convolution of one shard of the sequence reads; `axes` are those that it is cut over."""
     length, halo = x.shape[1], weight.shape[0] - 1
-    shards, index = (jax.lax.axis_size(axes), jax.lax.axis_index(axes)) if axes else (1, 0)
-    first = index * length
     if cu_seqlens is not None:
+        shards, index = (jax.lax.axis_size(axes), jax.lax.axis_index(axes)) if axes else (1, 0)
         bounds = segments_from_cu_seqlens(cu_seqlens, length * shards)
-        row = first + jnp.arange(length, dtype=jnp.int32)
+        row = index * length + jnp.arange(length, dtype=jnp.int32)
         of_row = jnp.searchsorted(bounds[:, 1], row, side="right", method="sort")
         inside = (of_row < bounds.shape[0]) & (row >= jnp.min(bounds, initial=length * shards))
         segment_ids = jnp.where(inside, of_row + 1, 0)[None].astype(jnp.int32)
-    before = ids_before = None
-    if axes and halo:
-        before = context_parallel.rows_before(x, halo, axes)
-        ids_before = None if segment_ids is None else context_parallel.rows_before(segment_ids, halo, axes)
+        segment_ids = jnp.broadcast_to(segment_ids, x.shape[:2])  # members of a `jax.vmap`
     if initial_tail is not None:
-        row = first - halo + jnp.arange(halo, dtype=jnp.int32)
-        tail = jnp.take(initial_tail, jnp.minimum(row + halo, halo - 1), axis=1) if axes and halo else initial_tail
-        before = tail if before is None else jnp.where((row < 0)[:, None], tail, before)
-    y = _convolve(x, before, weight, bias, segment_ids, ids_before, activation)
-    if not output_final_tail:
-        return (y,)
+        initial_tail = initial_tail.astype(x.dtype)
+    ids_before = None
+    if axes and halo and segment_ids is not None:
+        ids_before = context_parallel.rows_before(segment_ids, halo, axes)
+    return Rows(x, weight, bias, _rows_before(axes, x, initial_tail, halo), segment_ids, ids_before)
+
+
+def _rows_before(axes: Axes, x: jax.Array, initial_tail: jax.Array | None, halo: int) -> jax.Array | None:
+    """The `halo` rows before this shard of x, or None for zeros."""
+    if not (axes and halo):
+        return initial_tail
+    before = context_parallel.rows_before(x, halo, axes)
+    if initial_tail is None:
+        return before
+    row = jax.lax.axis_index(axes) * x.shape[1] - halo + jnp.arange(halo, dtype=jnp.int32)
+    tail = jnp.take(initial_tail, jnp.minimum(row + halo, halo - 1), axis=1)
+    return jnp.where((row < 0)[:, None], tail, before)
+
+
+def _tail(axes: Axes, x: jax.Array, before: jax.Array | None, halo: int) -> jax.Array:
+    """The last `halo` rows of all shards, of which x and what is before it are one."""
+    length = x.shape[1]
     if length >= halo:
         # Of a sharded x, `jnp.take` fetches these rows only, where a slice would gather all.
         tail = jnp.take(x, jnp.arange(length - halo, length), axis=1)
@@ -147,65 +361,9 @@ def _local(
         known = jnp.zeros((x.shape[0], halo, x.shape[2]), x.dtype) if before is None else before
         tail = jnp.concatenate([known, x], axis=1)[:, length:]
     if axes:
-        tail = jax.lax.psum(jnp.where(index == shards - 1, tail, jnp.zeros_like(tail)), axes)
-    return y, tail
-
-
-def _earlier(x: jax.Array, before: jax.Array | None, distance: int) -> jax.Array:
-    """[B, T, ...]: the rows `distance` before those of x, from `before` [B, W - 1, ...] (None: zero) where x begins.
-
-    By padding alone, which the compiler partitions along T with an exchange of the border rows; of a concatenation it
-    would gather all of x.
-    """
-    length, zero = x.shape[1], jnp.zeros((), x.dtype)
-
-    def pad(rows: jax.Array, low: int, high: int) -> jax.Array:
-        return jax.lax.pad(rows, zero, [(0, 0, 0), (low, high, 0), *((0, 0, 0),) * (x.ndim - 2)])
-
-    within = pad(x, distance, -distance)
-    if before is None:
-        return within
-    start = before.shape[1] - distance
-    rows = before[:, start : start + length]
-    return within + pad(rows, 0, length - rows.shape[1])
-
-
-@functools.partial(jax.checkpoint, static_argnums=(6,))
-def _convolve(
-    x: jax.Array,
-    before: jax.Array | None,
-    weight: jax.Array,
-    bias: jax.Array | None,
-    ids: jax.Array | None,
-    ids_before: jax.Array | None,
-    activation: str | None,
-) -> jax.Array:
-    """y of x and the rows before it. Checkpointed: else a scan over layers would keep W shifted copies of x."""
-    width = weight.shape[0]
-    wide = widest(x.dtype)
-    weight = weight.astype(wide)[:, None, None]
-    visible = own = None if ids is None else ids != 0
-    if own is not None:
-        # What padding holds must not matter, not even in a product with a gradient of zero.
-        x = jnp.where(own[..., None], x, 0)
-    # A sum of shifted copies, which XLA fuses with the mask and the activation into one elementwise kernel.
-    y = x.astype(wide) * weight[-1]
-    later = ids
-    for distance in range(1, width):
-        part = _earlier(x, before, distance).astype(wide)
-        if ids is not None and visible is not None:
-            earlier = _earlier(ids, ids_before, distance)
-            visible &= earlier == later
-            part = jnp.where(visible[..., None], part, 0)
-            later = earlier
-        y += part * weight[width - 1 - distance]
-    if bias is not None:
-        y += bias.astype(wide)[None, None]
-    if activation == "silu":
-        y = jax.nn.silu(y)
-    if own is not None:
-        y = jnp.where(own[..., None], y, 0)
-    return y.astype(x.dtype)
+        last = jax.lax.axis_index(axes) == jax.lax.axis_size(axes) - 1
+        tail = jax.lax.psum(jnp.where(last, tail, jnp.zeros_like(tail)), axes)
+    return tail
 
 
 def _check(

@@ -83,7 +83,8 @@ _OF_GRADIENTS = {"response": "adjoint_response", "initial_state": "d_final_state
 """Operands of `compose` in reverse."""
 
 _RECURRENT = frozenset({"recurrent"})
-_CHUNKED = frozenset(name for name, _ in PACKAGED) - _RECURRENT
+_CONVOLUTION = frozenset({"convolution", "convolution_gradients"})  # cuda_conv1d.py
+_CHUNKED = frozenset(name for name, _ in PACKAGED) - _RECURRENT - _CONVOLUTION
 _OF_PLAIN_OPERANDS = frozenset({"backward", "states_from_vd"})
 """Kernels that take no split operands."""
 

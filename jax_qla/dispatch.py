@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 
-from jax_qla import policy
+from jax_qla import policy, refusal
 from jax_qla.if_used import computed_if_used
 from jax_qla.implementations import (
     Between,
@@ -30,7 +30,6 @@ from jax_qla.implementations import (
 )
 from jax_qla.kernels.common import CHUNK
 from jax_qla.l2norm import normalize, normalize_gradient
-from jax_qla.refusal import refuse
 from jax_qla.segments import piece_count, rows_of_pieces
 
 _Tree = TypeVar("_Tree")
@@ -388,7 +387,7 @@ def _on_platform(choice: Choice, function: str, operands: Sequence[Any], options
         return implementation(choice.on_cuda)(*operands)
     if choice.elsewhere is None:
         q = jax.lax.platform_dependent(
-            operands[0], cuda=lambda x: x, default=functools.partial(refuse, reason=choice.why_elsewhere)
+            operands[0], cuda=lambda x: x, default=functools.partial(refusal.refuse, reason=choice.why_elsewhere)
         )
         return implementation(choice.on_cuda)(q, *operands[1:])
     return jax.lax.platform_dependent(
@@ -463,13 +462,7 @@ def results_of_no_members(function: Callable[..., Any], operands: Sequence[Any])
 
 def first_order(function: Callable[..., Any]) -> Callable[..., Any]:
     """`function`, which refuses to be differentiated."""
-    refusing = jax.custom_jvp(function)
-
-    @refusing.defjvp
-    def refuse_derivative(primals: Any, tangents: Any) -> Any:
-        raise NotImplementedError(SECOND_ORDER)
-
-    return refusing
+    return refusal.first_order(function, SECOND_ORDER)
 
 
 def _fold(kind: Any, operand: Any, tokens: int, *, packed: bool) -> Any:

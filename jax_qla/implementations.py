@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import importlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import ModuleType
 from typing import Any, Literal, NamedTuple
 
@@ -243,6 +243,40 @@ def choose(
     if piece_rows is not None:
         other = f"piece_rows is an option of 'cuda' only, got piece_rows={piece_rows}"
         objections |= dict.fromkeys(objections.keys() - {"cuda"}, other)
+    return _first_able(objections, implementation, piece_rows)
+
+
+def choose_convolution(x: Any, weight: Any, parts: Sequence[int], implementation: str | Sequence[str] | None) -> Choice:
+    """As `choose`, for the short convolution, of which there is no "reference".
+
+    Args:
+        x, weight: arrays or ShapeDtypeStructs, already checked against each other.
+        parts: channels of the arrays that y is to be.
+        implementation: as in `choose`.
+
+    Raises:
+        TypeError, ValueError, NotImplementedError: as `choose`.
+    """
+
+    def objection(name: str) -> str | None:
+        if name != "cuda":
+            return None if name == "xla" else "the convolution is 'cuda' or 'xla'"
+        why_not = functools.partial(load("cuda_conv1d").why_not, x, weight, parts)
+        return _objection_of_kernels(why_not, alternatives=len(names) > 1)
+
+    names = _names(implementation)
+    return _first_able({name: objection(name) for name in names}, implementation, None)
+
+
+def _first_able(
+    objections: Mapping[str, str | None], implementation: str | Sequence[str] | None, piece_rows: int | None
+) -> Choice:
+    """The first names to which there is no objection, on CUDA and elsewhere.
+
+    Raises:
+        NotImplementedError: there is none.
+    """
+    names = tuple(objections)
     able = [name for name in names if objections[name] is None]
     if not able:
         reasons = [f"{name!r}: {objections[name]}" if len(names) > 1 else objections[name] for name in names]
@@ -250,7 +284,7 @@ def choose(
             f"implementation={implementation!r} cannot take these inputs: {'; '.join(map(str, reasons))}"
         )
 
-    def why(taken: str, objections: dict[str, str | None]) -> str:
+    def why(taken: str, objections: Mapping[str, str | None]) -> str:
         before = [f"{name!r} was passed over: {objections[name]}" for name in names[: names.index(taken)]]
         if before:
             return "; ".join(before)
@@ -312,13 +346,25 @@ def _objection(
         why_not = functools.partial(module.why_not_recurrent, call=recurrent)
     elif name == "cuda":
         why_not = functools.partial(why_not, precision=precision)
-    if name != "cuda" or not alternatives:
+    if name != "cuda":
         return why_not(q, k, v)
+    return _objection_of_kernels(functools.partial(why_not, q, k, v), alternatives=alternatives)
+
+
+def _objection_of_kernels(why_not: Callable[..., str | None], *, alternatives: bool) -> str | None:
+    """Why the kernels of "cuda" cannot compute a call, or None.
+
+    Args:
+        why_not: what they themselves object to, with the option `build` of `jax_qla.cuda.why_not`.
+        alternatives: whether another implementation may step in.
+    """
+    if not alternatives:
+        return why_not()
     # A card that cannot run the kernels, and kernels that would have to be built where nothing runs them, count only
     # where another implementation may step in. Kernels asked for by name alone are built and lowered on any host, and
     # the extension refuses the card when it loads them.
     devices = cuda_devices()
-    return _unsuitable(devices) or why_not(q, k, v, build=bool(devices)) or _too_old_a_driver(devices)
+    return _unsuitable(devices) or why_not(build=bool(devices)) or _too_old_a_driver(devices)
 
 
 def cuda_devices() -> Sequence[Any]:

@@ -8,6 +8,7 @@ if this is ever lowered", nor `refuse_sharded_export`'s "if it is lowered so"; h
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NoReturn
 
 import jax
@@ -19,6 +20,35 @@ def refuse(x: jax.Array, reason: str) -> jax.Array:
     """The identity of x, which raises NotImplementedError(reason) when it is run or lowered."""
     refused: jax.Array = _refuse_p.bind(x, reason=reason)
     return refused
+
+
+def reverse_mode_only(x: jax.Array, reason: str) -> jax.Array:
+    """The identity of x. Its tangent can be transposed but not computed, which raises NotImplementedError(reason).
+
+    `jax.custom_vjp` alone refuses forward mode too, but cannot say what to do instead.
+    """
+
+    @jax.custom_jvp
+    def same(x: jax.Array) -> jax.Array:
+        return x
+
+    @same.defjvp
+    def refuse_tangent(primals: tuple[jax.Array], tangents: tuple[jax.Array]) -> tuple[jax.Array, jax.Array]:
+        return primals[0], refuse(tangents[0], reason)
+
+    passed: jax.Array = same(x)
+    return passed
+
+
+def first_order(function: Callable[..., Any], reason: str) -> Callable[..., Any]:
+    """`function`, which raises NotImplementedError(reason) where it is to be differentiated."""
+    refusing = jax.custom_jvp(function)
+
+    @refusing.defjvp
+    def refuse_derivative(primals: Any, tangents: Any) -> Any:
+        raise NotImplementedError(reason)
+
+    return refusing
 
 
 def _raise(*_: Any, reason: str) -> NoReturn:

@@ -458,7 +458,7 @@ def _state_dims(segments: Any) -> str:
     return "bHkv" if segments is None else "bnHkv"
 
 
-def _spread(
+def on_each_device(
     layout: Layout,
     function: Callable[..., Any],
     operands: Sequence[Any],
@@ -610,7 +610,7 @@ def _forward(
         if wanted:
             out_dims, sums = out_dims + more, sums + (is_sum,) * len(more)
     results = list(
-        _spread(
+        on_each_device(
             layout,
             local,
             operands,
@@ -709,7 +709,7 @@ def backward(
         )
         return gradients if stateful else gradients[:5]
 
-    results = _spread(
+    results = on_each_device(
         layout,
         local,
         (

@@ -37,7 +37,7 @@ from jax.custom_derivatives import SymbolicZero, custom_vjp_primal_tree_values
 from jax_qla import dispatch, sharding
 from jax_qla.context_parallel import Carry
 from jax_qla.implementations import Choice, Keep, Residuals
-from jax_qla.refusal import refuse
+from jax_qla.refusal import reverse_mode_only
 
 RESIDUAL_NAMES = (
     "gated_delta_rule_a",
@@ -88,7 +88,8 @@ def gated_delta_rule(
     segments: jax.Array | None,
 ) -> tuple[jax.Array, jax.Array | None]:
     """o and final_state (or None), differentiable once by reverse mode; operands as in `sharding.forward`."""
-    differentiable = jax.tree.map(_reverse_mode_only, (q, k, v, g, beta, initial_state))
+    refusing = partial(reverse_mode_only, reason=dispatch.SECOND_ORDER)
+    differentiable = jax.tree.map(refusing, (q, k, v, g, beta, initial_state))
     o, final_state = _gated_delta_rule(
         options, *dispatch.match_varying((*differentiable, segments), (differentiable, segments))
     )
@@ -96,20 +97,6 @@ def gated_delta_rule(
         # Outside of the custom_vjp, so that JAX transposes the sum by the conventions of the caller's shard_map.
         final_state = jax.lax.psum(final_state, options.layout.manual_sequence)
     return o, final_state
-
-
-@jax.custom_jvp
-def _reverse_mode_only(x: jax.Array) -> jax.Array:
-    """The identity. Its tangent can be transposed but not computed.
-
-    `jax.custom_vjp` alone refuses forward mode too, but cannot say what to do instead.
-    """
-    return x
-
-
-@_reverse_mode_only.defjvp
-def _reverse_mode_only_jvp(primals: tuple[jax.Array], tangents: tuple[jax.Array]) -> tuple[jax.Array, jax.Array]:
-    return primals[0], refuse(tangents[0], dispatch.SECOND_ORDER)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))

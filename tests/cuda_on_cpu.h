@@ -4,7 +4,11 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <deque>
+#include <map>
 #include <type_traits>
+#include <utility>
+#include <vector>
 
 #define __device__
 #define __host__
@@ -339,4 +343,29 @@ template <bool written> inline void jax_qla_tell(Barrier& barrier, int blocks) {
   if (written) emulator::block_fence();
   __syncwarp();
   if (lane < blocks) emulator::arrive_at(barrier, lane, 8 / blocks);
+}
+
+// kernels/convolution.py: copies of a thread to shared memory, some of which arrive at once and some when they are waited for.
+struct JaxQlaCopies {
+  struct Copy { void* to; const void* from; int bytes; };
+  std::vector<Copy> open;
+  std::deque<std::vector<Copy>> groups;
+};
+static std::map<int, JaxQlaCopies> jax_qla_copies;
+static unsigned jax_qla_copies_so_far = 0;
+template <int bytes>
+inline void jax_qla_copy(void* to, const void* from) {
+  if ((++jax_qla_copies_so_far * 2654435761u >> 16) % 2) std::memcpy(to, from, bytes);
+  else jax_qla_copies[emulator::current].open.push_back({to, from, bytes});
+}
+inline void jax_qla_end_copies() {
+  JaxQlaCopies& mine = jax_qla_copies[emulator::current];
+  mine.groups.push_back(std::move(mine.open));
+  mine.open.clear();
+}
+template <int but>
+inline void jax_qla_await_copies() {
+  auto& groups = jax_qla_copies[emulator::current].groups;
+  for (; groups.size() > but; groups.pop_front())
+    for (const auto& copy : groups.front()) std::memcpy(copy.to, copy.from, copy.bytes);
 }

@@ -52,6 +52,9 @@ INSTRUCTIONS = (
     "jax_qla_add_16",
     "jax_qla_publish",
     "jax_qla_await",
+    "jax_qla_copy",
+    "jax_qla_end_copies",
+    "jax_qla_await_copies",
 )
 """Functions made of PTX, which the header has too."""
 
@@ -193,7 +196,13 @@ def _with_barriers_in_memory(source: str) -> str:
 
     source = re.sub(r"__shared__ __align__\(16\) uint64_t (\w+)\[(\d+)\];", placed, source)
     assert end <= BLOCK
-    return source.replace("extern __shared__ __align__(1024) uchar buf_dyn_shmem[];", "")
+    source = source.replace("extern __shared__ __align__(1024) uchar buf_dyn_shmem[];", "")
+    # A buffer without others beside it.
+    return re.sub(
+        r"extern __shared__ __align__\(1024\) (\w+) (\w+)\[\];",
+        r"auto* \2 = reinterpret_cast<\1*>(buf_dyn_shmem);",
+        source,
+    )
 
 
 def _translate(source: str, plan: Mapping[str, Any]) -> str:

@@ -12,6 +12,7 @@ from contextlib import nullcontext
 from typing import Any
 
 import battery
+import convolution_cases
 import emulator
 import jax
 import jax.numpy as jnp
@@ -24,7 +25,7 @@ from test_cuda import IDENTICAL, LIMITS, MISSED, that_keeps, that_recomputes
 from test_cuda import cuda as rule
 from thorough import THOROUGH, only_thorough, rarely
 
-from jax_qla import cuda, implementations, policy, store
+from jax_qla import cuda, cuda_conv1d, implementations, policy, store
 from jax_qla import segments as tables
 from jax_qla.implementations import Choice
 from jax_qla.kernels import backward, build, compose, forward, inversion, prepare, specification, states, states_from_vd
@@ -77,6 +78,7 @@ def launch(
 @pytest.fixture(autouse=True)
 def _emulated(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(cuda, "launch", launch)
+    monkeypatch.setattr(cuda_conv1d, "launch", launch)
     monkeypatch.setattr(implementations, "choose", lambda *_, **__: Choice("cuda", "cuda", "", ""))
     stand_in.forget_traces()
     yield
@@ -589,6 +591,27 @@ def test_states_are_computed_again(
 def test_decoding(case: decoding.Case) -> None:
     scale = case.key_dim**-0.5
     decoding.check(case, functools.partial(cuda.recurrent, scale=scale, output_final_state=True))
+
+
+@pytest.mark.parametrize("case", convolution_cases.SMALL, ids=str)
+def test_convolution(case: convolution_cases.Case) -> None:
+    convolution_cases.check(case, cuda_conv1d.forward, cuda_conv1d.backward)
+
+
+@pytest.mark.parametrize("name", ["convolution", "convolution_gradients"])
+def test_copies_of_the_convolution_are_waited_for(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without waiting, results are wrong."""
+    lowered = emulator.lowered
+
+    def hasty(kernel: str, config: Any) -> emulator.Emulated:
+        source, plan = lowered(kernel, config)
+        waiting = "jax_qla_await_copies<kKept / kTaps - 1>();"
+        assert waiting in source
+        return emulator.Emulated(source.replace(waiting, "") if kernel == name else source, plan)
+
+    monkeypatch.setattr(emulator, "emulated", hasty)
+    with pytest.raises(AssertionError, match="y" if name == "convolution" else "x"):
+        convolution_cases.check(convolution_cases.Case(), cuda_conv1d.forward, cuda_conv1d.backward)
 
 
 @functools.cache

@@ -53,24 +53,29 @@ def random_array(*shape: int, seed: int = 0) -> jax.Array:
     return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), jnp.float32)
 
 
+def convolved(x: jax.Array, *operands: Any) -> jax.Array:
+    (y,) = causal_convolution(x, *operands, parts=(x.shape[2],))
+    return y
+
+
 def test_convolution_is_causal_and_depthwise() -> None:
     x, kernel = random_array(1, 9, 2), random_array(4, 2, seed=1)
     channels = zip(np.asarray(x[0]).T, np.asarray(kernel)[::-1].T, strict=True)
     sums = np.stack([np.convolve(*channel)[:9] for channel in channels], axis=-1)
-    whole = causal_convolution(x, kernel)
+    whole = convolved(x, kernel)
     np.testing.assert_allclose(whole[0], sums / (1 + np.exp(-sums)), atol=1e-6)
     for border in (1, 2, 5):
-        start, tail = causal_convolution(x[:, :border], kernel), tail_after(x[:, :border], 4)
-        end = causal_convolution(x[:, border:], kernel, tail)
+        start, tail = convolved(x[:, :border], kernel), tail_after(x[:, :border], 4)
+        end = convolved(x[:, border:], kernel, tail)
         np.testing.assert_allclose(jnp.concatenate([start, end], axis=1), whole, atol=1e-6)
         np.testing.assert_array_equal(tail_after(x[:, border:], 4, tail), x[:, -3:])
 
 
 def test_convolution_keeps_sequences_apart_even_where_an_id_comes_back() -> None:
     x, kernel = random_array(1, 7, 2), random_array(4, 2, seed=1)
-    packed = causal_convolution(x, kernel, None, jnp.array([[1, 1, 2, 1, 0, 1, 1]]))
+    packed = convolved(x, kernel, None, jnp.array([[1, 1, 2, 1, 0, 1, 1]]))
     bounds = [0, 2, 3, 4, 5, 7]
-    separate = [causal_convolution(x[:, a:b], kernel) for a, b in itertools.pairwise(bounds)]
+    separate = [convolved(x[:, a:b], kernel) for a, b in itertools.pairwise(bounds)]
     separate[3] = jnp.zeros_like(separate[3])  # padding
     np.testing.assert_allclose(packed, jnp.concatenate(separate, axis=1), atol=1e-6)
 

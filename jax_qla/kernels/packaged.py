@@ -13,6 +13,8 @@ from jax_qla.kernels import (
     adjoint_summaries,
     backward,
     compose,
+    convolution,
+    convolution_gradients,
     forward,
     gradients,
     layout,
@@ -62,6 +64,9 @@ def _packaged() -> tuple[tuple[str, Any], ...]:
             kernels.append(("recurrent", recurrent.Config(key_dim, value_dim, dtype, state_dtype, single)))
     for key_dim, value_dim, reverse in itertools.product(_HEAD_DIMS, _HEAD_DIMS, (False, True)):
         kernels.extend(("compose", compose.Config(key_dim, value_dim, reverse, columns)) for columns in compose.COLUMNS)
+    for dtype, marked in itertools.product(("bfloat16", "float16"), (False, True)):
+        kernels.append(("convolution", convolution.Config(dtype, marked)))
+        kernels.append(("convolution_gradients", convolution_gradients.Config(dtype, marked)))
     return tuple(kernels)
 
 

@@ -3,18 +3,26 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from jax_qla import context_parallel, sharding
-from jax_qla.causal_conv1d import causal_conv1d
+from jax_qla.causal_conv1d import in_parts
 
 
 @jax.named_scope("causal_convolution")
 def causal_convolution(
-    x: jax.Array, kernel: jax.Array, tail: jax.Array | None = None, segment_ids: jax.Array | None = None
-) -> jax.Array:
+    x: jax.Array,
+    kernel: jax.Array,
+    tail: jax.Array | None = None,
+    segment_ids: jax.Array | None = None,
+    *,
+    parts: tuple[int, ...],
+    implementation: str | Sequence[str] | None = None,
+) -> tuple[jax.Array, ...]:
     """silu(sum_i kernel_i x_{t - width + 1 + i}), channel by channel; the sum is float32.
 
     Args:
@@ -24,12 +32,18 @@ def causal_convolution(
         segment_ids: int32 [B, T]: a token sees tokens of its own sequence only, where a sequence is a maximal run of
             equal ids other than 0 within a row; where the id is 0, so is the result. Not together with `tail`, whose
             tokens have no ids.
+        parts: the channels of each array to return, side by side in x.
+        implementation: of the gated delta rule, as in `jax_qla.chunk_gated_delta_rule`. By "cuda" where that may be
+            "cuda" and the kernels of the convolution can take it, and else by "xla", as in `jax_qla.causal_conv1d`.
 
     Returns:
-        [B, T, channels] in x's dtype.
+        [B, T, part] in x's dtype for each of `parts`.
     """
+    names = (implementation,) if isinstance(implementation, str) else implementation
+    own = ("cuda", "xla") if names is None or "cuda" in names else "xla"
     tail = None if tail is None else tail.astype(x.dtype)
-    return causal_conv1d(x, kernel, activation="silu", segment_ids=segment_ids, initial_tail=tail)[0]
+    options: dict[str, Any] = {"segment_ids": segment_ids, "initial_tail": tail, "implementation": own}
+    return in_parts(x, kernel, parts=parts, activation="silu", **options)[0]
 
 
 @functools.partial(jax.jit, static_argnames="width")

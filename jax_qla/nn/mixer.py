@@ -64,13 +64,13 @@ def mix(
     Returns:
         [B, T, Hv * V] in the dtype of projected.qkv: the input of the output projection.
     """
-    qkv = causal_convolution(projected.qkv, weights.conv1d, None, segment_ids)
+    qkv = _convolved(projected, weights, config, None, segment_ids, implementation)
     o, _ = _chunk_gated_delta_rule(
         *_operands(qkv, projected, weights, config),
         segment_ids=segment_ids,
         use_qk_l2norm_in_kernel=True,
         implementation=implementation,
-        precision=_precision(qkv.dtype, config, implementation),
+        precision=_precision(projected.qkv.dtype, config, implementation),
         piece_rows=piece_rows,
         save_chunk_states=save_chunk_states,
     )
@@ -105,7 +105,7 @@ def mix_prefill(
     if cache is not None:
         check_cache(cache, config, batch)
     tail = None if cache is None else cache.conv
-    qkv = causal_convolution(projected.qkv, weights.conv1d, tail, segment_ids)
+    qkv = _convolved(projected, weights, config, tail, segment_ids, implementation)
     o, state = _chunk_gated_delta_rule(
         *_operands(qkv, projected, weights, config),
         initial_state=None if cache is None else cache.state,
@@ -114,7 +114,7 @@ def mix_prefill(
         max_segments=None if segment_ids is None else 1,
         use_qk_l2norm_in_kernel=True,
         implementation=implementation,
-        precision=_precision(qkv.dtype, config, implementation),
+        precision=_precision(projected.qkv.dtype, config, implementation),
         piece_rows=piece_rows,
     )
     assert state is not None
@@ -138,7 +138,8 @@ def mix_step(
         ValueError: the cache is not of this layer and batch.
     """
     check_cache(cache, config, projected.qkv.shape[0])
-    qkv = causal_convolution(projected.qkv, weights.conv1d, cache.conv)
+    # Of a few tokens XLA makes one kernel with what precedes it.
+    qkv = _convolved(projected, weights, config, cache.conv, None, "xla")
     o, state = _recurrent_gated_delta_rule(
         *_operands(qkv, projected, weights, config),
         initial_state=cache.state,
@@ -151,12 +152,27 @@ def mix_step(
     return _output(o, projected, weights, config), GatedDeltaNetCache(conv, state)
 
 
-def _operands(
-    qkv: jax.Array, projected: Projected, weights: MixerWeights, config: GatedDeltaNetConfig
+def _convolved(
+    projected: Projected,
+    weights: MixerWeights,
+    config: GatedDeltaNetConfig,
+    tail: jax.Array | None,
+    segment_ids: jax.Array | None,
+    implementation: str | Sequence[str] | None,
 ) -> tuple[jax.Array, ...]:
-    """q, k, v, g and beta of the gated delta rule, from the convolved q, k and v [B, T, channels]."""
-    q, k, v = jnp.split(qkv, [config.key_size, 2 * config.key_size], axis=-1)
-    shape = qkv.shape[:-1]
+    """q, k and v, each [B, T, heads * size]."""
+    parts = (config.key_size, config.key_size, config.value_size)
+    return causal_convolution(
+        projected.qkv, weights.conv1d, tail, segment_ids, parts=parts, implementation=implementation
+    )
+
+
+def _operands(
+    qkv: Sequence[jax.Array], projected: Projected, weights: MixerWeights, config: GatedDeltaNetConfig
+) -> tuple[jax.Array, ...]:
+    """q, k, v, g and beta of the gated delta rule, from the convolved q, k and v."""
+    q, k, v = qkv
+    shape = q.shape[:-1]
     return (
         q.reshape(*shape, config.num_key_heads, config.key_head_dim),
         k.reshape(*shape, config.num_key_heads, config.key_head_dim),
