@@ -48,7 +48,10 @@ _SOURCES = _read(_KERNELS)
 """As they are imported. Read when a kernel is first asked for, they might be those of an update since then, and the
 cubin of the program in memory would be found by all processes to come as that of the new source."""
 _SHARED_SOURCES = ("common.py", "inverse.py", "products.py", "plan.py", "toolchain.py", "build.py")
-_OWN_SOURCES = {"prepare": ("prepare.py", "inversion.py")}  # of other kernels the file of their name
+_OWN_SOURCES = {  # of other kernels the file of their name
+    "prepare": ("prepare.py", "inversion.py"),
+    "convolution_gradients": ("convolution_gradients.py", "convolution.py"),
+}
 _PACKAGED_MODE, _CACHE_MODE = 0o644, 0o600
 
 

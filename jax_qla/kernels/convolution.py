@@ -17,8 +17,9 @@ Plan, blocks of 128 threads, numbered along the channels first:
     a warp     256 channels; the four warps have consecutive stretches
     loads      to shared memory, each thread for itself, 12 rows ahead: 96 KB of a multiprocessor are under way
 
-Every row is read once, but for the three before a stretch. Where a sequence begins the ring is cleared, so that marks cost nothing elsewhere. The
-walk along a stretch is C++, for its pointers: of indices TileLang makes an address each row and array, which takes twice the registers.
+Every row is read once, but for the three before a stretch. Where a sequence begins the ring is cleared, so that the sums know nothing of marks; of
+these a warp looks at 32 at once (with an id loaded for every row by every thread this took 100 us). The walk along a stretch is C++, for its
+pointers: of indices TileLang makes an address each row and array, which takes twice the registers.
 """
 
 from dataclasses import dataclass
@@ -28,7 +29,17 @@ import jax.numpy as jnp
 
 from jax_qla.kernels import common
 
-__all__ = ["CHANNELS", "KEPT", "PASS_CONFIGS", "PRELUDE", "TAPS", "WARPS", "Config", "program", "specification"]
+__all__ = [
+    "CHANNELS",
+    "CONVOLUTION_PRELUDE",
+    "KEPT",
+    "PASS_CONFIGS",
+    "TAPS",
+    "WARPS",
+    "Config",
+    "program",
+    "specification",
+]
 
 PASS_CONFIGS = common.PASS_CONFIGS | {"tl.disable_shared_memory_reuse": True}
 
@@ -44,7 +55,7 @@ KEPT = 16
 
 _THREADS = 32 * WARPS
 
-PRELUDE = (
+CONVOLUTION_PRELUDE = (
     f"constexpr int kTaps = {TAPS}, kKept = {KEPT};"
     r"""
 
@@ -100,27 +111,39 @@ struct JaxQlaPart {
 // How far back the sequence of the row seen last reaches, of rows without marks ...
 struct JaxQlaUnmarked {
   __device__ __forceinline__ explicit JaxQlaUnmarked(const JaxQlaPlace&) {}
-  __device__ __forceinline__ int id(int) const { return 0; }
-  __device__ __forceinline__ void see(int) {}
+  __device__ __forceinline__ void see(int, int) {}
+  __device__ __forceinline__ bool padding() const { return false; }
+  __device__ __forceinline__ bool begins() const { return false; }
   // Whether that row and the one `distance` before it are of one sequence.
   __device__ __forceinline__ bool includes(int) const { return true; }
 };
 
-// ... and with them, by rows from that of the place on, the three before it included.
+// ... and with them. Rows are seen one after the other, from the third before the place on. A warp looks at 32 ids at once, a lane at one.
 struct JaxQlaMarked {
   const int *ids, *before;
   int start, rows = 0, last = 0;
+  unsigned changes = 0, empty = 0;  // of the 32 rows: whose id is not that of the row before, whose id is 0
 
   __device__ __forceinline__ JaxQlaMarked(const JaxQlaPlace& place, const int* all, const int* all_before, int befores)
       : ids(all + place.row_of(1, 1)), before(befores ? all_before + place.n * (kTaps - 1) : nullptr), start(place.start) {}
-  __device__ __forceinline__ int id(int t) const {
-    const int row = start + t;
-    return row >= 0 ? ids[t] : before ? before[row + kTaps - 1] : 0;
+  __device__ __forceinline__ void look(int t, int count) {
+    const int lane = threadIdx.x % 32, row = start + t + lane;
+    int id = 0;
+    if (row < 0) id = before ? before[row + kTaps - 1] : 0;
+    else if (t + lane < count) id = ids[t + lane];
+    const int above = __shfl_up_sync(0xffffffffu, id, 1);
+    changes = __ballot_sync(0xffffffffu, id != (lane ? above : last));
+    empty = __ballot_sync(0xffffffffu, id == 0);
+    last = __shfl_sync(0xffffffffu, id, 31);
   }
-  __device__ __forceinline__ void see(int found) {
-    rows = found == 0 ? 0 : found == last ? rows + 1 : 1;
-    last = found;
+  // The next row, `t` from the place, of `count`.
+  __device__ __forceinline__ void see(int t, int count) {
+    const int at = (t + kTaps - 1) % 32;
+    if (at == 0) look(t, count);
+    rows = empty >> at & 1 ? 0 : changes >> at & 1 ? 1 : rows + 1;
   }
+  __device__ __forceinline__ bool padding() const { return rows == 0; }
+  __device__ __forceinline__ bool begins() const { return rows < 2; }
   __device__ __forceinline__ bool includes(int distance) const { return rows > distance; }
 };
 
@@ -141,7 +164,7 @@ struct JaxQlaFilter {
 
   // All pointers but that of x, which is that of the place, are the arrays'.
   __device__ __forceinline__ JaxQlaFilter(const JaxQlaPlace& place, Reach& reach, const T* x, const float* weight, const float* biases,
-                                          const T* before, int given_biases, int befores)
+                                          const T* before, int given_biases, int befores, int count)
       : reach(reach) {
     const int64_t stride = static_cast<int64_t>(place.groups) * channels;
     const int channel = place.group * channels;
@@ -158,22 +181,24 @@ struct JaxQlaFilter {
       found.clear();
       if (row >= 0) found.load(x + t * stride);
       else if (befores) found.load(before + (static_cast<int64_t>(place.n) * (kTaps - 1) + row + kTaps - 1) * stride + channel);
-      take(p, found, reach.id(t));
+      take(p, found, t, count);
     }
   }
 
-  // The next row, whose place is `r`. Rows of other sequences count as zeros from then on.
-  __device__ __forceinline__ void take(int r, const JaxQlaChannels<T, channels>& x, int id) {
-    reach.see(id);
-    if (!reach.includes(1)) {
+  // The next row, t from the place, whose place in the ring is `r`. Rows of other sequences count as zeros from then on, and so does padding.
+  __device__ __forceinline__ void take(int r, const JaxQlaChannels<T, channels>& x, int t, int count) {
+    reach.see(t, count);
+    if (reach.begins()) {
 #pragma unroll
       for (int p = 0; p < kTaps; ++p) {
 #pragma unroll
         for (int c = 0; c < channels; ++c) ring[p][c] = 0.f;
       }
     }
+    if (!reach.padding()) {
 #pragma unroll
-    for (int c = 0; c < channels; ++c) ring[r][c] = reach.includes(0) ? static_cast<float>(x.at[c]) : 0.f;
+      for (int c = 0; c < channels; ++c) ring[r][c] = static_cast<float>(x.at[c]);
+    }
   }
   // x of the row `distance` before the one at `r`, in channel c.
   __device__ __forceinline__ float tap(int r, int distance, int c) const { return ring[(r - distance) & (kTaps - 1)][c]; }
@@ -183,17 +208,6 @@ struct JaxQlaFilter {
 #pragma unroll
     for (int d = 0; d < kTaps; ++d) z = fmaf(w[d][c], tap(r, d, c), z);
     return z;
-  }
-};
-
-// The ids of four rows from row t of the place on.
-struct JaxQlaIds {
-  int of[kTaps];
-
-  template <class Reach>
-  __device__ __forceinline__ void read(const Reach& reach, int t, int count) {
-#pragma unroll
-    for (int r = 0; r < kTaps; ++r) of[r] = t + r < count ? reach.id(t + r) : 0;
   }
 };
 
@@ -233,13 +247,15 @@ struct JaxQlaStream {
 )
 
 _PRELUDE = (
-    PRELUDE
+    CONVOLUTION_PRELUDE
     + r"""
 template <int channels, int threads, class T, class... Marks>
 __device__ __forceinline__ void jax_qla_convolution(const T* x, const float* weight, const float* bias, const T* before, T* first, T* second,
                                                     T* third, T* kept, int n, int start, int group, int length, int groups, int befores,
                                                     int biases, int first_part, int second_part, int third_part, int rows, int silu,
                                                     Marks... marks) {
+  const bool mine = group < groups;  // else one more for the last group, since a warp looks at marks together
+  group = min(group, groups - 1);
   const JaxQlaPlace place{n, start, group, length, groups};
   JaxQlaReach<Marks...> reach(place, marks...);
   const int64_t stride = static_cast<int64_t>(groups) * channels;
@@ -253,26 +269,25 @@ __device__ __forceinline__ void jax_qla_convolution(const T* x, const float* wei
   }
   const JaxQlaPart<T> part(place, channels, first, second, third, first_part, second_part, third_part);
   T* y = part.row;
-  JaxQlaFilter<T, channels, decltype(reach)> filter(place, reach, x, weight, bias, before, biases, befores);
-  JaxQlaIds ids_ahead;
-  ids_ahead.read(reach, 0, count);
+  JaxQlaFilter<T, channels, decltype(reach)> filter(place, reach, x, weight, bias, before, biases, befores, count);
   for (int t = 0; t < count; t += kTaps) {
-    const JaxQlaIds ids = ids_ahead;
-    ids_ahead.read(reach, t + kTaps, count);
     stream.fetch(t + kKept - kTaps, count);
     jax_qla_end_copies();
     jax_qla_await_copies<kKept / kTaps - 1>();
 #pragma unroll
     for (int r = 0; r < kTaps; ++r) {
       if (t + r >= count) break;
-      filter.take(r, *stream.slot(t + r), ids.of[r]);
+      filter.take(r, *stream.slot(t + r), t + r, count);
       JaxQlaChannels<T, channels> result;
+      result.clear();
+      if (!reach.padding()) {
 #pragma unroll
-      for (int c = 0; c < channels; ++c) {
-        const float z = filter.sum(r, c);
-        result.at[c] = static_cast<T>(reach.includes(0) ? z * (silu ? jax_qla_sigmoid(z) : 1.f) : 0.f);
+        for (int c = 0; c < channels; ++c) {
+          const float z = filter.sum(r, c);
+          result.at[c] = static_cast<T>(z * (silu ? jax_qla_sigmoid(z) : 1.f));
+        }
       }
-      result.store(y);
+      if (mine) result.store(y);
       y += part.stride;
     }
   }
@@ -321,7 +336,7 @@ def program(config: Config):
             start = (T.truncmod(T.truncdiv(block, tiles), blocks_of_rows) * WARPS + tx // 32) * rows
             group = T.truncmod(block, tiles) * 32 + tx % 32
             kept_s = T.alloc_shared((KEPT, _THREADS, CHANNELS), dtype)
-            if group < groups and start < length:
+            if start < length:
                 marks = (T.address_of(ids[0, 0]), T.address_of(ids_before[0, 0]), ids_befores) if marked else ()
                 T.call_extern(
                     "handle",

@@ -22,7 +22,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_qla.kernels import common
-from jax_qla.kernels.convolution import KEPT, PRELUDE, TAPS, WARPS, seen, sums, taps
+from jax_qla.kernels.convolution import CONVOLUTION_PRELUDE, KEPT, TAPS, WARPS, seen, sums, taps
 
 __all__ = ["CHANNELS", "PASS_CONFIGS", "Config", "program", "specification"]
 
@@ -34,7 +34,7 @@ CHANNELS = 4
 _THREADS = 32 * WARPS
 
 _PRELUDE = (
-    PRELUDE
+    CONVOLUTION_PRELUDE
     + r"""
 // Adds what this thread's rows have of dw and dbias to `sums` [5][channels], in the order of the taps.
 template <int channels, int threads, class T, class... Marks>
@@ -43,6 +43,8 @@ __device__ __forceinline__ void jax_qla_convolution_gradients(const T* x, const 
                                                               int start, int group, int length, int groups, int befores, int biases,
                                                               int first_part, int second_part, int third_part, int rows, int silu,
                                                               Marks... marks) {
+  const bool mine = group < groups;  // as in kernels/convolution.py
+  group = min(group, groups - 1);
   const JaxQlaPlace place{n, start, group, length, groups};
   JaxQlaReach<Marks...> reach(place, marks...);
   const int64_t stride = static_cast<int64_t>(groups) * channels;
@@ -59,13 +61,9 @@ __device__ __forceinline__ void jax_qla_convolution_gradients(const T* x, const 
     of_dy.fetch(t, all);
     jax_qla_end_copies();
   }
-  JaxQlaFilter<T, channels, decltype(reach)> filter(place, reach, x, weight, bias, before, biases, befores);
+  JaxQlaFilter<T, channels, decltype(reach)> filter(place, reach, x, weight, bias, before, biases, befores, all);
   float dx[kTaps][channels] = {};  // of the rows whose gradients are not complete, in their places of the ring
-  JaxQlaIds ids_ahead;
-  ids_ahead.read(reach, 0, all);
   for (int t = 0; t < own + kTaps - 1; t += kTaps) {
-    const JaxQlaIds ids = ids_ahead;
-    ids_ahead.read(reach, t + kTaps, all);
     of_x.fetch(t + kKept - kTaps, all);
     of_dy.fetch(t + kKept - kTaps, all);
     jax_qla_end_copies();
@@ -74,13 +72,13 @@ __device__ __forceinline__ void jax_qla_convolution_gradients(const T* x, const 
     for (int r = 0; r < kTaps; ++r) {
       if (t + r >= own + kTaps - 1) break;
       if (t + r < all) {
-        filter.take(r, *of_x.slot(t + r), ids.of[r]);
+        filter.take(r, *of_x.slot(t + r), t + r, all);
         const JaxQlaChannels<T, channels> dy = *of_dy.slot(t + r);
         float dz[channels];
 #pragma unroll
         for (int c = 0; c < channels; ++c) {
           const float z = filter.sum(r, c), s = jax_qla_sigmoid(z);
-          dz[c] = reach.includes(0) ? static_cast<float>(dy.at[c]) * (silu ? fmaf(z, s - s * s, s) : 1.f) : 0.f;
+          dz[c] = reach.padding() ? 0.f : static_cast<float>(dy.at[c]) * (silu ? fmaf(z, s - s * s, s) : 1.f);
           dx[r][c] = filter.w[0][c] * dz[c];
         }
 #pragma unroll
@@ -103,7 +101,7 @@ __device__ __forceinline__ void jax_qla_convolution_gradients(const T* x, const 
         }
       }
       const int row = t + r - (kTaps - 1);
-      if (row >= 0 || (start == 0 && befores)) {
+      if (mine && (row >= 0 || (start == 0 && befores))) {
         JaxQlaChannels<T, channels> result;
 #pragma unroll
         for (int c = 0; c < channels; ++c) result.at[c] = static_cast<T>(dx[(r + 1) % kTaps][c]);
@@ -164,7 +162,7 @@ def program(config: Config):
             sums_s = T.alloc_shared((WARPS, TAPS + 1, 32, CHANNELS), "float32")
             for i in T.unroll((TAPS + 1) * CHANNELS):
                 sums[i] = 0.0
-            if group < groups and start < length:
+            if start < length:
                 marks = (T.address_of(ids[0, 0]), T.address_of(ids_before[0, 0]), ids_befores) if marked else ()
                 T.call_extern(
                     "handle",
