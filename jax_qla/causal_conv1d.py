@@ -18,11 +18,12 @@ import jax
 import jax.numpy as jnp
 
 from jax_qla import context_parallel, convolution, sharding
+from jax_qla.batching import into_the_batch
 from jax_qla.context_parallel import Axes
 from jax_qla.convolution import Rows
-from jax_qla.dispatch import match_varying, results_of_no_members
-from jax_qla.implementations import Choice, choose_convolution
-from jax_qla.refusal import first_order, reverse_mode_only
+from jax_qla.dispatch import match_varying
+from jax_qla.implementations import Choice, choose_kernels, load
+from jax_qla.refusal import reverse_mode_only
 from jax_qla.segments import segments_from_cu_seqlens
 from jax_qla.sharding import MeshAxes
 from jax_qla.widening import widest
@@ -126,7 +127,9 @@ def in_parts(
     )
     # Where channels are cut, or may be, a part lies on some devices only.
     together = parts if not (layout.heads or layout.automatic) else (sum(parts),)
-    choice = choose_convolution(x, weight, together, implementation)
+    choice = choose_kernels(
+        functools.partial(load("cuda_conv1d").why_not, x, weight, together), implementation, "the convolution"
+    )
     options = _Options(choice, layout, together, activation == "silu")
     y = (_differentiable if choice.on_cuda == "cuda" else _plain)(options, operands)
     if together != parts:
@@ -217,7 +220,7 @@ def _forward(operands: tuple[Any, ...], *, options: _Options) -> tuple[jax.Array
     def on_each_device(*operands: Any) -> tuple[jax.Array, ...]:
         return _on_each_device(options, local, operands, _DIMS, options.out_dims, (False,) * len(options.parts))
 
-    y: tuple[jax.Array, ...] = _batchable(on_each_device, (1, 2, 4))(*operands)
+    y: tuple[jax.Array, ...] = into_the_batch(on_each_device, (1, 2, 4), _FIRST_ORDER)(*operands)
     return y
 
 
@@ -250,7 +253,7 @@ def _backward(operands: tuple[Any, ...], dys: tuple[jax.Array, ...], *, options:
             *(options, local, operands, dims), tuple(out_dims[n] for n in wanted), tuple(summed[n] for n in wanted)
         )
 
-    results = iter(_batchable(on_each_device, (1, 2, 4))(*operands, *dys))
+    results = iter(into_the_batch(on_each_device, (1, 2, 4), _FIRST_ORDER)(*operands, *dys))
     dx, d_weight, d_bias, d_tail = (next(results) if is_given else None for is_given in given)
     d_weight, d_bias = (None if g is None else jnp.sum(g, axis=0) for g in (d_weight, d_bias))
     like = (dx, d_weight, d_bias, d_tail), (x, weight, bias, initial_tail)
@@ -279,37 +282,6 @@ def _on_each_device(
     sums: tuple[bool, ...],
 ) -> tuple[jax.Array, ...]:
     return sharding.on_each_device(options.layout, local, operands, dims, out_dims, sums, heads=(1, 1))
-
-
-def _batchable(function: Callable[..., tuple[jax.Array, ...]], whole: Sequence[int]) -> Callable[..., Any]:
-    """`function` with a rule for `jax.vmap`, which takes the new axis into the batch, and none for differentiation.
-
-    `whole`: the positions of operands without a batch. Where `jax.vmap` maps one of these, members are computed one
-    after the other.
-    """
-    batched = jax.custom_batching.custom_vmap(function)
-
-    @batched.def_vmap
-    def fold(axis_size: int, in_batched: Sequence[Any], *operands: Any) -> tuple[Any, Any]:
-        mapped = [is_batched is True for is_batched in in_batched]
-
-        def spread(x: Any, is_mapped: bool) -> Any:
-            return x if x is None or is_mapped else jnp.broadcast_to(x, (axis_size, *x.shape))
-
-        if axis_size == 0:
-            results = results_of_no_members(function, tuple(map(spread, operands, mapped)))
-        elif any(mapped[n] for n in whole):
-            results = jax.lax.map(lambda x: _batchable(function, whole)(*x), tuple(map(spread, operands, mapped)))
-        else:
-            folded = [
-                x if x is None or n in whole else spread(x, mapped[n]).reshape(-1, *x.shape[1 + mapped[n] :])
-                for n, x in enumerate(operands)
-            ]
-            results = _batchable(function, whole)(*folded)
-            results = tuple(x.reshape(axis_size, x.shape[0] // axis_size, *x.shape[1:]) for x in results)
-        return results, tuple(True for _ in results)
-
-    return first_order(batched, _FIRST_ORDER)
 
 
 def _rows(

@@ -83,8 +83,8 @@ _OF_GRADIENTS = {"response": "adjoint_response", "initial_state": "d_final_state
 """Operands of `compose` in reverse."""
 
 _RECURRENT = frozenset({"recurrent"})
-_CONVOLUTION = frozenset({"convolution", "convolution_gradients"})  # cuda_conv1d.py
-_CHUNKED = frozenset(name for name, _ in PACKAGED) - _RECURRENT - _CONVOLUTION
+_OF_LAYERS = frozenset({"convolution", "convolution_gradients", "gated_norm"})  # cuda_conv1d.py, cuda_norm.py
+_CHUNKED = frozenset(name for name, _ in PACKAGED) - _RECURRENT - _OF_LAYERS
 _OF_PLAIN_OPERANDS = frozenset({"backward", "states_from_vd"})
 """Kernels that take no split operands."""
 

@@ -246,13 +246,15 @@ def choose(
     return _first_able(objections, implementation, piece_rows)
 
 
-def choose_convolution(x: Any, weight: Any, parts: Sequence[int], implementation: str | Sequence[str] | None) -> Choice:
-    """As `choose`, for the short convolution, of which there is no "reference".
+def choose_kernels(
+    why_not: Callable[..., str | None], implementation: str | Sequence[str] | None, what: str = "this function"
+) -> Choice:
+    """As `choose`, for what surrounds the gated delta rule in a layer: by kernels, or "xla".
 
     Args:
-        x, weight: arrays or ShapeDtypeStructs, already checked against each other.
-        parts: channels of the arrays that y is to be.
+        why_not: what the kernels object to, with the option `build` of `jax_qla.cuda.why_not`.
         implementation: as in `choose`.
+        what: what has no "reference".
 
     Raises:
         TypeError, ValueError, NotImplementedError: as `choose`.
@@ -260,8 +262,7 @@ def choose_convolution(x: Any, weight: Any, parts: Sequence[int], implementation
 
     def objection(name: str) -> str | None:
         if name != "cuda":
-            return None if name == "xla" else "the convolution is 'cuda' or 'xla'"
-        why_not = functools.partial(load("cuda_conv1d").why_not, x, weight, parts)
+            return None if name == "xla" else f"{what} is 'cuda' or 'xla'"
         return _objection_of_kernels(why_not, alternatives=len(names) > 1)
 
     names = _names(implementation)

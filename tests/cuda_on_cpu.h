@@ -145,6 +145,8 @@ using half_t = Half<false>;
 struct __nv_bfloat162 { bfloat16_t x, y; };
 struct __half2 { half_t x, y; };
 using half2 = __half2;
+inline unsigned __pack_nv_bfloat162(bfloat16_t x, bfloat16_t y) { return x.bits | static_cast<unsigned>(y.bits) << 16; }
+inline unsigned __pack_half2(half_t x, half_t y) { return x.bits | static_cast<unsigned>(y.bits) << 16; }
 inline __nv_bfloat162 __float22bfloat162_rn(float2 x) { return {bfloat16_t(x.x), bfloat16_t(x.y)}; }
 inline float2 __bfloat1622float2(__nv_bfloat162 x) { return {x.x, x.y}; }
 inline __half2 __float22half2_rn(float2 x) { return {half_t(x.x), half_t(x.y)}; }

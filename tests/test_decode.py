@@ -137,7 +137,7 @@ def test_only_the_kernels_needed_count(
         choice = implementations.choose(q, k, v, implementation=None, precision=precision, recurrent=recurrent)
     assert choice.on_cuda == "cuda"
     if recurrent is None:
-        others = {"recurrent", "convolution", "convolution_gradients"} | (
+        others = {"recurrent", "convolution", "convolution_gradients", "gated_norm"} | (
             {"backward", "states_from_vd"} if precision else set()
         )
         assert {name for name, _ in asked} == {name for name, _ in PACKAGED} - others

@@ -16,6 +16,7 @@ import convolution_cases
 import emulator
 import jax
 import jax.numpy as jnp
+import norm_cases
 import numpy as np
 import programs
 import pytest
@@ -25,7 +26,7 @@ from test_cuda import IDENTICAL, LIMITS, MISSED, that_keeps, that_recomputes
 from test_cuda import cuda as rule
 from thorough import THOROUGH, only_thorough, rarely
 
-from jax_qla import cuda, cuda_conv1d, implementations, policy, store
+from jax_qla import cuda, cuda_conv1d, cuda_norm, implementations, policy, store
 from jax_qla import segments as tables
 from jax_qla.implementations import Choice
 from jax_qla.kernels import backward, build, compose, forward, inversion, prepare, specification, states, states_from_vd
@@ -79,6 +80,7 @@ def launch(
 def _emulated(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(cuda, "launch", launch)
     monkeypatch.setattr(cuda_conv1d, "launch", launch)
+    monkeypatch.setattr(cuda_norm, "launch", launch)
     monkeypatch.setattr(implementations, "choose", lambda *_, **__: Choice("cuda", "cuda", "", ""))
     stand_in.forget_traces()
     yield
@@ -596,6 +598,11 @@ def test_decoding(case: decoding.Case) -> None:
 @pytest.mark.parametrize("case", convolution_cases.SMALL, ids=str)
 def test_convolution(case: convolution_cases.Case) -> None:
     convolution_cases.check(case, cuda_conv1d.forward, cuda_conv1d.backward)
+
+
+@pytest.mark.parametrize(("shape", "dtype"), norm_cases.SMALL)
+def test_gated_norm(shape: tuple[int, ...], dtype: str) -> None:
+    norm_cases.check(shape, dtype, cuda_norm.forward, cuda_norm.backward)
 
 
 @pytest.mark.parametrize("name", ["convolution", "convolution_gradients"])

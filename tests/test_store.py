@@ -536,7 +536,13 @@ def test_kernels_asked_for_by_name_are_not_passed_over(builds: Builds) -> None:
 
 def test_kernels_that_are_at_hand_are_taken(builds: Builds, packaged: Path) -> None:
     needed = cuda._needed(cuda._CHUNKED, key_dim=64, value_dim=128, dtype="bfloat16", split=False)
-    others = {"recurrent", "convolution", "convolution_gradients", "backward"}  # the last is of K = V = 128
+    others = {
+        "recurrent",
+        "convolution",
+        "convolution_gradients",
+        "gated_norm",
+        "backward",
+    }  # the last is of K = V = 128
     of_these_sizes = {name for name, _ in PACKAGED} - others
     assert {name for name, _ in needed} == of_these_sizes
     entries = {}
@@ -607,7 +613,7 @@ def test_every_kernel_that_a_call_can_ask_for_is_packaged(piece_rows: str, monke
 
             jax.eval_shape(both, k, v, g, segments)
     of_pieces = {"layout", "summaries", "adjoint_summaries", "compose"} if piece_rows == "0" else set()
-    others = {"recurrent", "convolution", "convolution_gradients"} | of_pieces
+    others = {"recurrent", "convolution", "convolution_gradients", "gated_norm"} | of_pieces
     assert asked == {(name, config) for name, config in PACKAGED if name not in others}
 
 

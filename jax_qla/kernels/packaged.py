@@ -16,6 +16,7 @@ from jax_qla.kernels import (
     convolution,
     convolution_gradients,
     forward,
+    gated_norm,
     gradients,
     layout,
     prepare,
@@ -67,6 +68,8 @@ def _packaged() -> tuple[tuple[str, Any], ...]:
     for dtype, marked in itertools.product(("bfloat16", "float16"), (False, True)):
         kernels.append(("convolution", convolution.Config(dtype, marked)))
         kernels.append(("convolution_gradients", convolution_gradients.Config(dtype, marked)))
+    for value_dim, dtype, is_backward in itertools.product(_HEAD_DIMS, ("bfloat16", "float16"), (False, True)):
+        kernels.append(("gated_norm", gated_norm.Config(value_dim, dtype, is_backward)))
     return tuple(kernels)
 
 

@@ -74,7 +74,7 @@ def mix(
         piece_rows=piece_rows,
         save_chunk_states=save_chunk_states,
     )
-    return _output(o, projected, weights, config)
+    return _output(o, projected, weights, config, implementation)
 
 
 def mix_prefill(
@@ -121,7 +121,7 @@ def mix_prefill(
     conv = tail_after(projected.qkv, config.conv_kernel_size, tail, segment_ids)
     if segment_ids is not None:
         state = state[:, 0]
-    return _output(o, projected, weights, config), GatedDeltaNetCache(conv, state)
+    return _output(o, projected, weights, config, implementation), GatedDeltaNetCache(conv, state)
 
 
 def mix_step(
@@ -149,7 +149,7 @@ def mix_step(
     )
     assert state is not None
     conv = tail_after(projected.qkv, config.conv_kernel_size, cache.conv)
-    return _output(o, projected, weights, config), GatedDeltaNetCache(conv, state)
+    return _output(o, projected, weights, config, "xla"), GatedDeltaNetCache(conv, state)
 
 
 def _convolved(
@@ -189,6 +189,13 @@ def _precision(dtype: Any, config: GatedDeltaNetConfig, implementation: str | Se
     return "high"
 
 
-def _output(o: jax.Array, projected: Projected, weights: MixerWeights, config: GatedDeltaNetConfig) -> jax.Array:
+def _output(
+    o: jax.Array,
+    projected: Projected,
+    weights: MixerWeights,
+    config: GatedDeltaNetConfig,
+    implementation: str | Sequence[str] | None,
+) -> jax.Array:
     """The normalised and gated heads side by side: [B, T, Hv * V]."""
-    return gated_rms_norm(o, projected.z.reshape(o.shape), weights.norm, config.norm_eps).reshape(projected.z.shape)
+    z = projected.z.reshape(o.shape)
+    return gated_rms_norm(o, z, weights.norm, config.norm_eps, implementation).reshape(projected.z.shape)

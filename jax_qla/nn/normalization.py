@@ -2,28 +2,144 @@
 
 from __future__ import annotations
 
-from functools import partial
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from jax_qla import sharding
+from jax_qla.batching import into_the_batch
+from jax_qla.context_parallel import Axes
+from jax_qla.dispatch import match_varying
+from jax_qla.implementations import Choice, choose_kernels, load
+from jax_qla.refusal import first_order, reverse_mode_only
 from jax_qla.widening import widen
 
+_DIMS = ("bthv", "bthv", "v")
+"""Shapes of o, z and weight, as `sharding` writes them."""
 
-# Rematerialized: its backward pass starts from o and z in their own dtype instead of float32 intermediate results.
-@partial(jax.checkpoint, static_argnums=3)
+_FIRST_ORDER = (
+    "the gated RMS norm of a layer in 16 bits has first derivatives by reverse mode only, as the layer has; "
+    'for others use implementation="reference"'
+)
+
+
 @jax.named_scope("gated_rms_norm")
-def gated_rms_norm(o: jax.Array, z: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
+def gated_rms_norm(
+    o: jax.Array, z: jax.Array, weight: jax.Array, eps: float, implementation: str | Sequence[str] | None = "xla"
+) -> jax.Array:
     """o / sqrt(mean(o^2) + eps) * weight * silu(z), head by head, computed in float32.
 
     Args:
-        o, z: [..., V], the output of the gated delta rule and its gate.
+        o, z: [B, T, Hv, V], the output of the gated delta rule and its gate.
         weight: [V].
-        eps: added to the mean square.
+        eps: added to the mean square, a Python number.
+        implementation: of the gated delta rule, as in `jax_qla.chunk_gated_delta_rule`. By "cuda" where that may be
+            "cuda" and the kernels of the norm can take it (V 64 or 128, 16 bits), and else by "xla".
 
     Returns:
-        [..., V] in o's dtype.
+        [B, T, Hv, V] in o's dtype.
     """
+    names = (implementation,) if isinstance(implementation, str) else implementation
+    own = ("cuda", "xla") if names is None or "cuda" in names else "xla"
+    choice = choose_kernels(functools.partial(load("cuda_norm").why_not, o, z), own)
+    layout = None if choice.on_cuda != "cuda" or o.size == 0 else _layout(o, z, weight)
+    if layout is None:
+        return _plain(o, z, weight, eps)
+    operands = tuple(reverse_mode_only(x, _FIRST_ORDER) for x in (o, z, widen(weight)))
+    y: jax.Array = _with_gradient(_Options(choice, layout, eps), *match_varying(operands, operands))
+    return y
+
+
+# Rematerialized: its backward pass starts from o and z in their own dtype instead of float32 intermediate results.
+@functools.partial(jax.checkpoint, static_argnums=3)
+def _plain(o: jax.Array, z: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
     wide = widen(o)
     normalized = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
     return (normalized * jnp.expand_dims(widen(weight), range(o.ndim - 1)) * jax.nn.silu(widen(z))).astype(o.dtype)
+
+
+def _layout(*operands: jax.Array) -> sharding.Layout | None:
+    """How a call is cut; None where that cannot be seen, so that only the compiler can tell."""
+    try:
+        return sharding.resolve(None, operands, _DIMS, whole="V")
+    except NotImplementedError:
+        return None
+
+
+@dataclasses.dataclass(frozen=True)
+class _Options:
+    """What is static in a call."""
+
+    choice: Choice
+    layout: sharding.Layout
+    eps: float
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _with_gradient(options: _Options, o: jax.Array, z: jax.Array, weight: jax.Array) -> jax.Array:
+    return _forward(options, o, z, weight)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _forward(options: _Options, *operands: jax.Array) -> jax.Array:
+    def by_kernel(*operands: jax.Array) -> jax.Array:
+        y: jax.Array = load("cuda_norm").forward(*operands, eps=options.eps)
+        return match_varying(y, operands)
+
+    def in_plain_jax(*operands: jax.Array) -> jax.Array:
+        return match_varying(_plain(*operands, options.eps), operands)
+
+    def local(axes: Axes, *operands: jax.Array) -> tuple[jax.Array]:
+        operands = match_varying(operands, operands)
+        return (jax.lax.platform_dependent(*operands, cuda=by_kernel, default=in_plain_jax),)
+
+    def on_each_device(*operands: jax.Array) -> tuple[Any, ...]:
+        return sharding.on_each_device(options.layout, local, operands, _DIMS, _DIMS[:1], (False,), heads=(1, 1))
+
+    (y,) = into_the_batch(on_each_device, (2,), _FIRST_ORDER)(*operands)
+    found: jax.Array = y
+    return found
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _backward(options: _Options, *operands: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    def by_kernel(*operands: jax.Array) -> Any:
+        return match_varying(load("cuda_norm").backward(*operands, eps=options.eps), operands)
+
+    def in_plain_jax(o: jax.Array, z: jax.Array, weight: jax.Array, dy: jax.Array) -> Any:
+        gradients = jax.vjp(lambda *x: _plain(*x, options.eps), o, z, weight)[1](dy)
+        return match_varying(gradients, (o, z, weight, dy))
+
+    def local(axes: Axes, *operands: jax.Array) -> tuple[jax.Array, ...]:
+        operands = match_varying(operands, operands)
+        d_o, d_z, d_weight = jax.lax.platform_dependent(*operands, cuda=by_kernel, default=in_plain_jax)
+        # As an array that is cut as o is, each device's at its first row and head, so that the whole is its sum.
+        batch, _, heads, _ = d_o.shape
+        of_first = jnp.zeros((batch, heads, *d_weight.shape), d_weight.dtype).at[:1, :1].set(d_weight)
+        return d_o, d_z, of_first
+
+    def on_each_device(*operands: jax.Array) -> tuple[Any, ...]:
+        dims, out_dims = (*_DIMS, _DIMS[0]), (*_DIMS[:2], "bhv")
+        return sharding.on_each_device(
+            options.layout, local, operands, dims, out_dims, (False, False, True), heads=(1, 1)
+        )
+
+    # The weight's gradient is of a whole batch, so members of a `jax.vmap` are computed one after the other.
+    one_by_one = first_order(jax.custom_batching.sequential_vmap(on_each_device), _FIRST_ORDER)
+    d_o, d_z, d_weight = one_by_one(*operands)
+    return d_o, d_z, jnp.sum(d_weight, axis=(0, 1))
+
+
+def _save(options: _Options, *operands: jax.Array) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+    return _forward(options, *operands), operands
+
+
+def _from_saved(options: _Options, operands: tuple[jax.Array, ...], dy: jax.Array) -> tuple[jax.Array, ...]:
+    return _backward(options, *operands, dy)
+
+
+_with_gradient.defvjp(_save, _from_saved)

@@ -1,0 +1,50 @@
+"""`jax.vmap` of what has a batch already."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jax_qla.dispatch import results_of_no_members
+from jax_qla.refusal import first_order
+
+
+def into_the_batch(
+    function: Callable[..., tuple[jax.Array, ...]], whole: Sequence[int], reason: str
+) -> Callable[..., Any]:
+    """`function` with a rule for `jax.vmap`, which takes the new axis into the batch, and none for differentiation.
+
+    Args:
+        function: of arrays (or None), all but those of `whole` with a batch as their first axis, as all results have.
+        whole: the positions of operands without a batch. Where `jax.vmap` maps one of these, members are computed one
+            after the other.
+        reason: what who differentiates it is told.
+    """
+    batched = jax.custom_batching.custom_vmap(function)
+
+    @batched.def_vmap
+    def fold(axis_size: int, in_batched: Sequence[Any], *operands: Any) -> tuple[Any, Any]:
+        mapped = [is_batched is True for is_batched in in_batched]
+
+        def spread(x: Any, is_mapped: bool) -> Any:
+            return x if x is None or is_mapped else jnp.broadcast_to(x, (axis_size, *x.shape))
+
+        if axis_size == 0:
+            results = results_of_no_members(function, tuple(map(spread, operands, mapped)))
+        elif any(mapped[n] for n in whole):
+            results = jax.lax.map(
+                lambda x: into_the_batch(function, whole, reason)(*x), tuple(map(spread, operands, mapped))
+            )
+        else:
+            folded = [
+                x if x is None or n in whole else spread(x, mapped[n]).reshape(-1, *x.shape[1 + mapped[n] :])
+                for n, x in enumerate(operands)
+            ]
+            results = into_the_batch(function, whole, reason)(*folded)
+            results = tuple(x.reshape(axis_size, x.shape[0] // axis_size, *x.shape[1:]) for x in results)
+        return results, tuple(True for _ in results)
+
+    return first_order(batched, reason)

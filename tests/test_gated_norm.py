@@ -1,0 +1,109 @@
+"""The gated RMS norm by kernels, as far as no card is needed: what they are specified to compute, when they are taken,
+and what surrounds them."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import norm_cases as cases
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+from test_convolution import at_hand  # noqa: F401
+from test_sharding import FAST, mesh_of
+
+from jax_qla import cuda_norm
+from jax_qla.kernels import gated_norm
+from jax_qla.nn.normalization import gated_rms_norm
+
+pytestmark = pytest.mark.usefixtures("at_hand")
+
+
+@pytest.mark.parametrize(("shape", "dtype"), cases.SMALL)
+def test_specification(shape: tuple[int, ...], dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def launch(steps: Any, inputs: Any, outputs: Any) -> Any:
+        (step,) = steps
+        given: Any = {name: x.astype(jnp.float64) for name, x in inputs.items()}
+        found: Any
+        if step.config.backward:
+            rows = gated_norm.rows_of_block(step.config)
+            found = gated_norm.specification_of_gradients(**given, **step.scalars, rows=rows)
+        else:
+            found = (gated_norm.specification(**given, **step.scalars),)
+        assert [x.shape for x in found] == [x.shape for x in outputs.values()]
+        return {name: x.astype(like.dtype) for (name, like), x in zip(outputs.items(), found, strict=True)}
+
+    monkeypatch.setattr(cuda_norm, "launch", launch)
+    with jax.enable_x64(True):
+        cases.check(shape, dtype, cuda_norm.forward, cuda_norm.backward)
+
+
+def test_when_kernels_are_taken() -> None:
+    o, z, weight, dy = cases.given((1, 8, 2, 64), "bfloat16")
+
+    def kernels(o: Any, z: Any, weight: Any, implementation: Any) -> list[str]:
+        def both(o: Any, z: Any, weight: Any) -> Any:
+            y, transpose = jax.vjp(lambda o, z, w: gated_rms_norm(o, z, w, 1e-6, implementation), o, z, weight)
+            return y, transpose(y)
+
+        lowered = jax.jit(both).trace(o, z, weight).lower(lowering_platforms=("cuda",)).as_text()
+        return re.findall(r'functions = "([^"]*)"', lowered)
+
+    assert kernels(o, z, weight, None) == ["gated_norm_kernel", "gated_norm_gradients_kernel"]
+    assert kernels(o, z, weight, ("cuda", "xla")) == kernels(o, z, weight, "cuda") == kernels(o, z, weight, None)
+    assert kernels(o, z, weight, "xla") == kernels(o, z, weight, "reference") == []
+    assert kernels(o.astype(jnp.float32), z, weight, None) == []
+    assert kernels(o[..., :32], z[..., :32], weight[:32], None) == []
+    with pytest.raises(NotImplementedError, match="reverse mode only"):
+        jax.jvp(lambda o: gated_rms_norm(o, z, weight, 1e-6, None), (o,), (dy,))
+
+
+@pytest.mark.parametrize("mode", ["auto", "explicit", "manual", "partly manual"])
+def test_cut_over_devices(mode: str) -> None:
+    o, z, weight, dy = cases.given((2, 40, 4, 64), "bfloat16")
+
+    def both(o: Any, z: Any, weight: Any, dy: Any) -> Any:
+        y, transpose = jax.vjp(lambda o, z, w: gated_rms_norm(o, z, w, 1e-6, None), o, z, weight)
+        return y, *transpose(dy)
+
+    expected = jax.jit(both)(o, z, weight, dy)
+    mesh, rows = mesh_of(mode), P("x", "y")
+
+    def summed(o: Any, z: Any, weight: Any, dy: Any) -> Any:
+        return jax.shard_map(
+            both, in_specs=(rows, rows, P(), rows), out_specs=(rows, rows, rows, P()), axis_names={"x", "y"}
+        )(o, z, weight, dy)
+
+    def partly(o: Any, z: Any, weight: Any, dy: Any) -> Any:
+        of_y = P(None, "y")
+        return jax.shard_map(
+            both, in_specs=(of_y, of_y, P(), of_y), out_specs=(of_y, of_y, of_y, P()), axis_names={"y"}
+        )(o, z, weight, dy)
+
+    function = {"manual": summed, "partly manual": partly}.get(mode, both)
+    with jax.set_mesh(mesh):
+        placed = [jax.device_put(x, NamedSharding(mesh, rows if x.ndim > 1 else P())) for x in (o, z, weight, dy)]
+        found = jax.jit(function, compiler_options=FAST)(*placed)
+    for a, b in zip(found, expected, strict=True):
+        assert (a.shape, a.dtype) == (b.shape, b.dtype)
+        a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
+        assert np.linalg.norm(a - b) <= 4e-3 * np.linalg.norm(b)
+
+
+def test_vmap() -> None:
+    o, z, weight, dy = cases.given((3, 20, 2, 64), "bfloat16")
+    o, z, dy = (x[:, None] for x in (o, z, dy))
+
+    def gradient(o: Any, z: Any, weight: Any, dy: Any) -> Any:
+        return jax.vjp(lambda o, z, w: gated_rms_norm(o, z, w, 1e-6, None), o, z, weight)[1](dy)
+
+    found = jax.vmap(gradient, (0, 0, None, 0))(o, z, weight, dy)
+    for n in range(3):
+        for a, b in zip(found, gradient(o[n], z[n], weight, dy[n]), strict=True):
+            np.testing.assert_allclose(np.asarray(a[n], np.float32), np.asarray(b, np.float32), rtol=1e-2, atol=1e-2)
+    found = jax.vmap(lambda o, z: gated_rms_norm(o, z, weight, 1e-6, None))(o, z)
+    assert np.array_equal(found[1], gated_rms_norm(o[1], z[1], weight, 1e-6, None))
