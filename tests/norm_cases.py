@@ -40,5 +40,5 @@ def check(shape: tuple[int, ...], dtype: str, forward: Callable[..., Any], backw
         a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
         assert np.isfinite(a).all(), name
         rounding = 1e-5 if name == "d_weight" else ROUNDING[dtype]
-        error = np.linalg.norm(a - b) / max(np.linalg.norm(b), 1e-30)  # of a row of zeros all is zero
+        error = float(np.linalg.norm(a - b)) / max(float(np.linalg.norm(b)), 1e-30)  # of a row of zeros all is zero
         assert error <= rounding / (2 if a.size > 1000 else 1), (name, error)

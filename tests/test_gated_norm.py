@@ -3,9 +3,11 @@ and what surrounds them."""
 
 from __future__ import annotations
 
+import itertools
 import re
 from typing import Any
 
+import convolution_cases
 import jax
 import jax.numpy as jnp
 import norm_cases as cases
@@ -16,8 +18,9 @@ from jax.sharding import PartitionSpec as P
 from test_convolution import at_hand  # noqa: F401
 from test_sharding import FAST, mesh_of
 
-from jax_qla import cuda_norm
+from jax_qla import cuda_conv1d, cuda_norm, store
 from jax_qla.kernels import gated_norm
+from jax_qla.kernels.packaged import PACKAGED
 from jax_qla.nn.normalization import gated_rms_norm
 
 pytestmark = pytest.mark.usefixtures("at_hand")
@@ -107,3 +110,30 @@ def test_vmap() -> None:
             np.testing.assert_allclose(np.asarray(a[n], np.float32), np.asarray(b, np.float32), rtol=1e-2, atol=1e-2)
     found = jax.vmap(lambda o, z: gated_rms_norm(o, z, weight, 1e-6, None))(o, z)
     assert np.array_equal(found[1], gated_rms_norm(o[1], z[1], weight, 1e-6, None))
+
+
+def test_every_kernel_of_a_layer_that_a_call_can_ask_for_is_packaged(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of the convolution too, for all sizes and dtypes; and they are what is looked for before."""
+    asked: set[tuple[str, Any]] = set()
+    looked_for: set[tuple[str, Any]] = set()
+
+    def launch(steps: Any, inputs: Any, outputs: Any) -> Any:
+        asked.update((step.kernel, step.config) for step in steps)
+        return {name: jnp.zeros(x.shape, x.dtype) for name, x in outputs.items()}
+
+    monkeypatch.setattr(store, "why_not_at_hand", lambda name, config, *, build: looked_for.add((name, config)))
+    for module in (cuda_conv1d, cuda_norm):
+        monkeypatch.setattr(module, "launch", launch)
+    for dtype, value_dim in itertools.product(cuda_norm.DTYPES, cuda_norm.VALUE_DIMS):
+        o, z, weight, dy = cases.given((1, 2, 1, value_dim), dtype)
+        cuda_norm.forward(o, z, weight, eps=1e-6)
+        cuda_norm.backward(o, z, weight, dy, eps=1e-6)
+        assert cuda_norm.why_not(o, z, build=False) is None
+    for dtype, marked in itertools.product(cuda_conv1d.DTYPES, (False, True)):
+        case = convolution_cases.Case(dtype=dtype, ids=marked)
+        rows, dys = convolution_cases.given(case)
+        cuda_conv1d.forward(rows, parts=case.parts, silu=True)
+        cuda_conv1d.backward(rows, dys, silu=True)
+        assert cuda_conv1d.why_not(rows.x, rows.weight, case.parts, build=False) is None
+    names = {"convolution", "convolution_gradients", "gated_norm"}
+    assert asked == looked_for == {(name, config) for name, config in PACKAGED if name in names}

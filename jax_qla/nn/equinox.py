@@ -37,7 +37,8 @@ class GatedDeltaNet(eqx.Module):
         dtype: of the computation, outputs and cache. Gates, norms, the sums of the convolution and the state are
             at least float32 whatever it is.
         param_dtype: of the parameters; A_log and dt_bias are always float32.
-        implementation: of the gated delta rule, as in `jax_qla.chunk_gated_delta_rule`.
+        implementation: of the gated delta rule, as in `jax_qla.chunk_gated_delta_rule`. Where it may be "cuda", so are
+            the convolution and the gated norm, if their kernels can take them, and else "xla".
         piece_rows: how "cuda" cuts the sequences of `__call__` and `prefill`, as there.
         save_chunk_states: what `__call__` saves of what its gradient else computes again, as there.
         key: makes the initial parameters.
