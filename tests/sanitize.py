@@ -17,15 +17,18 @@ from dataclasses import replace
 from functools import partial
 
 import battery
+import convolution_cases
+import norm_cases
 from test_cuda import cuda, in_high_precision, test_lying_cu_seqlens_stay_in_bounds, that_keeps, that_recomputes
 
-from jax_qla import policy
+from jax_qla import cuda_conv1d, cuda_norm, policy
 
 PACKED = battery.Case("sanitized", "bfloat16", tokens=333, key_heads=2, value_heads=4, segments=((0, 300), (300, 333)))
 WIDE = replace(PACKED, key_dim=128, value_dim=128, l2norm=True)
 IN_ONE = replace(PACKED, key_dim=128, value_dim=128)
 FOUR = replace(IN_ONE, value_heads=8)
 MANY_KEY_HEADS = replace(PACKED, key_heads=72, value_heads=72)
+CONVOLVED = convolution_cases.Case(ids=True, before=True, bias=True)
 LIES = partial(test_lying_cu_seqlens_stay_in_bounds, [-5, 64, 64, 1 << 30], None, None)
 
 CALLS: dict[str, tuple[int, Callable[[], object]]] = {
@@ -49,6 +52,8 @@ CALLS: dict[str, tuple[int, Callable[[], object]]] = {
     ),
     "cu_seqlens that lie": (0, LIES),
     "cu_seqlens that lie, pieces of 128": (128, LIES),
+    "short convolution": (0, partial(convolution_cases.check, CONVOLVED, cuda_conv1d.forward, cuda_conv1d.backward)),
+    "gated norm": (0, partial(norm_cases.check, *norm_cases.SMALL[1], cuda_norm.forward, cuda_norm.backward)),
 }
 """Rows of a piece, 0 for whole sequences, and what is computed."""
 
