@@ -133,7 +133,7 @@ def in_parts(
     options = _Options(choice, layout, together, activation == "silu")
     y = (_differentiable if choice.on_cuda == "cuda" else _plain)(options, operands)
     if together != parts:
-        y = tuple(jnp.split(y[0], [sum(parts[:n]) for n in range(1, len(parts))], axis=-1))
+        y = convolution.cut(y[0], parts)
     return y, _final_tail(options, operands) if output_final_tail else None
 
 
@@ -157,8 +157,7 @@ def _plain(options: _Options, operands: Sequence[jax.Array | None]) -> tuple[jax
     """y in plain JAX on each device's part; compiled, so that calls outside of a program compile once."""
 
     def local(axes: Axes, *operands: Any) -> tuple[jax.Array, ...]:
-        y = convolution.plain(_rows(axes, *operands), options.silu)
-        return tuple(jnp.split(y, [sum(options.parts[:n]) for n in range(1, len(options.parts))], axis=-1))
+        return convolution.cut(convolution.plain(_rows(axes, *operands), options.silu), options.parts)
 
     return _mapped(options.layout, local, operands, options.out_dims)
 

@@ -53,7 +53,7 @@ class Gradients(NamedTuple):
 def forward(choice: Choice, rows: Rows, *, parts: Sequence[int], silu: bool) -> tuple[jax.Array, ...]:
     """y [B, T, D] in x's dtype, as one array for each of `parts`, which add up to D. Not to be differentiated."""
     by_kernel = functools.partial(_by_kernel, parts=tuple(parts), silu=silu)
-    y: tuple[jax.Array, ...] = _on_platform(choice, rows, parts, by_kernel, lambda rows: _cut(plain(rows, silu), parts))
+    y: tuple[jax.Array, ...] = _on_platform(choice, rows, parts, by_kernel, lambda rows: cut(plain(rows, silu), parts))
     return y
 
 
@@ -113,7 +113,8 @@ def _on_platform(
     return jax.lax.platform_dependent(*operands, cuda=varying(by_kernel), default=varying(in_plain_jax))
 
 
-def _cut(y: jax.Array, parts: Sequence[int]) -> tuple[jax.Array, ...]:
+def cut(y: jax.Array, parts: Sequence[int]) -> tuple[jax.Array, ...]:
+    """y [..., D] as one array for each of `parts`, which add up to D."""
     bounds = [sum(parts[:n]) for n in range(1, len(parts))]
     return tuple(jnp.split(y, bounds, axis=-1))
 

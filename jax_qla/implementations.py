@@ -269,6 +269,13 @@ def choose_kernels(
     return _first_able({name: objection(name) for name in names}, implementation, None)
 
 
+def of_a_layer(implementation: str | Sequence[str] | None) -> tuple[str, ...]:
+    """What surrounds the gated delta rule in a layer is to be computed by, with this implementation of the rule: by
+    kernels if the rule may be, where they can, and else by "xla"."""
+    names = _names(implementation)
+    return _AUTOMATIC if "cuda" in names else ("xla",)
+
+
 def _first_able(
     objections: Mapping[str, str | None], implementation: str | Sequence[str] | None, piece_rows: int | None
 ) -> Choice:

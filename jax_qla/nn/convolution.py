@@ -11,6 +11,7 @@ import jax.numpy as jnp
 
 from jax_qla import context_parallel, sharding
 from jax_qla.causal_conv1d import in_parts
+from jax_qla.implementations import of_a_layer
 
 
 @jax.named_scope("causal_convolution")
@@ -39,10 +40,12 @@ def causal_convolution(
     Returns:
         [B, T, part] in x's dtype for each of `parts`.
     """
-    names = (implementation,) if isinstance(implementation, str) else implementation
-    own = ("cuda", "xla") if names is None or "cuda" in names else "xla"
     tail = None if tail is None else tail.astype(x.dtype)
-    options: dict[str, Any] = {"segment_ids": segment_ids, "initial_tail": tail, "implementation": own}
+    options: dict[str, Any] = {
+        "segment_ids": segment_ids,
+        "initial_tail": tail,
+        "implementation": of_a_layer(implementation),
+    }
     return in_parts(x, kernel, parts=parts, activation="silu", **options)[0]
 
 

@@ -14,7 +14,7 @@ from jax_qla import sharding
 from jax_qla.batching import into_the_batch
 from jax_qla.context_parallel import Axes
 from jax_qla.dispatch import match_varying
-from jax_qla.implementations import Choice, choose_kernels, load
+from jax_qla.implementations import Choice, choose_kernels, load, of_a_layer
 from jax_qla.refusal import first_order, reverse_mode_only
 from jax_qla.widening import widen
 
@@ -43,9 +43,7 @@ def gated_rms_norm(
     Returns:
         [B, T, Hv, V] in o's dtype.
     """
-    names = (implementation,) if isinstance(implementation, str) else implementation
-    own = ("cuda", "xla") if names is None or "cuda" in names else "xla"
-    choice = choose_kernels(functools.partial(load("cuda_norm").why_not, o, z), own)
+    choice = choose_kernels(functools.partial(load("cuda_norm").why_not, o, z), of_a_layer(implementation))
     layout = None if choice.on_cuda != "cuda" or o.size == 0 else _layout(o, z, weight)
     if layout is None:
         return _plain(o, z, weight, eps)
