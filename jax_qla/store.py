@@ -50,7 +50,9 @@ cubin of the program in memory would be found by all processes to come as that o
 _SHARED_SOURCES = ("common.py", "inverse.py", "products.py", "plan.py", "toolchain.py", "build.py")
 _OWN_SOURCES = {  # of other kernels the file of their name
     "prepare": ("prepare.py", "inversion.py"),
-    "convolution_gradients": ("convolution_gradients.py", "convolution.py"),
+    "convolution": ("convolution.py", "sigmoid.py"),
+    "convolution_gradients": ("convolution_gradients.py", "convolution.py", "sigmoid.py"),
+    "gated_norm": ("gated_norm.py", "sigmoid.py"),
 }
 _PACKAGED_MODE, _CACHE_MODE = 0o644, 0o600
 

@@ -7,7 +7,7 @@ The rows before the first are those of `before` [3] or zeros. Where rows are mar
 reaches back, a sequence being a run of equal ids other than 0; rows of id 0 give 0, whatever x holds there. y has up to three parts, arrays of
 their own side by side in the channels: a layer's q, k and v, which need not be cut out of it afterwards. Arithmetic is float32; y is rounded once.
 
-By bytes alone, x read and y written once, 8192 rows of 8192 channels in 16 bits take 62 us at 4.3 TB/s. This takes 76; XLA, which computes every
+By bytes alone, x read and y written once, 8192 rows of 8192 channels in 16 bits take 62 us at 4.3 TB/s. This takes 78; XLA, which computes every
 tap's place and bounds for every element, 140, and 150 with q, k and v apart (docs/performance_kernels.md).
 
 Plan, blocks of 128 threads, numbered along the channels first:
@@ -18,8 +18,9 @@ Plan, blocks of 128 threads, numbered along the channels first:
     loads      to shared memory, each thread for itself, 12 rows ahead: 96 KB of a multiprocessor are under way
 
 Every row is read once, but for the three before a stretch. Where a sequence begins the ring is cleared, so that the sums know nothing of marks; of
-these a warp looks at 32 at once (with an id loaded for every row by every thread this took 100 us). The walk along a stretch is C++, for its
-pointers: of indices TileLang makes an address each row and array, which takes twice the registers.
+these a warp looks at 32 at once (with an id loaded for every row by every thread this took 100 us). Four rows that are of one sequence, as the three
+before them are, go a way of their own, which asks for nothing: no mark, no end, no SiLU or not. The walk along a stretch is C++, for its pointers: of
+indices TileLang makes an address each row and array, which takes twice the registers.
 """
 
 from dataclasses import dataclass
@@ -28,6 +29,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_qla.kernels import common
+from jax_qla.kernels.sigmoid import SIGMOID_PRELUDE
 
 __all__ = [
     "CHANNELS",
@@ -56,10 +58,8 @@ KEPT = 16
 _THREADS = 32 * WARPS
 
 CONVOLUTION_PRELUDE = (
-    f"constexpr int kTaps = {TAPS}, kKept = {KEPT};"
+    SIGMOID_PRELUDE + f"constexpr int kTaps = {TAPS}, kKept = {KEPT};"
     r"""
-
-__device__ __forceinline__ float jax_qla_sigmoid(float z) { return __fdividef(1.f, 1.f + __expf(-z)); }
 
 // Channels of a row of 16-bit numbers, read and written at once.
 template <class T, int channels>
@@ -74,10 +74,13 @@ struct alignas(2 * channels) JaxQlaChannels {
   }
 };
 
-// Where a thread is: row `start` of sequence n of a batch, and a group of channels.
+// Where a thread is: row `start` of sequence n of a batch, and a group of channels. Of a warp that has more threads than there are groups, the last
+// threads have the last group once more and write the same, since a warp looks at marks together.
 struct JaxQlaPlace {
   int n, start, group, length, groups;
 
+  __device__ __forceinline__ JaxQlaPlace(int n, int start, int group, int length, int groups)
+      : n(n), start(start), group(min(group, groups - 1)), length(length), groups(groups) {}
   __device__ __forceinline__ int64_t row_of(int groups_of_array, int channels) const {
     return (static_cast<int64_t>(n) * length + start) * groups_of_array * channels;
   }
@@ -110,8 +113,11 @@ struct JaxQlaPart {
 
 // How far back the sequence of the row seen last reaches, of rows without marks ...
 struct JaxQlaUnmarked {
+  __device__ __forceinline__ JaxQlaUnmarked() {}
   __device__ __forceinline__ explicit JaxQlaUnmarked(const JaxQlaPlace&) {}
-  __device__ __forceinline__ void see(int, int) {}
+  __device__ __forceinline__ void look(int, int) {}
+  __device__ __forceinline__ void see(int) {}
+  __device__ __forceinline__ bool pass(int) { return true; }
   __device__ __forceinline__ bool padding() const { return false; }
   __device__ __forceinline__ bool begins() const { return false; }
   // Whether that row and the one `distance` before it are of one sequence.
@@ -126,25 +132,32 @@ struct JaxQlaMarked {
 
   __device__ __forceinline__ JaxQlaMarked(const JaxQlaPlace& place, const int* all, const int* all_before, int befores)
       : ids(all + place.row_of(1, 1)), before(befores ? all_before + place.n * (kTaps - 1) : nullptr), start(place.start) {}
+  // Before the rows t to t + 3 from the place, of `count`, are seen. t is a multiple of 4 from -4 on.
   __device__ __forceinline__ void look(int t, int count) {
+    if (bit(t)) return;
     const int lane = threadIdx.x % 32, row = start + t + lane;
     int id = 0;
-    if (row < 0) id = before ? before[row + kTaps - 1] : 0;
+    if (row < 0) id = before && row >= 1 - kTaps ? before[row + kTaps - 1] : 0;
     else if (t + lane < count) id = ids[t + lane];
     const int above = __shfl_up_sync(0xffffffffu, id, 1);
     changes = __ballot_sync(0xffffffffu, id != (lane ? above : last));
     empty = __ballot_sync(0xffffffffu, id == 0);
     last = __shfl_sync(0xffffffffu, id, 31);
   }
-  // The next row, `t` from the place, of `count`.
-  __device__ __forceinline__ void see(int t, int count) {
-    const int at = (t + kTaps - 1) % 32;
-    if (at == 0) look(t, count);
-    rows = empty >> at & 1 ? 0 : changes >> at & 1 ? 1 : rows + 1;
+  // The next row, `t` from the place.
+  __device__ __forceinline__ void see(int t) { rows = empty >> bit(t) & 1 ? 0 : changes >> bit(t) & 1 ? 1 : rows + 1; }
+  // Sees the next four rows if they and the three before them are of one sequence; whether they are.
+  __device__ __forceinline__ bool pass(int t) {
+    if (rows < kTaps - 1 || ((changes | empty) >> bit(t) & ((1u << kTaps) - 1))) return false;
+    rows += kTaps;
+    return true;
   }
   __device__ __forceinline__ bool padding() const { return rows == 0; }
   __device__ __forceinline__ bool begins() const { return rows < 2; }
   __device__ __forceinline__ bool includes(int distance) const { return rows > distance; }
+
+ private:
+  __device__ __forceinline__ static int bit(int t) { return (t + kTaps) % 32; }
 };
 
 template <class... Given>
@@ -157,15 +170,14 @@ struct JaxQlaReach<> : JaxQlaUnmarked {
 };
 
 // A group of channels' filter, and the rows of x before the next one, each in its place of the ring.
-template <class T, int channels, class Reach>
+template <class T, int channels>
 struct JaxQlaFilter {
   float w[kTaps][channels], bias[channels], ring[kTaps][channels];
-  Reach& reach;
 
   // All pointers but that of x, which is that of the place, are the arrays'.
+  template <class Reach>
   __device__ __forceinline__ JaxQlaFilter(const JaxQlaPlace& place, Reach& reach, const T* x, const float* weight, const float* biases,
-                                          const T* before, int given_biases, int befores, int count)
-      : reach(reach) {
+                                          const T* before, int given_biases, int befores, int count) {
     const int64_t stride = static_cast<int64_t>(place.groups) * channels;
     const int channel = place.group * channels;
 #pragma unroll
@@ -174,6 +186,7 @@ struct JaxQlaFilter {
 #pragma unroll
       for (int d = 0; d < kTaps; ++d) w[d][c] = weight[(kTaps - 1 - d) * stride + channel + c];
     }
+    reach.look(-kTaps, count);
 #pragma unroll
     for (int p = 1; p < kTaps; ++p) {
       const int t = p - kTaps, row = place.start + t;
@@ -181,13 +194,14 @@ struct JaxQlaFilter {
       found.clear();
       if (row >= 0) found.load(x + t * stride);
       else if (befores) found.load(before + (static_cast<int64_t>(place.n) * (kTaps - 1) + row + kTaps - 1) * stride + channel);
-      take(p, found, t, count);
+      reach.see(t);
+      take(reach, p, found);
     }
   }
 
-  // The next row, t from the place, whose place in the ring is `r`. Rows of other sequences count as zeros from then on, and so does padding.
-  __device__ __forceinline__ void take(int r, const JaxQlaChannels<T, channels>& x, int t, int count) {
-    reach.see(t, count);
+  // The row seen last, whose place in the ring is `r`. Rows of other sequences count as zeros from then on, and so does padding.
+  template <class Reach>
+  __device__ __forceinline__ void take(const Reach& reach, int r, const JaxQlaChannels<T, channels>& x) {
     if (reach.begins()) {
 #pragma unroll
       for (int p = 0; p < kTaps; ++p) {
@@ -249,17 +263,15 @@ struct JaxQlaStream {
 _PRELUDE = (
     CONVOLUTION_PRELUDE
     + r"""
-template <int channels, int threads, class T, class... Marks>
-__device__ __forceinline__ void jax_qla_convolution(const T* x, const float* weight, const float* bias, const T* before, T* first, T* second,
-                                                    T* third, T* kept, int n, int start, int group, int length, int groups, int befores,
-                                                    int biases, int first_part, int second_part, int third_part, int rows, int silu,
-                                                    Marks... marks) {
-  const bool mine = group < groups;  // else one more for the last group, since a warp looks at marks together
-  group = min(group, groups - 1);
-  const JaxQlaPlace place{n, start, group, length, groups};
+template <bool silu, int channels, int threads, class T, class... Marks>
+__device__ __forceinline__ void jax_qla_convolution_if(const T* x, const float* weight, const float* bias, const T* before, T* first, T* second,
+                                                       T* third, T* kept, int n, int start, int group, int length, int groups, int befores,
+                                                       int biases, int first_part, int second_part, int third_part, int rows,
+                                                       Marks... marks) {
+  const JaxQlaPlace place(n, start, group, length, groups);
   JaxQlaReach<Marks...> reach(place, marks...);
   const int64_t stride = static_cast<int64_t>(groups) * channels;
-  x += place.row_of(groups, channels) + group * channels;
+  x += place.row_of(groups, channels) + place.group * channels;
   const int count = min(rows, length - start);
   JaxQlaStream<T, channels, threads> stream{reinterpret_cast<JaxQlaChannels<T, channels>*>(kept) + threadIdx.x, x, stride};
 #pragma unroll
@@ -269,28 +281,44 @@ __device__ __forceinline__ void jax_qla_convolution(const T* x, const float* wei
   }
   const JaxQlaPart<T> part(place, channels, first, second, third, first_part, second_part, third_part);
   T* y = part.row;
-  JaxQlaFilter<T, channels, decltype(reach)> filter(place, reach, x, weight, bias, before, biases, befores, count);
+  JaxQlaFilter<T, channels> filter(place, reach, x, weight, bias, before, biases, befores, count);
+  const auto row = [&](const auto& reach, int r, int t) {
+    filter.take(reach, r, *stream.slot(t));
+    JaxQlaChannels<T, channels> result;
+    result.clear();
+    if (!reach.padding()) {
+#pragma unroll
+      for (int c = 0; c < channels; ++c) {
+        const float z = filter.sum(r, c);
+        result.at[c] = static_cast<T>(z * (silu ? jax_qla_sigmoid(z) : 1.f));
+      }
+    }
+    result.store(y);
+    y += part.stride;
+  };
   for (int t = 0; t < count; t += kTaps) {
     stream.fetch(t + kKept - kTaps, count);
     jax_qla_end_copies();
     jax_qla_await_copies<kKept / kTaps - 1>();
+    reach.look(t, count);
+    if (t + kTaps <= count && reach.pass(t)) {
 #pragma unroll
-    for (int r = 0; r < kTaps; ++r) {
-      if (t + r >= count) break;
-      filter.take(r, *stream.slot(t + r), t + r, count);
-      JaxQlaChannels<T, channels> result;
-      result.clear();
-      if (!reach.padding()) {
+      for (int r = 0; r < kTaps; ++r) row(JaxQlaUnmarked(), r, t + r);
+    } else {
 #pragma unroll
-        for (int c = 0; c < channels; ++c) {
-          const float z = filter.sum(r, c);
-          result.at[c] = static_cast<T>(z * (silu ? jax_qla_sigmoid(z) : 1.f));
-        }
+      for (int r = 0; r < kTaps; ++r) {
+        if (t + r >= count) break;
+        reach.see(t + r);
+        row(reach, r, t + r);
       }
-      if (mine) result.store(y);
-      y += part.stride;
     }
   }
+}
+
+template <int channels, int threads, class... Given>
+__device__ __forceinline__ void jax_qla_convolution(int silu, Given... given) {
+  if (silu) jax_qla_convolution_if<true, channels, threads>(given...);
+  else jax_qla_convolution_if<false, channels, threads>(given...);
 }
 """
 )
@@ -341,6 +369,7 @@ def program(config: Config):
                 T.call_extern(
                     "handle",
                     f"jax_qla_convolution<{CHANNELS}, {_THREADS}>",
+                    silu,
                     T.address_of(x[0, 0, 0, 0]),
                     T.address_of(weight[0, 0, 0]),
                     T.address_of(bias[0, 0]),
@@ -360,7 +389,6 @@ def program(config: Config):
                     second_part,
                     third_part,
                     rows,
-                    silu,
                     *marks,
                 )
 

@@ -8,7 +8,7 @@ where, of marked rows, only those pairs (t, t - d) count that one sequence has. 
 float32, dx is rounded once. dw and dbias come as one summand a block, in the order of `weight` and dbias last, which XLA adds up: the same bits
 every time.
 
-By bytes alone, x and dy read and dx written once, 8192 rows of 8192 channels in 16 bits take 94 us at 4.3 TB/s. This takes 123, XLA 524 in three
+By bytes alone, x and dy read and dx written once, 8192 rows of 8192 channels in 16 bits take 94 us at 4.3 TB/s. This takes 109, XLA 524 in three
 kernels (docs/performance_kernels.md).
 
 Plan, as `convolution`'s, with 4 channels a thread for what it has to hold of each: the filter, the last four rows of x, the sums of dx that are not
@@ -37,20 +37,18 @@ _PRELUDE = (
     CONVOLUTION_PRELUDE
     + r"""
 // Adds what this thread's rows have of dw and dbias to `sums` [5][channels], in the order of the taps.
-template <int channels, int threads, class T, class... Marks>
-__device__ __forceinline__ void jax_qla_convolution_gradients(const T* x, const float* weight, const float* bias, const T* before, const T* first,
-                                                              const T* second, const T* third, T* d_x, T* d_before, T* kept, float* sums, int n,
-                                                              int start, int group, int length, int groups, int befores, int biases,
-                                                              int first_part, int second_part, int third_part, int rows, int silu,
-                                                              Marks... marks) {
-  const bool mine = group < groups;  // as in kernels/convolution.py
-  group = min(group, groups - 1);
-  const JaxQlaPlace place{n, start, group, length, groups};
+template <bool silu, int channels, int threads, class T, class... Marks>
+__device__ __forceinline__ void jax_qla_convolution_gradients_if(const T* x, const float* weight, const float* bias, const T* before, const T* first,
+                                                                 const T* second, const T* third, T* d_x, T* d_before, T* kept, float* sums, int n,
+                                                                 int start, int group, int length, int groups, int befores, int biases,
+                                                                 int first_part, int second_part, int third_part, int rows,
+                                                                 Marks... marks) {
+  const JaxQlaPlace place(n, start, group, length, groups);
   JaxQlaReach<Marks...> reach(place, marks...);
   const int64_t stride = static_cast<int64_t>(groups) * channels;
-  x += place.row_of(groups, channels) + group * channels;
-  d_x += place.row_of(groups, channels) + group * channels;
-  d_before += (static_cast<int64_t>(n) * (kTaps - 1)) * stride + group * channels;
+  x += place.row_of(groups, channels) + place.group * channels;
+  d_x += place.row_of(groups, channels) + place.group * channels;
+  d_before += (static_cast<int64_t>(n) * (kTaps - 1)) * stride + place.group * channels;
   const int own = min(rows, length - start), all = min(rows + kTaps - 1, length - start);
   const JaxQlaPart<const T> part(place, channels, first, second, third, first_part, second_part, third_part);
   auto* slots = reinterpret_cast<JaxQlaChannels<T, channels>*>(kept) + threadIdx.x;
@@ -61,54 +59,77 @@ __device__ __forceinline__ void jax_qla_convolution_gradients(const T* x, const 
     of_dy.fetch(t, all);
     jax_qla_end_copies();
   }
-  JaxQlaFilter<T, channels, decltype(reach)> filter(place, reach, x, weight, bias, before, biases, befores, all);
+  JaxQlaFilter<T, channels> filter(place, reach, x, weight, bias, before, biases, befores, all);
   float dx[kTaps][channels] = {};  // of the rows whose gradients are not complete, in their places of the ring
+  // A row at place r of the ring: dz, and what it adds to dx, dw and dbias; the last two if it is the thread's own.
+  const auto row = [&](const auto& reach, int r, int t, bool is_own) {
+    filter.take(reach, r, *of_x.slot(t));
+    const JaxQlaChannels<T, channels> dy = *of_dy.slot(t);
+    float dz[channels];
+#pragma unroll
+    for (int c = 0; c < channels; ++c) {
+      const float z = filter.sum(r, c), s = jax_qla_sigmoid(z);
+      dz[c] = reach.padding() ? 0.f : static_cast<float>(dy.at[c]) * (silu ? fmaf(z, s - s * s, s) : 1.f);
+      dx[r][c] = filter.w[0][c] * dz[c];
+    }
+#pragma unroll
+    for (int d = 1; d < kTaps; ++d) {
+      if (reach.includes(d)) {
+#pragma unroll
+        for (int c = 0; c < channels; ++c) {
+          float& sum = dx[(r + kTaps - d) % kTaps][c];
+          sum = fmaf(filter.w[d][c], dz[c], sum);
+        }
+      }
+    }
+    if (is_own) {
+#pragma unroll
+      for (int c = 0; c < channels; ++c) {
+#pragma unroll
+        for (int d = 0; d < kTaps; ++d) sums[d * channels + c] = fmaf(dz[c], filter.tap(r, d, c), sums[d * channels + c]);
+        sums[kTaps * channels + c] += dz[c];
+      }
+    }
+  };
+  // dx of the row whose place comes after r, which is complete.
+  const auto complete = [&](int r, T* to) {
+    JaxQlaChannels<T, channels> result;
+#pragma unroll
+    for (int c = 0; c < channels; ++c) result.at[c] = static_cast<T>(dx[(r + 1) % kTaps][c]);
+    result.store(to);
+  };
   for (int t = 0; t < own + kTaps - 1; t += kTaps) {
     of_x.fetch(t + kKept - kTaps, all);
     of_dy.fetch(t + kKept - kTaps, all);
     jax_qla_end_copies();
     jax_qla_await_copies<kKept / kTaps - 1>();
+    reach.look(t, all);
+    T* to = d_x + (t - (kTaps - 1)) * stride;
+    if (t > 0 && t + kTaps <= own && reach.pass(t)) {
 #pragma unroll
-    for (int r = 0; r < kTaps; ++r) {
-      if (t + r >= own + kTaps - 1) break;
-      if (t + r < all) {
-        filter.take(r, *of_x.slot(t + r), t + r, all);
-        const JaxQlaChannels<T, channels> dy = *of_dy.slot(t + r);
-        float dz[channels];
-#pragma unroll
-        for (int c = 0; c < channels; ++c) {
-          const float z = filter.sum(r, c), s = jax_qla_sigmoid(z);
-          dz[c] = reach.padding() ? 0.f : static_cast<float>(dy.at[c]) * (silu ? fmaf(z, s - s * s, s) : 1.f);
-          dx[r][c] = filter.w[0][c] * dz[c];
-        }
-#pragma unroll
-        for (int d = 1; d < kTaps; ++d) {
-          if (reach.includes(d)) {
-#pragma unroll
-            for (int c = 0; c < channels; ++c) {
-              float& sum = dx[(r + kTaps - d) % kTaps][c];
-              sum = fmaf(filter.w[d][c], dz[c], sum);
-            }
-          }
-        }
-        if (t + r < own) {
-#pragma unroll
-          for (int c = 0; c < channels; ++c) {
-#pragma unroll
-            for (int d = 0; d < kTaps; ++d) sums[d * channels + c] = fmaf(dz[c], filter.tap(r, d, c), sums[d * channels + c]);
-            sums[kTaps * channels + c] += dz[c];
-          }
-        }
+      for (int r = 0; r < kTaps; ++r) {
+        row(JaxQlaUnmarked(), r, t + r, true);
+        complete(r, to + r * stride);
       }
-      const int row = t + r - (kTaps - 1);
-      if (mine && (row >= 0 || (start == 0 && befores))) {
-        JaxQlaChannels<T, channels> result;
+    } else {
 #pragma unroll
-        for (int c = 0; c < channels; ++c) result.at[c] = static_cast<T>(dx[(r + 1) % kTaps][c]);
-        result.store(row >= 0 ? d_x + row * stride : d_before + (t + r) * stride);
+      for (int r = 0; r < kTaps; ++r) {
+        if (t + r >= own + kTaps - 1) break;
+        if (t + r < all) {
+          reach.see(t + r);
+          row(reach, r, t + r, t + r < own);
+        }
+        if (t + r >= kTaps - 1) complete(r, to + r * stride);
+        else if (start == 0 && befores) complete(r, d_before + (t + r) * stride);
       }
     }
   }
+}
+
+template <int channels, int threads, class... Given>
+__device__ __forceinline__ void jax_qla_convolution_gradients(int silu, Given... given) {
+  if (silu) jax_qla_convolution_gradients_if<true, channels, threads>(given...);
+  else jax_qla_convolution_gradients_if<false, channels, threads>(given...);
 }
 """
 )
@@ -167,6 +188,7 @@ def program(config: Config):
                 T.call_extern(
                     "handle",
                     f"jax_qla_convolution_gradients<{CHANNELS}, {_THREADS}>",
+                    silu,
                     T.address_of(x[0, 0, 0, 0]),
                     T.address_of(weight[0, 0, 0]),
                     T.address_of(bias[0, 0]),
@@ -189,7 +211,6 @@ def program(config: Config):
                     second_part,
                     third_part,
                     rows,
-                    silu,
                     *marks,
                 )
             for d in T.unroll(TAPS + 1):

@@ -22,6 +22,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_qla.kernels import common
+from jax_qla.kernels.sigmoid import SIGMOID_PRELUDE
 
 __all__ = ["PASS_CONFIGS", "Config", "program", "rows_of_block", "specification", "specification_of_gradients"]
 
@@ -31,10 +32,6 @@ _THREADS = 128
 _COLUMNS = 8  # of a thread
 _FORWARD_ROWS, _BACKWARD_ROWS = 4, 2  # of a thread at a time
 _STEPS = 4  # of a block backward
-
-_PRELUDE = r"""
-__device__ __forceinline__ float jax_qla_sigmoid(float z) { return __fdividef(1.f, 1.f + __expf(-z)); }
-"""
 
 
 @dataclass(frozen=True)
@@ -88,7 +85,7 @@ def program(config: Config):
         y: T.Tensor((rows, V), dtype),
         eps: T.float32,
     ):
-        with T.Kernel(T.ceildiv(rows, lines * together), threads=_THREADS, prelude=_PRELUDE) as block:
+        with T.Kernel(T.ceildiv(rows, lines * together), threads=_THREADS, prelude=SIGMOID_PRELUDE) as block:
             tx = T.get_thread_binding()
             own = tx % lanes * _COLUMNS
             first = block * (lines * together) + tx // lanes
@@ -126,7 +123,7 @@ def program(config: Config):
         d_weight: T.Tensor((summands, V), "float32"),
         eps: T.float32,
     ):
-        with T.Kernel(T.ceildiv(rows, lines * together * _STEPS), threads=_THREADS, prelude=_PRELUDE) as block:
+        with T.Kernel(T.ceildiv(rows, lines * together * _STEPS), threads=_THREADS, prelude=SIGMOID_PRELUDE) as block:
             tx = T.get_thread_binding()
             own = tx % lanes * _COLUMNS
             o_ = T.alloc_local((together * _COLUMNS,), dtype)
