@@ -15,7 +15,7 @@ import jax.numpy as jnp
 
 from jax_qla.dispatch import match_varying
 from jax_qla.implementations import Choice, load
-from jax_qla.refusal import refuse
+from jax_qla.refusal import on_cuda_only
 from jax_qla.widening import widest
 
 
@@ -107,8 +107,7 @@ def _on_platform(
     if not granule or rows.x.size == 0 or any(part % granule for part in parts):
         return varying(in_plain_jax)(*operands)
     if choice.elsewhere is None:
-        refusal = functools.partial(refuse, reason=choice.why_elsewhere)
-        x = jax.lax.platform_dependent(operands[0].x, cuda=lambda x: x, default=refusal)
+        x = on_cuda_only(operands[0].x, choice.why_elsewhere)
         return varying(by_kernel)(operands[0]._replace(x=x), *operands[1:])
     return jax.lax.platform_dependent(*operands, cuda=varying(by_kernel), default=varying(in_plain_jax))
 

@@ -17,7 +17,7 @@ from jax_qla import reference
 from jax_qla.dispatch import match_varying, results_of_no_members
 from jax_qla.implementations import Choice, load
 from jax_qla.l2norm import normalize
-from jax_qla.refusal import refuse
+from jax_qla.refusal import on_cuda_only
 from jax_qla.sharding import by_batch_and_heads
 
 _Results = tuple[jax.Array, jax.Array | None]
@@ -87,9 +87,7 @@ def kernel_where_it_runs(
     def by_platform(*operands: Any) -> _Results:
         if choice.elsewhere is not None:
             return jax.lax.platform_dependent(*operands, cuda=by_kernel, default=by_recurrence)
-        refusal = functools.partial(refuse, reason=choice.why_elsewhere)
-        q = jax.lax.platform_dependent(operands[0], cuda=lambda q: q, default=refusal)
-        return by_kernel(q, *operands[1:])
+        return by_kernel(on_cuda_only(operands[0], choice.why_elsewhere), *operands[1:])
 
     @jax.custom_batching.custom_vmap
     def batchable(*operands: Any) -> _Results:

@@ -386,9 +386,7 @@ def _on_platform(choice: Choice, function: str, operands: Sequence[Any], options
     if choice.same_everywhere:
         return implementation(choice.on_cuda)(*operands)
     if choice.elsewhere is None:
-        q = jax.lax.platform_dependent(
-            operands[0], cuda=lambda x: x, default=functools.partial(refusal.refuse, reason=choice.why_elsewhere)
-        )
+        q = refusal.on_cuda_only(operands[0], choice.why_elsewhere)
         return implementation(choice.on_cuda)(q, *operands[1:])
     return jax.lax.platform_dependent(
         *operands, cuda=implementation(choice.on_cuda), default=implementation(choice.elsewhere)

@@ -8,6 +8,7 @@ if this is ever lowered", nor `refuse_sharded_export`'s "if it is lowered so"; h
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any, NoReturn
 
@@ -20,6 +21,11 @@ def refuse(x: jax.Array, reason: str) -> jax.Array:
     """The identity of x, which raises NotImplementedError(reason) when it is run or lowered."""
     refused: jax.Array = _refuse_p.bind(x, reason=reason)
     return refused
+
+
+def on_cuda_only(x: jax.Array, reason: str) -> jax.Array:
+    """The identity of x, which raises NotImplementedError(reason) where it is lowered for other platforms than CUDA."""
+    return jax.lax.platform_dependent(x, cuda=lambda x: x, default=functools.partial(refuse, reason=reason))
 
 
 def reverse_mode_only(x: jax.Array, reason: str) -> jax.Array:
