@@ -2,6 +2,7 @@
 
     python benchmarks/layer.py                              # the default rows
     python benchmarks/layer.py --rows 16,32/1x8192 --packed # others; with eight documents a row
+    python benchmarks/layer.py --devices 2                  # a row on each, as the compiler cuts a batch so long
 
 Of each row, Hk, Hv and batch x tokens, microseconds of kernels of the forward pass and of both passes by part of the
 layer (`profile_split.SCOPES`), beside those that memory alone would take for what the part must read and write once:
@@ -23,6 +24,8 @@ os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_gpu_enable_c
 import jax
 import jax.numpy as jnp
 import profile_split
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import jax_qla
 from jax_qla.nn import GatedDeltaNetConfig
@@ -45,7 +48,8 @@ def operands(config: GatedDeltaNetConfig, batch: int, tokens: int) -> tuple[Proj
 
     rows = (batch, tokens)
     projected = Projected(
-        *(normal(*rows, size) for size in (config.conv_channels, config.value_size)),
+        (normal(*rows, config.conv_channels),),
+        normal(*rows, config.value_size),
         *(normal(*rows, heads) for _ in range(2)),
     )
     weights = MixerWeights(
@@ -83,18 +87,25 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", nargs="+", default=list(ROWS), metavar="HK,HV/BxT")
     parser.add_argument("--packed", action="store_true", help=f"rows of {DOCUMENTS} documents")
+    parser.add_argument("--devices", type=int, default=1, help="of an Auto mesh, each with a row; default: %(default)s")
     parser.add_argument("--implementation", help="of the gated delta rule and the convolution; default: by platform")
     arguments = parser.parse_args()
     print(f"jax {jax.__version__}, jax_qla {jax_qla.__version__}, {jax.devices()[0].device_kind}")
+    mesh = jax.make_mesh((arguments.devices,), ("data",), axis_types=(AxisType.Auto,))
     for row in arguments.rows:
         heads, shape = row.split("/")
         key_heads, value_heads = map(int, heads.split(","))
         batch, tokens = map(int, shape.split("x"))
+        batch *= arguments.devices
         config = GatedDeltaNetConfig(1024, num_key_heads=key_heads, num_value_heads=value_heads)
         projected, weights, dy = operands(config, batch, tokens)
         ids = None
         if arguments.packed:
             ids = jnp.broadcast_to(jnp.arange(tokens, dtype=jnp.int32) * DOCUMENTS // tokens + 1, (batch, tokens))
+
+        rows_of = NamedSharding(mesh, P("data"))
+        projected, dy, ids = jax.device_put((projected, dy, ids), rows_of)
+        weights = jax.device_put(weights, NamedSharding(mesh, P()))
 
         def forward(projected: Projected, weights: MixerWeights, config: Any = config, ids: Any = ids) -> jax.Array:
             return mix(projected, weights, config, segment_ids=ids, implementation=arguments.implementation)
@@ -103,9 +114,11 @@ def main() -> None:
             y, transpose = jax.vjp(forward, projected, weights)
             return y, transpose(dy)
 
-        floors = bytes_of(config, batch * tokens)
+        floors = bytes_of(config, batch // arguments.devices * tokens)
         for name, function, given in (("forward", forward, ()), ("both", both, (dy,))):
-            found = measure(function, projected, weights, *given)
+            with jax.set_mesh(mesh):
+                found = measure(function, projected, weights, *given)
+            found = {part: microseconds / arguments.devices for part, microseconds in found.items()}
             cells = [
                 f"{part} {found[part]:.0f}"
                 + (f" ({floors[name][part] / BANDWIDTH:.0f})" if part in floors[name] else "")

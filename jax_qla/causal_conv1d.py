@@ -125,14 +125,16 @@ def in_parts(
     layout = sharding.resolve(
         mesh_axes, operands, _DIMS, names={"h": "D"}, whole="the filter and the number of sequences"
     )
-    # Where channels are cut, or may be, a part lies on some devices only.
-    together = parts if not (layout.heads or layout.automatic) else (sum(parts),)
+    # Where channels are cut, a part lies on some devices only.
+    together = (sum(parts),) if layout.heads or layout.automatic else parts
     choice = choose_kernels(
         functools.partial(load("cuda_conv1d").why_not, x, weight, together), implementation, "the convolution"
     )
-    options = _Options(choice, layout, together, activation == "silu")
-    y = (_differentiable if choice.on_cuda == "cuda" else _plain)(options, operands)
-    if together != parts:
+    by_kernels = choice.on_cuda == "cuda"
+    either = by_kernels and layout.automatic and len(parts) > 1
+    options = _Options(choice, layout, parts if either else together, activation == "silu", either)
+    y = (_differentiable if by_kernels else _plain)(options, operands)
+    if len(y) < len(parts):
         y = convolution.cut(y[0], parts)
     return y, _final_tail(options, operands) if output_final_tail else None
 
@@ -145,11 +147,20 @@ class _Options:
     layout: sharding.Layout
     parts: tuple[int, ...]
     silu: bool
+    either: bool = False
+    """Whether a device is asked for y in one array and for its parts, since only the compiler knows if it cuts the
+    channels. A device computes the parts if it has all channels, and else y; the other is zeros, which nobody reads
+    once the compiler has found out, and which it then leaves out."""
 
     @property
     def out_dims(self) -> tuple[str, ...]:
         """Of the parts of y; of several, whose channels are not cut, each has a letter of its own."""
         return ("bth",) if len(self.parts) == 1 else tuple(f"bt{letter}" for letter in "xyz"[: len(self.parts)])
+
+    def parts_of(self, rows: Rows) -> tuple[int, ...]:
+        """Those of y on a device."""
+        channels = rows.x.shape[2]
+        return self.parts if channels == sum(self.parts) else (channels,)
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -214,13 +225,26 @@ def _with_gradient(options: _Options, *operands: Any) -> tuple[jax.Array, ...]:
 def _forward(operands: tuple[Any, ...], *, options: _Options) -> tuple[jax.Array, ...]:
     def local(axes: Axes, *operands: Any) -> tuple[jax.Array, ...]:
         rows = _rows(() if options.layout.alone else axes, *operands)
-        return convolution.forward(options.choice, rows, parts=_parts_of(options, rows), silu=options.silu)
+        parts = options.parts_of(rows)
+        y = convolution.forward(options.choice, rows, parts=parts, silu=options.silu)
+        if not options.either:
+            return y
+        apart, shape = len(parts) > 1, rows.x.shape
+        whole = jnp.zeros_like(rows.x) if apart else y[0]
+        if not apart:
+            y = tuple(jnp.zeros((*shape[:2], part), whole.dtype) for part in options.parts)
+        return (jnp.full(shape[0], apart), whole, *y)
 
     def on_each_device(*operands: Any) -> tuple[jax.Array, ...]:
-        return _on_each_device(options, local, operands, _DIMS, options.out_dims, (False,) * len(options.parts))
+        out_dims = (*("b", "bth") * options.either, *options.out_dims)
+        return _on_each_device(options, local, operands, _DIMS, out_dims, (False,) * len(out_dims))
 
-    y: tuple[jax.Array, ...] = into_the_batch(on_each_device, (1, 2, 4), _FIRST_ORDER)(*operands)
-    return y
+    y: tuple[jax.Array, ...] = _with_vmap(options, on_each_device)(*operands)
+    if not options.either:
+        return y
+    apart, whole, *y_parts = y
+    pairs = zip(y_parts, convolution.cut(whole, options.parts), strict=True)
+    return tuple(jnp.where(apart[:, None, None], part, of_whole) for part, of_whole in pairs)
 
 
 @functools.partial(jax.jit, static_argnames="options")
@@ -232,6 +256,8 @@ def _backward(operands: tuple[Any, ...], dys: tuple[jax.Array, ...], *, options:
         axes = () if options.layout.alone else axes
         operands, dys = operands[: len(_DIMS)], operands[len(_DIMS) :]
         rows = _rows(axes, *operands)
+        if options.either:
+            dys = dys[1:] if len(options.parts_of(rows)) > 1 else dys[:1]
         found = convolution.backward(options.choice, rows, dys, silu=options.silu)
         dx, d_tail = found.x, found.before
         if axes and found.before is not None:
@@ -245,14 +271,16 @@ def _backward(operands: tuple[Any, ...], dys: tuple[jax.Array, ...], *, options:
         return tuple(g for g in (dx, found.weight, found.bias, d_tail) if g is not None)
 
     def on_each_device(*operands: Any) -> tuple[jax.Array, ...]:
-        dims, out_dims = (*_DIMS, *options.out_dims), ("bth", "bjh", "bh", "bjh")
+        dims, out_dims = (*_DIMS, *("bth",) * options.either, *options.out_dims), ("bth", "bjh", "bh", "bjh")
         summed = (False, True, True, True)
         wanted = [n for n, is_given in enumerate(given) if is_given]
         return _on_each_device(
             *(options, local, operands, dims), tuple(out_dims[n] for n in wanted), tuple(summed[n] for n in wanted)
         )
 
-    results = iter(into_the_batch(on_each_device, (1, 2, 4), _FIRST_ORDER)(*operands, *dys))
+    if options.either:
+        dys = (jnp.concatenate(dys, axis=2), *dys)
+    results = iter(_with_vmap(options, on_each_device)(*operands, *dys))
     dx, d_weight, d_bias, d_tail = (next(results) if is_given else None for is_given in given)
     d_weight, d_bias = (None if g is None else jnp.sum(g, axis=0) for g in (d_weight, d_bias))
     like = (dx, d_weight, d_bias, d_tail), (x, weight, bias, initial_tail)
@@ -267,9 +295,8 @@ def _backward_of_saved(options: _Options, operands: Any, dys: Any) -> tuple[Any,
 _with_gradient.defvjp(lambda options, *operands: (_forward(operands, options=options), operands), _backward_of_saved)
 
 
-def _parts_of(options: _Options, rows: Rows) -> tuple[int, ...]:
-    """Of the channels that a device has."""
-    return options.parts if len(options.parts) > 1 else (rows.x.shape[2],)
+def _with_vmap(options: _Options, function: Callable[..., tuple[jax.Array, ...]]) -> Callable[..., Any]:
+    return into_the_batch(function, (1, 2, 4), _FIRST_ORDER, behind=options.layout.automatic)
 
 
 def _on_each_device(

@@ -4,6 +4,7 @@ taken, and what surrounds them. tests/test_causal_conv1d.py has what holds for e
 from __future__ import annotations
 
 import functools
+import math
 import re
 from typing import Any
 
@@ -13,13 +14,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 from test_build import lowered_kernel
 from test_causal_conv1d import CUT, IDS
-from test_sharding import FAST, MODES, assert_nothing_gathered, mesh_of, spread
+from test_sharding import CUTS, FAST, MODES, assert_nothing_gathered, mesh_of, spread
 from thorough import every_value, rarely
 
 import jax_qla
 from jax_qla import MeshAxes, causal_conv1d, cuda_conv1d, cuda_norm, policy, store
+from jax_qla import convolution as convolution_of_a_device
 from jax_qla.kernels import convolution, convolution_gradients
 from jax_qla.nn.convolution import causal_convolution
 
@@ -177,6 +180,57 @@ def test_cut_over_devices(mode: str, packed: bool, at_hand: None) -> None:
         assert np.linalg.norm(a - b) <= 4e-3 * np.linalg.norm(b)  # what two roundings differ by
     if mode != "partly manual":
         assert_nothing_gathered(compiled, besides=B * 6 * D)  # tails
+
+
+@every_value
+@pytest.mark.parametrize("lead", [(), (3,)], ids=["", "vmap"])
+@pytest.mark.parametrize("cut", ["dp x cp", "tp", "tp x cp"])
+def test_parts_where_the_compiler_cuts(
+    cut: str, lead: tuple[int, ...], at_hand: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In an Auto mesh the parts are results and operands of the kernels, unless it cuts channels, and nothing is left
+    of the other way in the program."""
+    parts, dims = (16, 16, 32), ("bth", "jh", "bt")
+    arrays = [normal(0, *lead, B, T, D), normal(1, 4, D, dtype="float32"), jnp.asarray(IDS)]
+    of_devices: dict[str, tuple[int, ...]] = {}
+
+    def spy(name: str, parts_of: Any) -> None:
+        function = getattr(convolution_of_a_device, name)
+
+        def noting(choice: Any, rows: Any, *arguments: Any, **options: Any) -> Any:
+            if rows.x.shape != (B * math.prod(lead), T, D):  # what a device computes, not the whole
+                of_devices[name] = parts_of(*arguments, **options)
+            return function(choice, rows, *arguments, **options)
+
+        monkeypatch.setattr(convolution_of_a_device, name, noting)
+
+    spy("forward", lambda parts, silu: tuple(parts))
+    spy("backward", lambda dys, silu: tuple(dy.shape[2] for dy in dys))
+
+    def both(x: Any, weight: Any, ids: Any) -> Any:
+        def convolve(x: Any, weight: Any) -> Any:
+            return causal_convolution(x, weight, segment_ids=ids, parts=parts)
+
+        y, transpose = jax.vjp(convolve, x, weight)
+        return y, transpose(y)
+
+    if lead:
+        both = jax.vmap(both, (0, None, None))
+    expected = jax.jit(both, compiler_options=FAST)(*arrays)
+    mesh = mesh_of("auto")
+    with jax.set_mesh(mesh):
+        specs = [CUTS[cut].spec(shape) for shape in dims]
+        specs[0] = P(*(None for _ in lead), *specs[0])
+        placed = [jax.device_put(x, NamedSharding(mesh, spec)) for x, spec in zip(arrays, specs, strict=True)]
+        compiled = jax.jit(both).lower(*placed).compile()
+        actual = compiled(*placed)
+    for a, b in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
+        a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
+        assert np.linalg.norm(a - b) <= 4e-3 * np.linalg.norm(b)
+    assert of_devices == dict.fromkeys(("forward", "backward"), (D // 2,) if "tp" in cut else parts)
+    assert "jit(_forward)/select_n" not in (compiled.as_text() or "")
+    if "tp" not in cut:
+        assert_nothing_gathered(compiled)
 
 
 def test_vmap_and_refusals(at_hand: None) -> None:

@@ -10,9 +10,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import jax_qla
 from jax_qla import cuda_conv1d
+from jax_qla.nn.convolution import causal_convolution
 
 pytestmark = pytest.mark.gpu
 
@@ -83,3 +86,35 @@ def test_vmap() -> None:
                 np.testing.assert_allclose(
                     np.asarray(a[n], np.float32), np.asarray(b, np.float32), rtol=1e-5, atol=1e-5
                 )
+
+
+@pytest.mark.skipif(len(jax.devices()) < 2, reason="needs several devices")
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("cut", ["batch", "sequence", "channels"])
+def test_parts_over_cards(cut: str, packed: bool) -> None:
+    """Cut by the compiler, as on one; unless it cuts channels, parts are neither cut out nor put together."""
+    random, cards = np.random.default_rng(0), jax.devices()
+    parts, tokens = (128, 128, 256), 320 * len(cards)
+    x = jnp.asarray(random.standard_normal((len(cards), tokens, sum(parts))), jnp.bfloat16)
+    weight = jnp.asarray(random.standard_normal((4, sum(parts))), jnp.float32)
+    ids = jnp.asarray(np.sort(random.integers(0, 9, x.shape[:2]), axis=1), jnp.int32) if packed else None
+
+    def both(x: Any, weight: Any, ids: Any) -> Any:
+        y, transpose = jax.vjp(lambda x, weight: causal_convolution(x, weight, None, ids, parts=parts), x, weight)
+        return y, transpose(y)
+
+    expected = jax.device_get(jax.jit(both)(x, weight, ids))
+    mesh = jax.make_mesh((len(cards),), ("x",), axis_types=(AxisType.Auto,))
+    spec = {"batch": P("x"), "sequence": P(None, "x"), "channels": P(None, None, "x")}[cut]
+    with jax.set_mesh(mesh):
+        placed = jax.device_put(x, NamedSharding(mesh, spec))
+        compiled = jax.jit(both).lower(placed, weight, ids).compile()
+        found = jax.device_get(compiled(placed, weight, ids))
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        a, b = (np.asarray(t, np.float64) for t in (a, b))
+        assert np.linalg.norm(a - b) <= 1e-3 * np.linalg.norm(b)
+    text = compiled.as_text() or ""
+    assert "convolution_gradients_kernel" in text
+    if cut != "channels":
+        assert "select_n" not in text
+        assert "concatenate(" not in text

@@ -10,6 +10,8 @@ import jax.numpy as jnp
 import norm_cases as cases
 import numpy as np
 import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from jax_qla import cuda_norm
 from jax_qla.nn.normalization import gated_rms_norm
@@ -52,3 +54,27 @@ def test_function() -> None:
     lowered = jax.jit(functools.partial(both, None)).lower().as_text()
     assert "gated_norm_kernel" in lowered
     assert "gated_norm_gradients_kernel" in lowered
+
+
+@pytest.mark.skipif(len(jax.devices()) < 2, reason="needs several devices")
+@pytest.mark.parametrize("cut", range(3), ids=["batch", "sequence", "heads"])
+def test_over_cards(cut: int) -> None:
+    """Cut by the compiler, as on one."""
+    cards = jax.devices()
+    o, z, weight, dy = cases.given((len(cards), 20 * len(cards), 4 * len(cards), 128), "bfloat16")
+
+    def both(o: Any, z: Any, weight: Any, dy: Any) -> Any:
+        y, transpose = jax.vjp(lambda o, z, w: gated_rms_norm(o, z, w, 1e-6, None), o, z, weight)
+        return y, transpose(dy)
+
+    expected = jax.device_get(jax.jit(both)(o, z, weight, dy))
+    mesh = jax.make_mesh((len(cards),), ("x",), axis_types=(AxisType.Auto,))
+    spec = P(*("x" if axis == cut else None for axis in range(3)))
+    with jax.set_mesh(mesh):
+        placed = [jax.device_put(t, NamedSharding(mesh, spec)) for t in (o, z)]
+        compiled = jax.jit(both).lower(*placed, weight, dy).compile()
+        found = jax.device_get(compiled(*placed, weight, dy))
+    assert "gated_norm_gradients_kernel" in (compiled.as_text() or "")
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        a, b = (np.asarray(t, np.float64) for t in (a, b))
+        assert np.linalg.norm(a - b) <= 1e-3 * np.linalg.norm(b)

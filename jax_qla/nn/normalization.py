@@ -98,7 +98,8 @@ def _forward(options: _Options, *operands: jax.Array) -> jax.Array:
     def on_each_device(*operands: jax.Array) -> tuple[Any, ...]:
         return sharding.on_each_device(options.layout, local, operands, _DIMS, _DIMS[:1], (False,), heads=(1, 1))
 
-    (y,) = into_the_batch(on_each_device, (2,), _FIRST_ORDER)(*operands)
+    with_vmap = into_the_batch(on_each_device, (2,), _FIRST_ORDER, behind=options.layout.automatic)
+    (y,) = with_vmap(*operands)
     found: jax.Array = y
     return found
 
