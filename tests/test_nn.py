@@ -23,6 +23,7 @@ import equinox as eqx
 from flax import linen, nnx
 from flax.nnx import bridge
 from frameworks import FRAMEWORKS, Framework, assert_close, random_weights
+from test_sharding import collectives
 
 import jax_qla.nn.equinox
 import jax_qla.nn.flax
@@ -180,7 +181,8 @@ def test_strengths_above_one_ask_for_high_precision(
 ) -> None:
     config = dataclasses.replace(CONFIG, allow_neg_eigval=allow_neg_eigval)
     sizes = (config.conv_channels, config.value_size, config.num_value_heads, config.num_value_heads)
-    projected = Projected(*(random_array(1, 5, size).astype(dtype) for size in sizes))
+    qkv, *others = (random_array(1, 5, size).astype(dtype) for size in sizes)
+    projected = Projected((qkv,), *others)
     weights = mixer.MixerWeights(*(jnp.asarray(WEIGHTS[name]) for name in mixer.MixerWeights._fields))
     asked = []
 
@@ -466,6 +468,31 @@ def test_parameters_cut_in_an_explicit_mesh(framework: Framework) -> None:
     for name, gradient in gradients.items():
         assert_close(gradient, expected_gradients[name], LIMIT, name)
         assert gradient.sharding.is_equivalent_to(placed[name].sharding, gradient.ndim), name
+
+
+def test_heads_of_fused_projections_need_no_others() -> None:
+    """Cut by key head, devices exchange what tensor parallelism must: sums of the output, and of x's gradient. (And of
+    the filter's, which all devices have whole.)"""
+    config, flax = dataclasses.replace(CONFIG, projections="fused"), FRAMEWORKS["flax"]
+    layer, (x, dy) = flax.make(config, random_weights(config)), (random_array(2, 70, 16, seed=n) for n in range(2))
+    expected = flax.outputs_and_gradients(layer, x, dy)
+    with jax.set_mesh(mesh_of_two()):
+        cut = flax.place(layer, jax.sharding.get_mesh(), {**dict(RULES), "qkv": None, "ba": "model"})
+        graphdef, parameters = nnx.split(cut)
+
+        def run(parameters: Any, x: jax.Array, dy: jax.Array) -> Any:
+            y, transpose = jax.vjp(lambda parameters, x: nnx.merge(graphdef, parameters)(x), parameters, x)
+            return y, transpose(dy)
+
+        compiled = jax.jit(run).lower(parameters, jnp.asarray(x), jnp.asarray(dy)).compile()
+        y, (by_parameter, by_x) = compiled(parameters, jnp.asarray(x), jnp.asarray(dy))
+    assert_close(y, expected[0], LIMIT)
+    for name, gradient in (*nnx.merge(graphdef, by_parameter).get_weights().items(), ("x", by_x)):
+        assert_close(gradient, expected[1][name], LIMIT, name)
+    exchanged = collectives(compiled.as_text() or "")
+    assert {operation for operation, _, _ in exchanged} == {"all-reduce"}
+    largest = sorted(elements for _, _, elements in exchanged)[-4:]
+    assert largest == [4 * config.conv_channels, *[x.size] * 3]  # x has two projections
 
 
 @pytest.mark.parametrize("projections", ["split", "fused"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from frameworks import FRAMEWORKS, Framework, assert_close, random_weights
 from transformers import DynamicCache
 
 from jax_qla.nn import GatedDeltaNetCache, GatedDeltaNetConfig, load_gated_deltanet_weights, parameter_shapes
+from jax_qla.nn import checkpoint as checkpoint_module
 
 LIMIT = 1e-4
 SIZES: dict[str, Any] = {
@@ -131,6 +133,20 @@ def test_outputs_and_gradients_of_every_parameter(framework: Framework, ours: An
     assert {name.removesuffix(".weight") for name in expected} == gradients.keys()
     for name, gradient in expected.items():
         assert_close(gradients[name.removesuffix(".weight")], gradient, LIMIT, name)
+
+
+def test_projections_of_the_other_kind(framework: Framework, checkpoint: Path, config: GatedDeltaNetConfig) -> None:
+    """The same layer, whichever way its projections are arranged; and there and back the same weights."""
+    other = dataclasses.replace(config, projections="split" if config.projections == "fused" else "fused")
+    weights = load_gated_deltanet_weights(checkpoint, LAYER, config)
+    rearranged = load_gated_deltanet_weights(checkpoint, LAYER, other)
+    assert list(rearranged) == list(parameter_shapes(other))
+    x = random_input(20)
+    layers = framework.make(config, weights), framework.make(other, rearranged)
+    y, found = (framework.jit(type(layer).__call__)(layer, x) for layer in layers)
+    assert_close(found, y, LIMIT)
+    for name, array in checkpoint_module._rearranged(rearranged, config).items():
+        np.testing.assert_array_equal(array, weights[name])
 
 
 @pytest.mark.parametrize("prompt_length", [2, 70])

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
+from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
@@ -26,7 +28,7 @@ def load_gated_deltanet_weights(
         checkpoint: a safetensors file, or a folder as `save_pretrained` of transformers writes it, with one file or
             with many and an index. Only this layer's bytes are read.
         layer: the index of the layer in the model, from 0; full-attention layers count.
-        config: of the layer; see `GatedDeltaNetConfig.from_huggingface`.
+        config: of the layer; see `GatedDeltaNetConfig.from_huggingface`. Its `projections` need not be the model's.
 
     Returns:
         The names and shapes of `jax_qla.nn.parameter_shapes(config)`, in the dtypes of the checkpoint. Matrices are
@@ -51,10 +53,35 @@ def load_gated_deltanet_weights(
     names = {_plain_name(match["rest"]): match[0] for match in here}
     try:
         weights = {name: _transposed(name, arrays.read(full)) for name, full in names.items()}
-        check_weights(weights, config)
+        given = dataclasses.replace(config, projections="fused" if "in_proj_qkvz" in weights else "split")
+        check_weights(weights, given)
+        if given != config:
+            weights = _rearranged(weights, config)
     except ValueError as error:
         raise ValueError(f"layer {layer} of {checkpoint}: {error}") from error
     return {name: weights[name] for name in parameter_shapes(config)}
+
+
+def _rearranged(weights: Mapping[str, np.ndarray], config: GatedDeltaNetConfig) -> dict[str, np.ndarray]:
+    """Weights with the other `projections` than the configuration's: one of these side by side, or by key head."""
+    heads, ratio = config.num_key_heads, config.num_value_heads // config.num_key_heads
+    key, value = config.key_head_dim, ratio * config.value_head_dim
+    found = dict(weights)
+    for fused, apart, sizes in (
+        ("in_proj_qkvz", ("in_proj_qkv", "in_proj_z"), (key, key, value, value)),
+        ("in_proj_ba", ("in_proj_b", "in_proj_a"), (ratio, ratio)),
+    ):
+        if config.projections == "fused":
+            side_by_side = np.concatenate([found.pop(name) for name in apart], axis=1)
+            parts = np.split(side_by_side, np.cumsum(sizes)[:-1] * heads, axis=1)
+            parts = [part.reshape(len(part), heads, -1) for part in parts]
+            found[fused] = np.concatenate(parts, axis=2).reshape(side_by_side.shape)
+        else:
+            by_head = found.pop(fused)
+            parts = np.split(by_head.reshape(len(by_head), heads, -1), np.cumsum(sizes)[:-1], axis=2)
+            *first, last = (part.reshape(len(part), -1) for part in parts)
+            found |= zip(apart, (np.concatenate(first, axis=1), last), strict=True)
+    return found
 
 
 def _plain_name(rest: str) -> str:

@@ -37,7 +37,7 @@ class GatedDeltaNetConfig:
     """Added to the mean square in the gated RMS norm."""
     projections: Literal["split", "fused"] = "split"
     """"split": in_proj_qkv, in_proj_z, in_proj_b and in_proj_a (Qwen3.5). "fused": in_proj_qkvz and in_proj_ba, whose
-    outputs are grouped by key head (Qwen3-Next)."""
+    outputs are grouped by key head (Qwen3-Next); for tensor parallelism, where devices then exchange less."""
     allow_neg_eigval: bool = False
     """Doubles beta, so that it lies in (0, 2) and the state's transition may have negative eigenvalues (Grazzi et al.,
     arXiv 2411.12537). In bfloat16 whole sequences are then computed with precision "high" (`chunk_gated_delta_rule`),

@@ -21,7 +21,7 @@ from jax_qla.nn.config import GatedDeltaNetConfig
 from jax_qla.nn.convolution import causal_convolution, tail_after
 from jax_qla.nn.gates import log_decay, update_strength
 from jax_qla.nn.normalization import gated_rms_norm
-from jax_qla.nn.projections import Projected
+from jax_qla.nn.projections import Projected, cut_like, heads_may_be_cut
 
 
 class MixerWeights(NamedTuple):
@@ -62,15 +62,18 @@ def mix(
         implementation, piece_rows, save_chunk_states: as in `jax_qla.chunk_gated_delta_rule`.
 
     Returns:
-        [B, T, Hv * V] in the dtype of projected.qkv: the input of the output projection.
+        [B, T, Hv * V] in the dtype of `projected`: the input of the output projection.
     """
+    if not heads_may_be_cut(projected):
+        # Gradients of one convolution take less time than those of three, by more than it takes to join what they read.
+        projected = projected._replace(qkv=(_joined(projected.qkv),))
     qkv = _convolved(projected, weights, config, None, segment_ids, implementation)
     o, _ = _chunk_gated_delta_rule(
         *_operands(qkv, projected, weights, config),
         segment_ids=segment_ids,
         use_qk_l2norm_in_kernel=True,
         implementation=implementation,
-        precision=_precision(projected.qkv.dtype, config, implementation),
+        precision=_precision(projected.z.dtype, config, implementation),
         piece_rows=piece_rows,
         save_chunk_states=save_chunk_states,
     )
@@ -101,7 +104,7 @@ def mix_prefill(
     """
     if cache is not None and segment_ids is not None:
         raise ValueError("cache and segment_ids cannot be combined: continue sequences of equal length, or one by one")
-    batch = projected.qkv.shape[0]
+    batch = projected.z.shape[0]
     if cache is not None:
         check_cache(cache, config, batch)
     tail = None if cache is None else cache.conv
@@ -114,14 +117,15 @@ def mix_prefill(
         max_segments=None if segment_ids is None else 1,
         use_qk_l2norm_in_kernel=True,
         implementation=implementation,
-        precision=_precision(projected.qkv.dtype, config, implementation),
+        precision=_precision(projected.z.dtype, config, implementation),
         piece_rows=piece_rows,
     )
     assert state is not None
-    conv = tail_after(projected.qkv, config.conv_kernel_size, tail, segment_ids)
+    tails = zip(projected.qkv, cut_like(tail, projected.qkv), strict=True)
+    conv = [tail_after(x, config.conv_kernel_size, before, segment_ids) for x, before in tails]
     if segment_ids is not None:
         state = state[:, 0]
-    return _output(o, projected, weights, config, implementation), GatedDeltaNetCache(conv, state)
+    return _output(o, projected, weights, config, implementation), GatedDeltaNetCache(_joined(conv), state)
 
 
 def mix_step(
@@ -137,8 +141,9 @@ def mix_step(
     Raises:
         ValueError: the cache is not of this layer and batch.
     """
-    check_cache(cache, config, projected.qkv.shape[0])
+    check_cache(cache, config, projected.z.shape[0])
     # Of a few tokens XLA makes one kernel with what precedes it.
+    projected = projected._replace(qkv=(_joined(projected.qkv),))
     qkv = _convolved(projected, weights, config, cache.conv, None, "xla")
     o, state = _recurrent_gated_delta_rule(
         *_operands(qkv, projected, weights, config),
@@ -148,7 +153,7 @@ def mix_step(
         implementation=implementation,
     )
     assert state is not None
-    conv = tail_after(projected.qkv, config.conv_kernel_size, cache.conv)
+    conv = tail_after(projected.qkv[0], config.conv_kernel_size, cache.conv)
     return _output(o, projected, weights, config, "xla"), GatedDeltaNetCache(conv, state)
 
 
@@ -161,10 +166,19 @@ def _convolved(
     implementation: str | Sequence[str] | None,
 ) -> tuple[jax.Array, ...]:
     """q, k and v, each [B, T, heads * size]."""
-    parts = (config.key_size, config.key_size, config.value_size)
-    return causal_convolution(
-        projected.qkv, weights.conv1d, tail, segment_ids, parts=parts, implementation=implementation
-    )
+    sizes = (config.key_size, config.key_size, config.value_size)
+    together = len(projected.qkv) == 1
+    y: list[jax.Array] = []
+    for x, kernel, before in zip(
+        projected.qkv, *(cut_like(w, projected.qkv) for w in (weights.conv1d, tail)), strict=True
+    ):
+        parts = sizes if together else x.shape[-1:]
+        y += causal_convolution(x, kernel, before, segment_ids, parts=parts, implementation=implementation)
+    return tuple(y)
+
+
+def _joined(parts: Sequence[jax.Array]) -> jax.Array:
+    return parts[0] if len(parts) == 1 else jnp.concatenate(parts, axis=-1)
 
 
 def _operands(

@@ -31,8 +31,8 @@ LOGICAL_AXES: Mapping[str, tuple[str | None, ...]] = {
 """The name of every axis of every parameter, for sharding rules such as {"embed": "fsdp", "value": "tensor"}.
 
 "embed" is the width of the model, "value" the Hv * V features of all value heads, "value_heads" the Hv heads. "qkv" is
-q, k and v side by side; "qkvz" and "ba" go by key head, so they divide evenly among at most Hk devices. None is never
-worth sharding.
+q, k and v side by side; "qkvz" and "ba" go by key head, so they divide evenly among at most Hk devices, and where they
+are cut, "qkv", which is the filters' alone then, should not be. None is never worth sharding.
 """
 
 

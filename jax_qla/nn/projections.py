@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -11,14 +12,16 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jax_qla.nn.config import GatedDeltaNetConfig
-from jax_qla.sharding import axes_of
+from jax_qla.sharding import axes_of, resolve
 
 
 class Projected(NamedTuple):
     """The projections of the input [B, T, D]."""
 
-    qkv: jax.Array
-    """[B, T, 2 * Hk * K + Hv * V]: all heads of q, then of k, then of v."""
+    qkv: tuple[jax.Array, ...]
+    """All heads of q, then of k, then of v: one array [B, T, 2 * Hk * K + Hv * V], or three, [B, T, Hk * K] twice and
+    [B, T, Hv * V]. Three where they come by key head: devices that have some of the heads then need nothing of others,
+    where a part of the one array would be q alone."""
     z: jax.Array
     """[B, T, Hv * V], the output gate."""
     b: jax.Array
@@ -83,6 +86,32 @@ def beside(weight: jax.Array, x: jax.Array) -> jax.Array:
     return weight if axes_of(left) == axes_of(entry) else jax.sharding.reshard(weight, NamedSharding(mesh, P(left)))
 
 
+def heads_may_be_cut(projected: Projected) -> bool:
+    """Whether devices have, or the compiler may give them, parts of the heads only."""
+    qkv = projected.qkv
+    layout = resolve(None, qkv, ("bth",) * len(qkv), names={"h": "channels"}, whole="the filter")
+    return layout.automatic or bool(layout.heads)
+
+
+def cut_like(x: jax.Array | None, parts: Sequence[jax.Array]) -> Sequence[jax.Array | None]:
+    """x [..., channels], small or None, cut into as many channels as each of `parts` has.
+
+    Of several parts every device has all of x first: what it has of each part are other channels than of x.
+    """
+    if x is None or len(parts) == 1:
+        return [x] * len(parts)
+    bounds = [0, *itertools.accumulate(part.shape[-1] for part in parts)]
+    mesh = _explicit_mesh(x)
+    if mesh is not None:
+        x = jax.sharding.reshard(x, NamedSharding(mesh, P(*jax.typeof(x).sharding.spec[:-1], None)))
+        return jnp.split(x, bounds[1:-1], axis=-1)
+    # Indexed, not sliced, for of a slice that is cut the compiler cuts x likewise.
+    return [
+        x.at[..., jnp.arange(*pair)].get(indices_are_sorted=True, unique_indices=True, mode="promise_in_bounds")
+        for pair in itertools.pairwise(bounds)
+    ]
+
+
 def _untaken(entry: Any, others: Iterable[Any]) -> Any:
     """The entry of a PartitionSpec without the mesh axes of others, which no axis of the same array can have too."""
     taken = {axis for other in others for axis in axes_of(other)}
@@ -107,7 +136,8 @@ def arrange(outputs: Mapping[str, jax.Array], config: GatedDeltaNetConfig) -> Pr
         outputs: [B, T, features] of every input projection.
     """
     if config.projections == "split":
-        return Projected(*(outputs[name] for name in ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")))
+        qkv, *others = (outputs[name] for name in ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"))
+        return Projected((qkv,), *others)
     qkvz, ba = outputs["in_proj_qkvz"], outputs["in_proj_ba"]
     shape = qkvz.shape[:-1]
     heads, key_dim = config.num_key_heads, config.key_head_dim
@@ -118,4 +148,4 @@ def arrange(outputs: Mapping[str, jax.Array], config: GatedDeltaNetConfig) -> Pr
     q, k, v, z = jnp.split(qkvz, [key_dim, 2 * key_dim, 2 * key_dim + value_dim], axis=-1)
     b, a = jnp.split(ba.reshape(*shape, heads, 2 * ratio), [ratio], axis=-1)
     q, k, v, z, b, a = (x.reshape(*shape, heads * x.shape[-1]) for x in (q, k, v, z, b, a))
-    return Projected(jnp.concatenate([q, k, v], axis=-1), z, b, a)
+    return Projected((q, k, v), z, b, a)
