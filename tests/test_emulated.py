@@ -106,18 +106,21 @@ def _used(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return used
 
 
-def test_whole_and_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("case", "rows", "room", "together"), [(PACKED, 0, True, 4), (PACKED, 128, False, 2), rarely(LONG, 320, True, 4)]
+)
+def test_whole_and_in_pieces(
+    case: battery.Case, rows: int, room: bool, together: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     used = _used(monkeypatch)
     assert PACKED.segments
     assert max(end - start for start, end in PACKED.segments) > policy.cut_beyond(128)
-    for case, rows, room, together in ((PACKED, 0, True, 4), (PACKED, 128, False, 2), (LONG, 320, True, 4)):
-        monkeypatch.setenv(policy.OVERRIDE, str(rows))
-        monkeypatch.setattr(policy, "room_for_both", lambda blocks, room=room: room)
-        monkeypatch.setattr(policy, "prepared_together", lambda *sizes, together=together: together)
-        stand_in.forget_traces()
-        used.clear()
-        battery.check(case, rule, LIMITS)
-        assert used.count("compose") == (2 if rows else 0)
+    monkeypatch.setenv(policy.OVERRIDE, str(rows))
+    monkeypatch.setattr(policy, "room_for_both", lambda blocks: room)
+    monkeypatch.setattr(policy, "prepared_together", lambda *sizes: together)
+    stand_in.forget_traces()
+    battery.check(case, rule, LIMITS)
+    assert used.count("compose") == (2 if rows else 0)
 
 
 IN_ONE = [
