@@ -228,7 +228,8 @@ def test_parts_where_the_compiler_cuts(
         a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
         assert np.linalg.norm(a - b) <= 4e-3 * np.linalg.norm(b)
     assert of_devices == dict.fromkeys(("forward", "backward"), (D // 2,) if "tp" in cut else parts)
-    assert "jit(_forward)/select_n" not in (compiled.as_text() or "")
+    # Nothing is chosen any more between the parts and those of the whole.
+    assert "jit(_forward)/jit(_where)/select_n" not in (compiled.as_text() or "")
     if "tp" not in cut:
         assert_nothing_gathered(compiled)
 
