@@ -64,7 +64,7 @@ def mix(
     Returns:
         [B, T, Hv * V] in the dtype of `projected`: the input of the output projection.
     """
-    if not heads_may_be_cut(projected):
+    if len(projected.qkv) > 1 and not heads_may_be_cut(projected):
         # Gradients of one convolution take less time than those of three, by more than it takes to join what they read.
         projected = projected._replace(qkv=(_joined(projected.qkv),))
     qkv = _convolved(projected, weights, config, None, segment_ids, implementation)
