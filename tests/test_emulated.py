@@ -312,7 +312,8 @@ def test_dg_over_draws(monkeypatch: pytest.MonkeyPatch) -> None:
     assert {name: error for name, error in found.items() if error > limits[name]} == {}
 
 
-@pytest.mark.parametrize("key_dim", [64, rarely(128)])
+@only_thorough
+@pytest.mark.parametrize("key_dim", [64, 128])
 def test_heads_of_a_block_of_prepare(key_dim: int) -> None:
     random = np.random.default_rng(0)
     bounds = np.array([[0, 64], [70, 103]], np.int32)
@@ -565,10 +566,9 @@ def test_states_are_kept(rows: int, precision: str | None, monkeypatch: pytest.M
     assert not {"states", "states_from_vd"} & set(used)
 
 
-@pytest.mark.parametrize(
-    ("save", "kernel"), [rarely(None, "states_from_vd"), (False, "states")], ids=["Vd kept", "anew"]
-)
-@pytest.mark.parametrize("in_one", [rarely("0"), "1"])
+@only_thorough
+@pytest.mark.parametrize(("save", "kernel"), [(None, "states_from_vd"), (False, "states")], ids=["Vd kept", "anew"])
+@pytest.mark.parametrize("in_one", ["0", "1"])
 def test_states_are_computed_again(
     in_one: str, save: bool | None, kernel: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

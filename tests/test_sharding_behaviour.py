@@ -407,7 +407,7 @@ def test_documentation() -> None:
     text = (Path(__file__).parents[1] / "docs" / "sharding.md").read_text()
     namespace: dict[str, Any] = {}
     blocks = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
-    assert len(blocks) == 8
+    assert len(blocks) == 9
     for block in blocks:
         exec(block, namespace)
 
