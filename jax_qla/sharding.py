@@ -921,8 +921,8 @@ def _partition(
             parts = math.prod(mesh.shape[axis] for axis in axes)
             if length % parts:
                 warnings.warn(
-                    f"{length} cannot be cut evenly over the {parts} devices of {_described(axes)}: operands of "
-                    f"the gated delta rule of shape {tuple(x.shape)} are gathered there",
+                    f"{length} cannot be cut evenly over the {parts} devices of {_described(axes)}: operands "
+                    f"of shape {tuple(x.shape)} are gathered there",
                     stacklevel=2,
                 )
                 del found[letter]
@@ -955,7 +955,7 @@ def _axes_that_cut(x: Any, mesh: Any) -> list[Axes]:
         found.append(axes)
     if lost:
         warnings.warn(
-            f"an operand of the gated delta rule of shape {tuple(x.shape)} is cut along its axis "
+            f"an operand of shape {tuple(x.shape)} is cut along its axis "
             f"{' and '.join(map(str, lost))} over parts of {_described(dict.fromkeys(sum(lost.values(), ())))}, and is "
             "gathered there: use no more devices than there are key heads to cut heads",
             stacklevel=2,

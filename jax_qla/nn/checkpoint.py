@@ -53,7 +53,11 @@ def load_gated_deltanet_weights(
     names = {_plain_name(match["rest"]): match[0] for match in here}
     try:
         weights = {name: _transposed(name, arrays.read(full)) for name, full in names.items()}
-        given = dataclasses.replace(config, projections="fused" if "in_proj_qkvz" in weights else "split")
+        given = config
+        if "in_proj_qkvz" in weights:
+            given = dataclasses.replace(config, projections="fused")
+        elif "in_proj_qkv" in weights:
+            given = dataclasses.replace(config, projections="split")
         check_weights(weights, given)
         if given != config:
             weights = _rearranged(weights, config)

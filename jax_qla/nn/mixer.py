@@ -67,7 +67,7 @@ def mix(
     if len(projected.qkv) > 1 and not heads_may_be_cut(projected):
         # Gradients of one convolution take less time than those of three, by more than it takes to join what they read.
         projected = projected._replace(qkv=(_joined(projected.qkv),))
-    qkv = _convolved(projected, weights, config, None, segment_ids, implementation)
+    qkv = _convolved(projected, weights, config, [None] * len(projected.qkv), segment_ids, implementation)
     o, _ = _chunk_gated_delta_rule(
         *_operands(qkv, projected, weights, config),
         segment_ids=segment_ids,
@@ -107,8 +107,10 @@ def mix_prefill(
     batch = projected.z.shape[0]
     if cache is not None:
         check_cache(cache, config, batch)
-    tail = None if cache is None else cache.conv
-    qkv = _convolved(projected, weights, config, tail, segment_ids, implementation)
+    tails: Sequence[jax.Array | None] = [None] * len(projected.qkv)
+    if cache is not None:
+        tails = cut_like(cache.conv, projected.qkv)
+    qkv = _convolved(projected, weights, config, tails, segment_ids, implementation)
     o, state = _chunk_gated_delta_rule(
         *_operands(qkv, projected, weights, config),
         initial_state=None if cache is None else cache.state,
@@ -121,8 +123,8 @@ def mix_prefill(
         piece_rows=piece_rows,
     )
     assert state is not None
-    tails = zip(projected.qkv, cut_like(tail, projected.qkv), strict=True)
-    conv = [tail_after(x, config.conv_kernel_size, before, segment_ids) for x, before in tails]
+    pairs = zip(projected.qkv, tails, strict=True)
+    conv = [tail_after(x, config.conv_kernel_size, tail, segment_ids) for x, tail in pairs]
     if segment_ids is not None:
         state = state[:, 0]
     return _output(o, projected, weights, config, implementation), GatedDeltaNetCache(_joined(conv), state)
@@ -144,7 +146,7 @@ def mix_step(
     check_cache(cache, config, projected.z.shape[0])
     # Of a few tokens XLA makes one kernel with what precedes it.
     projected = projected._replace(qkv=(_joined(projected.qkv),))
-    qkv = _convolved(projected, weights, config, cache.conv, None, "xla")
+    qkv = _convolved(projected, weights, config, [cache.conv], None, "xla")
     o, state = _recurrent_gated_delta_rule(
         *_operands(qkv, projected, weights, config),
         initial_state=cache.state,
@@ -161,19 +163,18 @@ def _convolved(
     projected: Projected,
     weights: MixerWeights,
     config: GatedDeltaNetConfig,
-    tail: jax.Array | None,
+    tails: Sequence[jax.Array | None],
     segment_ids: jax.Array | None,
     implementation: str | Sequence[str] | None,
 ) -> tuple[jax.Array, ...]:
-    """q, k and v, each [B, T, heads * size]."""
+    """q, k and v, each [B, T, heads * size]. `tails`: the tokens before each of `projected.qkv`, if any."""
     sizes = (config.key_size, config.key_size, config.value_size)
     together = len(projected.qkv) == 1
     y: list[jax.Array] = []
-    for x, kernel, before in zip(
-        projected.qkv, *(cut_like(w, projected.qkv) for w in (weights.conv1d, tail)), strict=True
-    ):
+    kernels = cut_like(weights.conv1d, projected.qkv)
+    for x, kernel, tail in zip(projected.qkv, kernels, tails, strict=True):
         parts = sizes if together else x.shape[-1:]
-        y += causal_convolution(x, kernel, before, segment_ids, parts=parts, implementation=implementation)
+        y += causal_convolution(x, kernel, tail, segment_ids, parts=parts, implementation=implementation)
     return tuple(y)
 
 

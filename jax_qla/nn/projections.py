@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from jax_qla.convolution import cut
 from jax_qla.nn.config import GatedDeltaNetConfig
 from jax_qla.sharding import axes_of, resolve
 
@@ -93,22 +94,22 @@ def heads_may_be_cut(projected: Projected) -> bool:
     return layout.automatic or bool(layout.heads)
 
 
-def cut_like(x: jax.Array | None, parts: Sequence[jax.Array]) -> Sequence[jax.Array | None]:
-    """x [..., channels], small or None, cut into as many channels as each of `parts` has.
+def cut_like(x: jax.Array, parts: Sequence[jax.Array]) -> Sequence[jax.Array]:
+    """x [..., channels], which is small, cut into as many channels as each of `parts` has.
 
     Of several parts every device has all of x first: what it has of each part are other channels than of x.
     """
-    if x is None or len(parts) == 1:
-        return [x] * len(parts)
-    bounds = [0, *itertools.accumulate(part.shape[-1] for part in parts)]
+    if len(parts) == 1:
+        return [x]
+    sizes = [part.shape[-1] for part in parts]
     mesh = _explicit_mesh(x)
     if mesh is not None:
         x = jax.sharding.reshard(x, NamedSharding(mesh, P(*jax.typeof(x).sharding.spec[:-1], None)))
-        return jnp.split(x, bounds[1:-1], axis=-1)
+        return cut(x, sizes)
     # Indexed, not sliced, for of a slice that is cut the compiler cuts x likewise.
     return [
         x.at[..., jnp.arange(*pair)].get(indices_are_sorted=True, unique_indices=True, mode="promise_in_bounds")
-        for pair in itertools.pairwise(bounds)
+        for pair in itertools.pairwise(itertools.accumulate(sizes, initial=0))
     ]
 
 
