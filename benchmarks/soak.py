@@ -5,13 +5,14 @@
     python benchmarks/soak.py --seconds 60 --pair xla reference     # anywhere
     python benchmarks/soak.py --again 123456                        # the round with this seed, printed with a fault
 
-Random are sizes, dtypes, packings, gates, states and options. Every call runs in memory that held NaN, twice, and must
-give the same bits; results and gradients must agree with the second implementation's. Two threads call at the same
-time, each on a device of its own where there are several, and where JAX can, a second call of one program runs on
-another stream. Command buffers (CUDA graphs) are on for half of the time, each kind in processes of its own: one after
-the other, or, with `--processes`, side by side, each with its share of the card's memory and its own seeds. After every
-round nothing may be left on the devices, of what this process has taken; at the end a compiled call is repeated, during
-which host memory must not grow. Prints counts, the largest errors and where they were; exits with 1 on any fault.
+Random are operations (soak_operations.py), sizes, dtypes, packings, gates, states and options. Every call runs in
+memory that held NaN, twice, and must give the same bits; results and gradients must agree with the second
+implementation's. Two threads call at the same time, each on a device of its own where there are several, and where
+JAX can, a second call of one program runs on another stream. Command buffers (CUDA graphs) are on for half of the
+time, each kind in processes of its own: one after the other, or, with `--processes`, side by side, each with its
+share of the card's memory and its own seeds. After every round nothing may be left on the devices, of what this
+process has taken; at the end a compiled call is repeated, during which host memory must not grow. Prints counts, the
+largest errors and where they were; exits with 1 on any fault.
 
 No round is begun that would not end in its time, if it took as long as the longest so far. A process that must be ended
 is a fault; what it found in the rounds before counts. On SIGTERM (`timeout`) all processes are ended, and what there is
@@ -43,24 +44,19 @@ os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 import jax
 import jax.numpy as jnp
 import numpy as np
+from soak_operations import GatedDeltaRule, Operation, draw
 
-import jax_qla
 from jax_qla import policy
 
 THREADS = 2
-CALLS = 4, 32
-"""Least and most of a compiled shape, with other numbers; between them, as many as LARGE allows."""
-LARGE = 2**18
-"""Tokens times value heads of all calls of a compiled shape. Compiling takes longer than small calls."""
 BODIES = {"jit": "jaxpr", "pjit": "jaxpr", "custom_jvp_call": "call_jaxpr", "custom_vmap_call": "call"}
 """Primitives that stand for the function in one of their parameters."""
+UNTIMED = "--xla_gpu_autotune_level=0"
+"""XLA is not to choose its own kernels by timing them: that takes most of a round, beside others that use the card."""
 MEMORY = 0.85
 """Of a card, shared by the processes."""
 PATIENCE = 90
 """Seconds after its time until a process counts as hanging."""
-RESULTS = ("o", "final_state", "dq", "dk", "dv", "dg", "dbeta", "d_initial_state")
-LIMITS = {"bfloat16": 2e-2, "float16": 4e-3, "float32": 1e-4}
-"""Largest relative error, in the Euclidean norm, of a result; of dg and dbeta relative to `_least` at the least."""
 STEADY_CALLS = 200
 """Least number of them, the first hundred of which count for nothing."""
 STEADY_GROWTH = 32 * 2**20
@@ -68,144 +64,17 @@ STEADY_GROWTH = 32 * 2**20
 DEVICE_GROWTH = 2**20
 
 
-@dataclasses.dataclass(frozen=True)
-class Shape:
-    """What a call is compiled for."""
-
-    form: str
-    """"dense", "cu_seqlens" or "segment_ids"."""
-    dtype: str
-    batch: int
-    tokens: int
-    key_heads: int
-    value_heads: int
-    key_dim: int
-    value_dim: int
-    sequences: int
-    """Of a packed batch; slots of a row with segment_ids."""
-    state: bool
-    l2norm: bool
-    two_streams: bool
-    precision: str | None = None
-    """Of "cuda"."""
-    saving: bool | None = None
-    """The option `save_chunk_states`."""
-
-    @property
-    def calls(self) -> int:
-        """Sets of numbers that it is called with."""
-        least, most = CALLS
-        return min(most, max(least, LARGE // (self.batch * self.tokens * self.value_heads)))
-
-    @property
-    def state_shape(self) -> tuple[int, ...]:
-        lead = {"dense": (self.batch,), "cu_seqlens": (self.sequences,), "segment_ids": (self.batch, self.sequences)}
-        return *lead[self.form], self.value_heads, self.key_dim, self.value_dim
-
-
 class Fault(Exception):
     """What must not be, as a sentence."""
 
 
-def draw_shape(random: np.random.Generator, pair: Sequence[str], largest: int, streams: bool) -> Shape:
-    """Any shape that both implementations take, with at most `largest` tokens times value heads."""
-    kernels = "cuda" in pair
-    dims = (64, 128) if kernels else (8, 24, 64)
-    key_heads = int(random.choice([1, 2, 3, 4, 8, 16] if kernels else [1, 2]))
-    value_heads = key_heads * int(random.choice([1, 2, 3, 4]))
-    form = str(random.choice(["dense", "cu_seqlens", "segment_ids"]))
-    batch = 1 if form == "cu_seqlens" else int(random.integers(1, 5))
-    most = max(1, largest // (value_heads * batch))
-    tokens = int(math.exp(random.uniform(0, math.log(most)))) + int(random.integers(0, 2))
-    return Shape(
-        form=form,
-        dtype=str(random.choice(["bfloat16", "float16"] if kernels else ["float32"])),
-        batch=batch,
-        tokens=max(1, tokens),
-        key_heads=key_heads,
-        value_heads=value_heads,
-        key_dim=int(random.choice(dims)),
-        value_dim=int(random.choice(dims)),
-        sequences=int(random.integers(1, 9)),
-        state=bool(random.random() < 0.7),
-        l2norm=bool(random.random() < 0.5),
-        two_streams=streams and bool(random.random() < 0.3),
-        precision="high" if kernels and random.random() < 0.3 else None,
-        saving=(None, None, True, False)[int(random.integers(4))],
-    )
-
-
-def draw_operands(random: np.random.Generator, shape: Shape) -> dict[str, np.ndarray]:
-    """Operands by the names of the API, and the cotangents do and d_final_state."""
-    rows, low = (shape.batch, shape.tokens), jnp.dtype(shape.dtype)
-
-    def unit(*sizes: int) -> np.ndarray:
-        x = random.standard_normal(sizes)
-        return np.asarray(x / np.linalg.norm(x, axis=-1, keepdims=True))
-
-    operands = {
-        "q": unit(*rows, shape.key_heads, shape.key_dim).astype(low),
-        "k": unit(*rows, shape.key_heads, shape.key_dim).astype(low),
-        "v": random.standard_normal((*rows, shape.value_heads, shape.value_dim)).astype(low),
-        "g": _gates(random, (*rows, shape.value_heads)).astype(np.float32),
-        "beta": random.random((*rows, shape.value_heads)).astype(np.float32),
-        "do": random.standard_normal((*rows, shape.value_heads, shape.value_dim)).astype(low),
-        "d_final_state": random.standard_normal(shape.state_shape).astype(np.float32),
-    }
-    if shape.state:
-        operands["initial_state"] = random.standard_normal(shape.state_shape).astype(np.float32)
-    if shape.form == "cu_seqlens":
-        ends = np.sort(random.integers(0, shape.tokens + 1, shape.sequences))
-        ends[-1] = shape.tokens if random.random() < 0.8 else ends[-1]  # else a tail that belongs to nobody
-        operands["cu_seqlens"] = np.array([0, *ends], np.int32)
-    if shape.form == "segment_ids":
-        runs = np.sort(random.integers(0, shape.sequences + 1, rows), axis=1)
-        operands["segment_ids"] = runs.astype(np.int32)
-    return operands
-
-
-def _gates(random: np.random.Generator, sizes: tuple[int, ...]) -> np.ndarray:
-    g = -np.exp(1.5 * random.standard_normal(sizes) - 2)
-    kind = random.integers(5)
-    if kind == 1:
-        g[..., :: int(random.integers(1, 4))] = 0
-    elif kind == 2:
-        g = np.where(random.random(sizes) < 0.1, -80 * random.random(sizes), g)
-    elif kind == 3:
-        g[random.random(sizes) < 0.02] = -np.inf
-    elif kind == 4:
-        g *= 1e-3
-    return g
-
-
-def compiled(shape: Shape, implementation: str) -> Any:
-    """Jitted: results and gradients by name, twice if on two streams (equal, but for what XLA rounds: `_compare`)."""
+def compiled(operation: Operation, implementation: str, *, two_streams: bool = False) -> Any:
+    """Jitted: `Operation.results`, twice if on two streams (equal, but for what XLA rounds: `_compare`)."""
 
     def once(operands: dict[str, jax.Array]) -> dict[str, jax.Array]:
-        given = {name: operands[name] for name in ("q", "k", "v", "g", "beta")}
-        if shape.state:
-            given["initial_state"] = operands["initial_state"]
-        options: dict[str, Any] = {name: operands[name] for name in ("cu_seqlens", "segment_ids") if name in operands}
-        if shape.form == "segment_ids":
-            options["max_segments"] = shape.sequences
+        return operation.results(operands, implementation)
 
-        def rule(given: dict[str, Any]) -> Any:
-            return jax_qla.chunk_gated_delta_rule(
-                **given,
-                **options,
-                output_final_state=True,
-                use_qk_l2norm_in_kernel=shape.l2norm,
-                implementation=implementation,
-                precision=shape.precision if implementation == "cuda" else None,
-                save_chunk_states=shape.saving,
-            )
-
-        (o, final_state), vjp = jax.vjp(rule, given)
-        (gradients,) = vjp((operands["do"], operands["d_final_state"]))
-        named = {f"d{name}" if name != "initial_state" else "d_initial_state": x for name, x in gradients.items()}
-        return {"o": o, "final_state": final_state, **named}
-
-    if not shape.two_streams:
+    if not two_streams:
         return jax.jit(lambda operands: (once(operands),))
 
     def twice(operands: dict[str, jax.Array]) -> tuple[dict[str, jax.Array], ...]:
@@ -257,11 +126,12 @@ def _evaluate(jaxpr: Any, constants: Sequence[Any], operands: Sequence[Any]) -> 
     return [value(x) for x in jaxpr.outvars]
 
 
-def why_no_other_stream() -> str | None:
+def why_no_other_stream(implementation: str) -> str | None:
     """Why this JAX cannot put a part of a program on another stream, or None."""
-    inner = jax.jit(lambda x: x + 1)  # what is called here has such parts
+    random = np.random.default_rng(0)
+    call = GatedDeltaRule.draw(random, implementation == "cuda", 1)
     try:
-        jax.block_until_ready(jax.jit(lambda x: on_other_stream(lambda y: 2 * inner(y))(x))(jnp.ones(8)))
+        jax.block_until_ready(compiled(call, implementation, two_streams=True)(call.operands(random)))
     except Exception as error:  # Experimental in JAX: whatever it says is the reason.
         return f"{type(error).__name__}: {str(error).splitlines()[0][:200]}"
     return None
@@ -274,31 +144,15 @@ def poison(device: Any, size: int) -> None:
         jax.block_until_ready(blocks)
 
 
-def errors(shape: Shape, operands: dict[str, np.ndarray], found: Any, right: Any) -> dict[str, float]:
+def errors(operation: Operation, operands: dict[str, np.ndarray], found: Any, right: Any) -> dict[str, float]:
     """Relative error of each result."""
     wide = {name: np.asarray(x, np.float64) for name, x in right.items()}
-    least = _least(operands, wide)
+    least = operation.least(operands, wide)
     measured = {}
     for name, expected in wide.items():
         size = max(float(np.linalg.norm(expected)), least.get(name, 0.0), 1e-30)
         measured[name] = float(np.linalg.norm(np.asarray(found[name], np.float64) - expected)) / size
     return measured
-
-
-def _least(operands: dict[str, np.ndarray], right: dict[str, np.ndarray]) -> dict[str, float]:
-    """Sizes of the products that dg and dbeta are sums of: by chance a sum can be far smaller than its terms."""
-
-    def rows(*names: str) -> np.ndarray:
-        """Per token and head of `names`, the product of the lengths of an operand and of its gradient."""
-        lengths = [np.linalg.norm(np.asarray(operands[name], np.float64), axis=-1) for name in names]
-        return np.concatenate(
-            [
-                (length * np.linalg.norm(right[f"d{name}"], axis=-1)).ravel()
-                for name, length in zip(names, lengths, strict=True)
-            ]
-        )
-
-    return {"dg": float(np.linalg.norm(rows("q", "k"))), "dbeta": float(np.linalg.norm(rows("v")))}
 
 
 @dataclasses.dataclass
@@ -307,7 +161,7 @@ class Tally:
 
     counts: Counter[str] = dataclasses.field(default_factory=Counter)
     worst: dict[str, tuple[float, str]] = dataclasses.field(default_factory=dict)
-    """Error over its limit, and the shape it was found with, by result and dtype."""
+    """The largest error, and the operation it was found with, by kind of operation, result and dtype."""
     faults: list[str] = dataclasses.field(default_factory=list)
 
     def add(self, other: Tally) -> None:
@@ -333,41 +187,44 @@ class Tally:
 
 
 def one_round(seed: int, device: Any, options: argparse.Namespace, streams: bool, *, until: float = math.inf) -> Tally:
-    """One shape, compiled once and called with several sets of numbers, by both implementations.
+    """One operation, compiled once and called with several sets of numbers, by both implementations.
 
     After `until`, of `time.monotonic`, no further call is begun; the first always is.
     """
     tally = Tally()
     random = np.random.default_rng(seed)
-    shape = draw_shape(random, options.pair, options.largest, streams)
-    ours = compiled(shape, options.pair[0])
-    theirs = compiled(dataclasses.replace(shape, two_streams=False), options.pair[1])
-    tally.counts.update(["shapes", shape.form, shape.dtype, f"K {shape.key_dim}, V {shape.value_dim}"])
-    for i in range(shape.calls):
+    operation = draw(random, options.pair, options.largest)
+    two_streams = streams and bool(random.random() < 0.3)
+    ours = compiled(operation, options.pair[0], two_streams=two_streams)
+    theirs = compiled(operation, options.pair[1])
+    tally.counts.update(["compiled", *operation.kinds])
+    for i in range(operation.calls):
         if i > 0 and time.monotonic() > until:
             break
-        operands = draw_operands(random, shape)
+        operands = operation.operands(random)
         with jax.default_device(device):
             on_device = {name: jax.device_put(x, device) for name, x in operands.items()}
             try:
                 right = jax.device_get(theirs(on_device)[0])
-                runs = []
+                calls = []
                 for _ in range(2):
                     poison(device, options.poison)
-                    runs += [jax.device_get(x) for x in ours(on_device)]
-                _compare(tally, shape, operands, runs, right)
+                    calls.append(jax.device_get(ours(on_device)))
+                _compare(tally, operation, operands, calls, right)
             except Fault as fault:
-                tally.faults.append(f"--again {seed}: {shape}: {fault}")
+                tally.faults.append(f"--again {seed}: {operation}: {fault}")
             except Exception as error:  # A failing call is a finding; the others go on.
-                tally.faults.append(f"--again {seed}: {shape}: {type(error).__name__}: {str(error)[:500]}")
+                tally.faults.append(f"--again {seed}: {operation}: {type(error).__name__}: {str(error)[:500]}")
     return tally
 
 
-def _compare(tally: Tally, shape: Shape, operands: dict[str, np.ndarray], runs: Sequence[Any], right: Any) -> None:
-    # The same bits are what the kernels promise. In float16 XLA normalises q and k, and need not compile that alike
-    # where a program has it twice: there a call is compared with those of its own place.
-    by_xla = shape.l2norm and shape.dtype == "float16"
-    places = 2 if shape.two_streams and by_xla else 1
+def _compare(
+    tally: Tally, operation: Operation, operands: dict[str, np.ndarray], calls: Sequence[Sequence[Any]], right: Any
+) -> None:
+    """Every call's results, one of each stream, with each other bit by bit, and the first's with what is right."""
+    streams, runs = len(calls[0]), [results for call in calls for results in call]
+    # The same bits are what the kernels promise; where XLA does a part, a call is compared with those of its stream.
+    places = 1 if operation.alike else streams
     for name, x in runs[0].items():
         for i, other in enumerate(runs[places:], start=places):
             tally.counts["results compared bit by bit"] += 1
@@ -376,13 +233,13 @@ def _compare(tally: Tally, shape: Shape, operands: dict[str, np.ndarray], runs: 
         if not np.all(np.isfinite(np.asarray(x, np.float32))):
             raise Fault(f"{name} is not finite")
     tally.counts["calls"] += len(runs)
-    if shape.two_streams:
+    if streams > 1:
         tally.counts["calls on two streams"] += len(runs)
-    limit = LIMITS[shape.dtype]
-    for name, error in errors(shape, operands, runs[0], right).items():
+    for name, error in errors(operation, operands, runs[0], right).items():
         tally.counts["results compared"] += 1
-        key = f"{name} {shape.dtype}"
-        tally.worst[key] = max(tally.worst.get(key, (0.0, "")), (error, str(shape)))
+        key = f"{type(operation).__name__} {name} {operation.dtype}"
+        tally.worst[key] = max(tally.worst.get(key, (0.0, "")), (error, str(operation)))
+        limit = operation.limit(name)
         if not error <= limit:
             raise Fault(f"{name} is off by {error:.2e} of its norm, limit {limit:.0e}")
 
@@ -401,9 +258,9 @@ def steady(options: argparse.Namespace, seconds: float, device: Any) -> Tally:
     """One compiled call, repeated: neither host nor device memory may grow."""
     tally = Tally()
     random = np.random.default_rng(options.seed)
-    shape = dataclasses.replace(draw_shape(random, options.pair, options.largest, False), form="dense")
-    run = compiled(shape, options.pair[0])
-    operands = {name: jax.device_put(x, device) for name, x in draw_operands(random, shape).items()}
+    rule = GatedDeltaRule.draw(random, "cuda" in options.pair, options.largest)
+    run = compiled(rule, options.pair[0])
+    operands = {name: jax.device_put(x, device) for name, x in rule.operands(random).items()}
 
     def repeat() -> None:
         for _ in range(100):
@@ -432,7 +289,7 @@ def soak(options: argparse.Namespace) -> Tally:
     total = Tally()
     devices = jax.local_devices()
     reason = None if options.streams else "not wanted"
-    reason = reason or why_no_other_stream()
+    reason = reason or why_no_other_stream(options.pair[0])
     overrides = (f"{name}={os.environ.get(name)}" for name in (policy.GROUPS_OVERRIDE, policy.IN_ONE_OVERRIDE))
     environment = ", ".join((f"XLA_FLAGS={options.flags!r}", *overrides))
     print(f"{jax.__version__}, {len(devices)} x {devices[0].device_kind}, {options.pair}, {environment}")
@@ -516,7 +373,7 @@ def _variables(options: argparse.Namespace, i: int) -> dict[str, str]:
     """What distinguishes process i: command buffers, groups of heads in the backward pass, whether one kernel computes
     that wherever it can, and no more than its share of memory if others run beside it."""
     off = [] if i % 2 == 0 else ["--xla_gpu_enable_command_buffer="]
-    variables = {"XLA_FLAGS": " ".join([*os.environ.get("XLA_FLAGS", "").split(), *off])}
+    variables = {"XLA_FLAGS": " ".join([*os.environ.get("XLA_FLAGS", "").split(), UNTIMED, *off])}
     variables[policy.GROUPS_OVERRIDE] = ("", "2", "4")[i % 3]
     variables[policy.IN_ONE_OVERRIDE] = ("", "1")[i // 2 % 2]
     if options.processes:
@@ -585,7 +442,10 @@ def main() -> int:
     options.poison = options.poison or (2**30 if gpu else 2**22)
     if options.again is not None:
         total = one_round(
-            options.again, jax.local_devices()[0], options, options.streams and why_no_other_stream() is None
+            options.again,
+            jax.local_devices()[0],
+            options,
+            options.streams and why_no_other_stream(options.pair[0]) is None,
         )
     elif (options.command_buffers or ("both" if gpu or options.processes else "as set")) == "both":
         print(f"seed {options.seed}", flush=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import math
 import os
@@ -20,6 +19,8 @@ from thorough import only_thorough
 sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
 
 import soak
+import soak_operations
+from soak_operations import GatedDeltaRule
 
 CHILD = """
 import json, os, signal, sys, time
@@ -69,13 +70,21 @@ def test_side_by_side(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert total.faults == ["o differs"]
     error, given = total.worst["o float32"]  # of the third
     assert error == SEED + 2 * 1_000_003
-    assert json.loads(given) == ["--xla_foo=1", f"{soak.MEMORY / 3:.3f}", 8.0, ["xla", "reference"], 9, 99, False]
+    assert json.loads(given) == [
+        f"--xla_foo=1 {soak.UNTIMED}",
+        f"{soak.MEMORY / 3:.3f}",
+        8.0,
+        ["xla", "reference"],
+        9,
+        99,
+        False,
+    ]
 
 
 def test_one_after_the_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     total = outcome(tmp_path, monkeypatch, ["good", "good"])
     assert (total.counts, total.faults) == ({"calls": 6, "processes": 2, "rounds": 2, "seconds": 14}, [])
-    flags = "--xla_foo=1 --xla_gpu_enable_command_buffer="
+    flags = f"--xla_foo=1 {soak.UNTIMED} --xla_gpu_enable_command_buffer="
     assert json.loads(total.worst["o float32"][1]) == [flags, None, 4.0, ["xla", "reference"], 9, 99, True]
 
 
@@ -165,18 +174,18 @@ def test_no_round_is_begun_that_would_not_end_in_time(
 @pytest.mark.parametrize(("until", "calls"), [(0.0, 1), (1025.0, 3), (math.inf, None)])
 def test_no_call_is_begun_after_the_time(until: float, calls: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
     options = soak.parse_arguments(["--pair", "xla", "reference", "--largest", "9", "--poison", "99"])
-    clock, shapes = Clock(), []
+    clock, operations = Clock(), []
 
-    def compare(tally: soak.Tally, shape: soak.Shape, *_: Any) -> None:
-        shapes.append(shape)
+    def compare(tally: soak.Tally, operation: soak_operations.Operation, *_: Any) -> None:
+        operations.append(operation)
         tally.counts["calls"] += 1
         clock.now += 10
 
     monkeypatch.setattr(soak, "time", clock)
-    monkeypatch.setattr(soak, "compiled", lambda *_: lambda operands: (operands,))
+    monkeypatch.setattr(soak, "compiled", lambda *_, **__: lambda operands: (operands,))
     monkeypatch.setattr(soak, "_compare", compare)
     total = soak.one_round(3, jax.local_devices()[0], options, False, until=until)
-    assert (total.counts["calls"], total.faults) == (shapes[0].calls if calls is None else calls, [])
+    assert (total.counts["calls"], total.faults) == (operations[0].calls if calls is None else calls, [])
 
 
 def test_a_report_is_read_as_it_was_written() -> None:
@@ -188,9 +197,9 @@ def test_a_report_is_read_as_it_was_written() -> None:
 
 def test_a_function_without_calls_is_the_same_function() -> None:
     """What JAX 0.11 needs for a second stream: no call is left, and results are those there were."""
-    shape = soak.Shape("dense", "float32", 1, 70, 1, 2, 8, 8, 1, state=True, l2norm=True, two_streams=False)
-    function = soak.compiled(shape, "xla")
-    operands = soak.draw_operands(np.random.default_rng(0), shape)
+    operation = rule(tokens=70)
+    function = soak.compiled(operation, "xla")
+    operands = operation.operands(np.random.default_rng(0))
     flat = soak._without_calls(function)
     names = {equation.primitive.name for equation in jax.make_jaxpr(flat)(operands).eqns}
     assert "jit" in {equation.primitive.name for equation in jax.make_jaxpr(function)(operands).eqns}
@@ -199,8 +208,36 @@ def test_a_function_without_calls_is_the_same_function() -> None:
         np.testing.assert_allclose(found, right, rtol=1e-4, atol=1e-5)
 
 
-def test_calls_of_a_shape() -> None:
+def rule(**changes: Any) -> GatedDeltaRule:
+    sizes = {"batch": 1, "key_heads": 1, "value_heads": 2, "key_dim": 8, "value_dim": 8, "sequences": 1}
+    return GatedDeltaRule(**{"dtype": "float32", "form": "dense", **sizes, "state": True, "l2norm": True, **changes})
+
+
+def test_calls_of_an_operation() -> None:
     """Many of a small one, few of a large one."""
-    small = soak.Shape("dense", "float32", 2, 1, 1, 1, 8, 8, 1, state=False, l2norm=False, two_streams=False)
-    shapes = [dataclasses.replace(small, tokens=tokens) for tokens in (1, 2**13, 2**20)]
-    assert [shape.calls for shape in shapes] == [32, 16, 4]
+    calls = [rule(tokens=tokens, batch=2, value_heads=1).calls for tokens in (1, 2**13, 2**20)]
+    assert calls == [32, 16, 4]
+
+
+@pytest.mark.parametrize("kind", soak_operations._KINDS, ids=lambda kind: kind.__name__)
+def test_what_an_operation_compares(kind: Any) -> None:
+    """Gradients of all its operands, finite though memory beside the sequences is not; and an error is found."""
+    random = np.random.default_rng(1)
+    for _ in range(3):
+        operation = kind.draw(random, True, 40)
+        operands = operation.operands(random)
+        right = jax.device_get(soak.compiled(operation, "xla")(operands)[0])
+        gradients = {name.removeprefix("d").removeprefix("_") for name in right if name.startswith("d")}
+        given = {name for name in operands if not name.startswith("d")} - {"cu_seqlens", "segment_ids"}
+        assert gradients == (given if kind is not soak_operations.Recurrence else set())
+        least = operation.least(operands, right)
+        soak._compare(soak.Tally(), operation, operands, [(right,)] * 2, right)
+        for name, x in right.items():
+            off = 2 * operation.limit(name) * max(np.linalg.norm(np.asarray(x, np.float64)), least.get(name, 0), 1e-9)
+            wrong = {**right, name: np.asarray(x, np.float64) + off / max(1, x.size) ** 0.5}
+            with pytest.raises(soak.Fault, match=f"{name} is off"):
+                soak._compare(soak.Tally(), operation, operands, [(wrong,)] * 2, right)
+            with pytest.raises(soak.Fault, match=f"{name} differs"):
+                soak._compare(soak.Tally(), operation, operands, [(right,), (wrong,)], right)
+            with pytest.raises(soak.Fault, match=f"{name} is not finite"):
+                soak._compare(soak.Tally(), operation, operands, [({**right, name: np.nan * x},)] * 2, right)
