@@ -4,10 +4,11 @@
     python benchmarks/host_call.py --on-cpu                      # no GPU: the handler launches nothing, see below
 
 The calls are small, so that the host is what takes long: one sequence, dense and packed, the forward pass and both,
-with XLA's command buffers as they are by default and without them, each setting in a process of its own. Prints
-microseconds of a call: `dispatch` until it returns, `waited` for its results too, both in bursts of calls; beside it
-x + 1 of eight numbers (`one operation`), and one kernel of the same operands with as many results (`same operands`),
-which says what part of the cost is theirs. `kernels` is what XLA launches besides, by the compiled program.
+with an initial and a final state unless a case says otherwise, with XLA's command buffers as they are by default and
+without them, each setting in a process of its own. Prints microseconds of a call: `dispatch` until it returns,
+`waited` for its results too, both in bursts of calls; beside it x + 1 of eight numbers (`one operation`), and one
+kernel of the same operands with as many results (`same operands`), which says what part of the cost is theirs.
+`kernels` is what XLA launches besides, by the compiled program.
 
 With a C++ compiler at hand, one more process for each case has the driver timed (host_call_driver.cc): tensor maps that
 are encoded and kernels that are launched in one call, with microseconds; `handler` is what is left of the time in the
@@ -54,10 +55,11 @@ NO_COMMAND_BUFFERS = "--xla_gpu_enable_command_buffer="
 
 
 def forward(operands: Mapping[str, jax.Array]) -> tuple[Any, Any]:
+    state = operands.get("initial_state")
     return jax_qla.chunk_gated_delta_rule(
         *(operands[name] for name in OPERANDS[:5]),
-        initial_state=operands["initial_state"],
-        output_final_state=True,
+        initial_state=state,
+        output_final_state=state is not None,
         cu_seqlens=operands.get("cu_seqlens"),
         implementation="cuda",
     )
@@ -65,9 +67,9 @@ def forward(operands: Mapping[str, jax.Array]) -> tuple[Any, Any]:
 
 def both(operands: Mapping[str, jax.Array]) -> Any:
     """Results and gradients."""
-    differentiable = {name: operands[name] for name in OPERANDS}
+    differentiable = {name: operands[name] for name in OPERANDS if name in operands}
     results, gradients = jax.vjp(lambda x: forward({**operands, **x}), differentiable)
-    return results, gradients((operands["do"], operands["d_final_state"]))
+    return results, gradients((operands["do"], operands.get("d_final_state")))
 
 
 def same_operands(function: Callable[..., Any], operands: Mapping[str, jax.Array]) -> Callable[..., Any]:
@@ -84,10 +86,14 @@ def same_operands(function: Callable[..., Any], operands: Mapping[str, jax.Array
 def operands_of(name: str, tokens: int) -> dict[str, jax.Array]:
     made = inputs.make(Row("forward", KEY_HEADS, VALUE_HEADS, 1, tokens))
     wanted = [*OPERANDS, *(["cu_seqlens"] if "packed" in name else [])]
-    return {name: made[name] for name in [*wanted, *(["do", "d_final_state"] if "both" in name else [])]}
+    wanted += ["do", "d_final_state"] if "both" in name else []
+    return {key: made[key] for key in wanted if "without states" not in name or not key.endswith("_state")}
 
 
-CASES = ("forward dense", "forward packed", "both dense", "both packed")
+CASES = (
+    *("forward dense, without states", "forward dense", "forward packed"),
+    *("both dense, without states", "both dense", "both packed"),
+)
 
 
 def burst(function: Callable[[], Any]) -> tuple[float, float]:
@@ -251,11 +257,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
         for setting, flags in settings.items():
             environment = {"XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} {flags}".strip()}
             title = ", ".join(filter(None, (f"{tokens} tokens", setting)))
-            print(f"\n{title}: us of a call\n{'':34s} dispatch  waited  kernels of XLA")
+            print(f"\n{title}: us of a call\n{'':44s} dispatch  waited  kernels of XLA")
             untimed = timed if options.on_cpu else {}
             found[title] = in_new_process([*task, str(tokens)], environment | untimed)
             for name, times in found[title].items():
-                print(f"{name:34s} {times['dispatch']:8.1f} {times['waited']:7.1f} {times.get('kernels', '')!s:>8s}")
+                print(f"{name:44s} {times['dispatch']:8.1f} {times['waited']:7.1f} {times.get('kernels', '')!s:>8s}")
             for name in CASES if timed else ():
                 times = in_new_process([*task, str(tokens), name], environment | timed)
                 found[title][name]["driver"] = times
