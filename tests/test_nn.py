@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import doctest
 import itertools
+import re
 import subprocess
 import sys
 from typing import Any
@@ -32,7 +33,7 @@ from jax_qla.nn.convolution import causal_convolution, tail_after
 from jax_qla.nn.gates import log_decay, update_strength
 from jax_qla.nn.normalization import gated_rms_norm
 from jax_qla.nn.parameters import initial_a_log, initial_dt_bias
-from jax_qla.nn.projections import Projected
+from jax_qla.nn.projections import Projected, dot_general
 
 CONFIG = GatedDeltaNetConfig(16, num_key_heads=2, num_value_heads=4, key_head_dim=8, value_head_dim=6)
 WEIGHTS = random_weights(CONFIG)
@@ -379,6 +380,43 @@ def test_dtypes_that_are_not_floating_are_refused(framework: Framework, name: st
 def test_wrong_configurations_are_refused(change: dict[str, Any], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         dataclasses.replace(CONFIG, **change)
+
+
+def of_arrays(layer: Any) -> tuple[Any, Any]:
+    """A function of a layer's arrays and x, and the arrays."""
+    is_module = isinstance(layer, nnx.Module)
+    arrays, tree = jax.tree.flatten(nnx.split(layer) if is_module else layer)
+
+    def run(arrays: Any, x: jax.Array) -> Any:
+        whole = jax.tree.unflatten(tree, arrays)
+        return (nnx.merge(*whole) if is_module else whole)(x)
+
+    return run, arrays
+
+
+def test_the_input_is_kept_once_for_the_backward_pass(framework: Framework) -> None:
+    """In the layer's dtype, and not for every projection, nor behind a barrier."""
+    (run, arrays), x = of_arrays(framework.make(CONFIG, dtype=jnp.bfloat16)), random_array(2, 150, 16)
+    kept = jax.eval_shape(lambda *operands: jax.vjp(run, *operands)[1], arrays, x)
+    assert [leaf.dtype.name for leaf in jax.tree.leaves(kept) if leaf.shape == x.shape] == ["bfloat16"]
+
+
+@pytest.mark.gpu
+def test_projections_are_not_merged(framework: Framework, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels are not joined on the way to a product, but for the gates'; without a barrier XLA joins those of x."""
+    config, x = GatedDeltaNetConfig(256, 1, 2), jnp.zeros((1, 256, 256), jnp.bfloat16)
+
+    def joined() -> set[int]:
+        """How many features kernels have together that are joined."""
+        run, arrays = of_arrays(framework.make(config, dtype=jnp.bfloat16, param_dtype=jnp.bfloat16))
+        text = jax.jit(run).lower(arrays, x).compile().as_text() or ""
+        shapes = re.findall(r"bf16\[(\d+),(\d+)\]\S* concatenate\(", text)
+        return {int(b if a == "256" else a) for a, b in shapes if "256" in (a, b)}
+
+    assert joined() <= {2 * config.num_value_heads}
+    for module in (jax_qla.nn.flax, jax_qla.nn.equinox):
+        monkeypatch.setattr(module, "dot_general_of", lambda _: dot_general)
+    assert config.conv_channels + config.value_size in joined()
 
 
 @pytest.mark.gpu

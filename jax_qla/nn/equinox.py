@@ -20,7 +20,7 @@ except ModuleNotFoundError as error:
 from jax_qla.nn import mixer, parameters
 from jax_qla.nn.cache import GatedDeltaNetCache, empty_cache
 from jax_qla.nn.config import GatedDeltaNetConfig
-from jax_qla.nn.projections import Projected, arrange, check_input, dot_general, sharding_like
+from jax_qla.nn.projections import Projected, arrange, check_input, dot_general_of, sharding_like
 
 __all__ = ["GatedDeltaNet", "logical_axes"]
 
@@ -136,7 +136,7 @@ class GatedDeltaNet(eqx.Module):
             piece_rows=self.piece_rows,
             save_chunk_states=self.save_chunk_states,
         )
-        return self._apply(self.out_proj, y, x)
+        return self._apply("out_proj", y, x)
 
     def prefill(
         self, x: jax.Array, cache: GatedDeltaNetCache | None = None, *, segment_ids: jax.Array | None = None
@@ -166,7 +166,7 @@ class GatedDeltaNet(eqx.Module):
             implementation=self.implementation,
             piece_rows=self.piece_rows,
         )
-        return self._apply(self.out_proj, y, x), cache
+        return self._apply("out_proj", y, x), cache
 
     def step(self, x: jax.Array, cache: GatedDeltaNetCache) -> tuple[jax.Array, GatedDeltaNetCache]:
         """Reads the next token, or a few, one by one: for generation. The cache keeps its structure, as a scan needs.
@@ -184,7 +184,7 @@ class GatedDeltaNet(eqx.Module):
         y, cache = mixer.mix_step(
             self._project(x), self._weights(), self.config, cache, implementation=self.implementation
         )
-        return self._apply(self.out_proj, y, x), cache
+        return self._apply("out_proj", y, x), cache
 
     def init_cache(self, batch_size: int) -> GatedDeltaNetCache:
         """The cache before the first token of `batch_size` sequences."""
@@ -215,22 +215,23 @@ class GatedDeltaNet(eqx.Module):
         ]
         return eqx.tree_at(lambda layer: [_leaf(layer, name) for name in names], self, arrays)
 
-    def _apply(self, linear: eqx.nn.Linear, x: jax.Array, like: jax.Array | None = None) -> jax.Array:
-        """The linear layer at every token, in the layer's dtype; with `like`, cut as that where types say how."""
+    def _apply(self, name: str, x: jax.Array, like: jax.Array | None = None) -> jax.Array:
+        """A linear layer at every token, in the layer's dtype; with `like`, cut as that where types say how."""
+        linear = getattr(self, name)
         linear = jax.tree.map(lambda leaf: leaf.astype(self.dtype) if eqx.is_inexact_array(leaf) else leaf, linear)
         x = x.astype(self.dtype)
         # What a caller has put there instead stands for itself.
-        if type(linear) is eqx.nn.Linear and linear.bias is None:
-            sharding = sharding_like(x if like is None else like, x, linear.weight)
-            if sharding is not None:
-                out_sharding = None if like is None else sharding
-                return dot_general(x, linear.weight.T, (((2,), (0,)), ((), ())), out_sharding=out_sharding)
-        return jax.vmap(jax.vmap(linear))(x)
+        if type(linear) is not eqx.nn.Linear or linear.bias is not None:
+            return jax.vmap(jax.vmap(linear))(x)
+        out_sharding = None if like is None else sharding_like(like, x, linear.weight)
+        product = dot_general_of(name)
+        return product(x, linear.weight.T, (((2,), (0,)), ((), ())), out_sharding=out_sharding)
 
     def _project(self, x: jax.Array) -> Projected:
         hint = "; the layer takes the batch itself, with no jax.vmap around it" if jnp.ndim(x) == 2 else ""
         check_input(x, self.config, hint)
-        outputs = {name: self._apply(getattr(self, name), x) for name in self.config.input_projections}
+        x = x.astype(self.dtype)  # Once, so that it is kept once for the backward pass.
+        outputs = {name: self._apply(name, x) for name in self.config.input_projections}
         return arrange(outputs, self.config)
 
     def _weights(self) -> mixer.MixerWeights:

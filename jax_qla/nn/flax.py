@@ -17,7 +17,7 @@ except ModuleNotFoundError as error:
 from jax_qla.nn import mixer, parameters
 from jax_qla.nn.cache import GatedDeltaNetCache, empty_cache
 from jax_qla.nn.config import GatedDeltaNetConfig
-from jax_qla.nn.projections import Projected, arrange, check_input, dot_general, sharding_like
+from jax_qla.nn.projections import Projected, arrange, check_input, dot_general_of, sharding_like
 
 __all__ = ["GatedDeltaNet"]
 
@@ -83,7 +83,7 @@ class GatedDeltaNet(nnx.Module):
             return nnx.Linear(
                 *shapes[name],
                 use_bias=False,
-                dot_general=dot_general,
+                dot_general=dot_general_of(name),
                 dtype=dtype,
                 param_dtype=param_dtype,
                 kernel_init=nnx.with_partitioning(
@@ -205,6 +205,7 @@ class GatedDeltaNet(nnx.Module):
 
     def _project(self, x: jax.Array) -> Projected:
         check_input(x, self.config)
+        x = x.astype(self.dtype)  # Once, so that it is kept once for the backward pass.
         return arrange({name: getattr(self, name)(x) for name in self.config.input_projections}, self.config)
 
     def _output(self, y: jax.Array, x: jax.Array) -> jax.Array:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -14,6 +15,8 @@ from jax.sharding import PartitionSpec as P
 from jax_qla.convolution import cut
 from jax_qla.nn.config import GatedDeltaNetConfig
 from jax_qla.sharding import axes_of, resolve
+
+_MANY_TOKENS = 256
 
 
 class Projected(NamedTuple):
@@ -75,6 +78,34 @@ def dot_general(
         if met != P(contracted, features):
             kernel = jax.sharding.reshard(kernel, NamedSharding(mesh, met))
     return jax.lax.dot_general(x, kernel, dimension_numbers, out_sharding=out_sharding, **options)
+
+
+def dot_general_alone(x: jax.Array, *operands: Any, **options: Any) -> jax.Array:
+    """`dot_general`, of many tokens by itself: not as a part of another product of x.
+
+    XLA makes one product for GPUs of those that share an operand, if one of them is small (its pass "dot-merger"): it
+    joins their kernels before and cuts the result after. Of fewer tokens it joins nothing in memory, but of more these
+    are copies, which take longer than what is spared.
+    """
+    if x.shape[0] * x.shape[1] < _MANY_TOKENS:
+        return dot_general(x, *operands, **options)
+
+    # Rematerialized, so that what is kept for the backward pass is x, and not once more what the barrier makes of it.
+    @functools.partial(jax.checkpoint, prevent_cse=False)
+    def product(x: jax.Array, kernel: jax.Array) -> jax.Array:
+        return dot_general(jax.lax.optimization_barrier(x), kernel, *operands[1:], **options)
+
+    y: jax.Array = product(x, operands[0])
+    return y
+
+
+def dot_general_of(name: str) -> Callable[..., jax.Array]:
+    """What the linear layer of this name computes its product by.
+
+    All others than z's have nothing that they would be merged with: the gates' are too small for that, but with each
+    other, which spares a product.
+    """
+    return dot_general_alone if name == "in_proj_z" else dot_general
 
 
 def beside(weight: jax.Array, x: jax.Array) -> jax.Array:
