@@ -11,6 +11,7 @@ import sys
 from typing import Any
 
 import jax
+import jax.export
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -231,6 +232,36 @@ def test_steps_from_an_empty_cache(framework: Framework) -> None:
     assert jax.tree.map(lambda x: (x.shape, x.dtype), after) == jax.tree.map(lambda x: (x.shape, x.dtype), cache)
     assert (cache.conv.dtype, cache.state.dtype, y.dtype) == (jnp.bfloat16, jnp.float32, jnp.bfloat16)
     assert_close(y, call(framework, layer, x), 0.02)
+
+
+@pytest.mark.parametrize("projections", ["split", "fused"])
+def test_a_single_token_is_one_of_several(framework: Framework, projections: Any) -> None:
+    """Of one sequence, whose product with a kernel is computed in another way, and with its derivative."""
+    config = dataclasses.replace(CONFIG, projections=projections)
+    layer, x = framework.make(config, random_weights(config)), random_array(2, 1, 16)
+
+    @framework.jit
+    def step(layer: Any, x: jax.Array) -> Any:
+        (y, state), transpose = jax.vjp(
+            lambda x: (lambda y, cache: (y, cache.state))(*layer.step(x, layer.init_cache(len(x)))), x
+        )
+        return y, state, *transpose((y, state))
+
+    for one, both in zip(step(layer, x[:1]), step(layer, x), strict=True):
+        assert one.shape == (1, *both.shape[1:])
+        assert_close(one[0], both[0], LIMIT)
+
+
+def test_a_step_is_exported_for_any_batch(framework: Framework) -> None:
+    layer, x = framework.make(CONFIG, WEIGHTS), random_array(3, 1, 16)
+    (batch,) = jax.export.symbolic_shape("batch")
+    operands = x, layer.init_cache(3)
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct((batch, *x.shape[1:]), x.dtype), operands)
+    exported = jax.export.export(jax.jit(lambda x, cache: layer.step(x, cache)))(*shapes)
+    for found, right in zip(
+        jax.tree.leaves(exported.call(*operands)), jax.tree.leaves(layer.step(*operands)), strict=True
+    ):
+        assert_close(found, right, LIMIT)
 
 
 def test_packed_documents_do_not_see_each_other(framework: Framework) -> None:

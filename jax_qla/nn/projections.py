@@ -53,8 +53,27 @@ def sharding_like(x: jax.Array, *others: jax.Array) -> NamedSharding | None:
     return None if mesh is None else NamedSharding(mesh, P(*jax.typeof(x).sharding.spec))
 
 
+def dot_general_of(name: str) -> Callable[..., jax.Array]:
+    """What the linear layer of this name computes its product by: `dot_general`, z's by itself.
+
+    Nothing else would be merged then: the gates' products are too small, but for each other, which spares one.
+    """
+    return dot_general_alone if name == "in_proj_z" else dot_general
+
+
+def dot_general_alone(*operands: Any, **options: Any) -> jax.Array:
+    """`dot_general` with `alone`."""
+    return dot_general(*operands, alone=True, **options)
+
+
 def dot_general(
-    x: jax.Array, kernel: jax.Array, dimension_numbers: Any, *, out_sharding: Any = None, **options: Any
+    x: jax.Array,
+    kernel: jax.Array,
+    dimension_numbers: Any,
+    *,
+    out_sharding: Any = None,
+    alone: bool = False,
+    **options: Any,
 ) -> jax.Array:
     """`jax.lax.dot_general` of x [B, T, D] and a kernel [D, features], also where Explicit axes cut any axes of both.
 
@@ -63,6 +82,9 @@ def dot_general(
 
     Args:
         out_sharding: of the result; None for x's with the features cut as the kernel's, but over axes that cut B or T.
+        alone: whether the compiler may not merge it with other products of x, if there are many tokens. XLA for GPUs
+            makes one of those that share an operand, if one of them is small (its pass "dot-merger"): it joins their
+            kernels before and cuts the result after, which of many tokens takes longer than one product spares.
     """
     mesh = _explicit_mesh(x, kernel)
     if mesh is not None:
@@ -77,35 +99,22 @@ def dot_general(
         )
         if met != P(contracted, features):
             kernel = jax.sharding.reshard(kernel, NamedSharding(mesh, met))
-    return jax.lax.dot_general(x, kernel, dimension_numbers, out_sharding=out_sharding, **options)
 
-
-def dot_general_alone(x: jax.Array, *operands: Any, **options: Any) -> jax.Array:
-    """`dot_general`, of many tokens by itself: not as a part of another product of x.
-
-    XLA makes one product for GPUs of those that share an operand, if one of them is small (its pass "dot-merger"): it
-    joins their kernels before and cuts the result after. Of fewer tokens it joins nothing in memory, but of more these
-    are copies, which take longer than what is spared.
-    """
-    if x.shape[0] * x.shape[1] < _MANY_TOKENS:
-        return dot_general(x, *operands, **options)
-
-    # Rematerialized, so that what is kept for the backward pass is x, and not once more what the barrier makes of it.
-    @functools.partial(jax.checkpoint, prevent_cse=False)
     def product(x: jax.Array, kernel: jax.Array) -> jax.Array:
-        return dot_general(jax.lax.optimization_barrier(x), kernel, *operands[1:], **options)
+        return jax.lax.dot_general(x, kernel, dimension_numbers, out_sharding=out_sharding, **options)
 
-    y: jax.Array = product(x, operands[0])
+    # Rematerialized, so that what is kept for the backward pass is x, and not what the barrier makes of it beside it.
+    @functools.partial(jax.checkpoint, prevent_cse=False)
+    def product_alone(x: jax.Array, kernel: jax.Array) -> jax.Array:
+        return product(jax.lax.optimization_barrier(x), kernel)
+
+    tokens: Any = x.shape[0] * x.shape[1]
+    if mesh is None and x.shape[:2] == (1, 1):
+        # Of one row XLA for GPUs writes all multiples to memory, and adds them up from there: twice the time.
+        return product(jnp.broadcast_to(x, (2, *x.shape[1:])), kernel)[:1]
+    many = isinstance(tokens, int) and tokens >= _MANY_TOKENS  # of a symbolic batch, for decoding, few
+    y: jax.Array = (product_alone if alone and many else product)(x, kernel)
     return y
-
-
-def dot_general_of(name: str) -> Callable[..., jax.Array]:
-    """What the linear layer of this name computes its product by.
-
-    All others than z's have nothing that they would be merged with: the gates' are too small for that, but with each
-    other, which spares a product.
-    """
-    return dot_general_alone if name == "in_proj_z" else dot_general
 
 
 def beside(weight: jax.Array, x: jax.Array) -> jax.Array:
