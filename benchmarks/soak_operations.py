@@ -87,8 +87,8 @@ class Operation:
 def draw(random: np.random.Generator, pair: Sequence[str], largest: int) -> Operation:
     """Any operation that both implementations take, with at most `largest` tokens times value heads."""
     kernels = "cuda" in pair
-    kinds = [kind for kind in _KINDS if kernels or not kind.by_kernels_only]
-    weights = np.array([_KINDS[kind] for kind in kinds], float)
+    kinds = [kind for kind in KINDS if kernels or not kind.by_kernels_only]
+    weights = np.array([KINDS[kind] for kind in kinds], float)
     kind = kinds[int(random.choice(len(kinds), p=weights / weights.sum()))]
     drawn: Operation = kind.draw(random, kernels, largest)
     return drawn
@@ -151,18 +151,12 @@ class GatedDeltaRule(Operation):
         return not (self.l2norm and self.dtype == "float16")
 
     def operands(self, random: np.random.Generator) -> dict[str, np.ndarray]:
-        rows, low = (self.batch, self.tokens), jnp.dtype(self.dtype)
+        rows = self.batch, self.tokens
         lead = {"dense": (self.batch,), "cu_seqlens": (self.sequences,), "segment_ids": (self.batch, self.sequences)}
         state_shape = (*lead[self.form], self.value_heads, self.key_dim, self.value_dim)
-        operands = {
-            "q": _unit(random, *rows, self.key_heads, self.key_dim).astype(low),
-            "k": _unit(random, *rows, self.key_heads, self.key_dim).astype(low),
-            "v": random.standard_normal((*rows, self.value_heads, self.value_dim)).astype(low),
-            "g": _gates(random, (*rows, self.value_heads)).astype(np.float32),
-            "beta": random.random((*rows, self.value_heads)).astype(np.float32),
-            "do": random.standard_normal((*rows, self.value_heads, self.value_dim)).astype(low),
-            "d_final_state": random.standard_normal(state_shape).astype(np.float32),
-        }
+        operands = _of_tokens(random, self)
+        operands["do"] = random.standard_normal(operands["v"].shape).astype(jnp.dtype(self.dtype))
+        operands["d_final_state"] = random.standard_normal(state_shape).astype(np.float32)
         if self.state:
             operands["initial_state"] = random.standard_normal(state_shape).astype(np.float32)
         if self.form == "cu_seqlens":
@@ -246,14 +240,7 @@ class Recurrence(Operation):
         return self.value_heads
 
     def operands(self, random: np.random.Generator) -> dict[str, np.ndarray]:
-        rows, low = (self.batch, self.tokens), jnp.dtype(self.dtype)
-        operands = {
-            "q": _unit(random, *rows, self.key_heads, self.key_dim).astype(low),
-            "k": _unit(random, *rows, self.key_heads, self.key_dim).astype(low),
-            "v": random.standard_normal((*rows, self.value_heads, self.value_dim)).astype(low),
-            "g": _gates(random, (*rows, self.value_heads)).astype(np.float32),
-            "beta": random.random((*rows, self.value_heads)).astype(np.float32),
-        }
+        operands = _of_tokens(random, self)
         if self.state_dtype:
             state = random.standard_normal((self.batch, self.value_heads, self.key_dim, self.value_dim))
             operands["initial_state"] = state.astype(jnp.dtype(self.state_dtype))
@@ -411,7 +398,7 @@ class GatedNorm(Operation):
         return 2e-5 if name == "d_weight" else ROUNDING[self.dtype]
 
 
-_KINDS: dict[Any, float] = {GatedDeltaRule: 6, Convolution: 3, GatedNorm: 1, Recurrence: 1}
+KINDS: dict[Any, float] = {GatedDeltaRule: 6, Convolution: 3, GatedNorm: 1, Recurrence: 1}
 """How often each is drawn."""
 
 
@@ -424,6 +411,19 @@ def _heads(random: np.random.Generator, kernels: bool) -> tuple[int, int]:
 def _up_to(random: np.random.Generator, most: int) -> int:
     """At least 1, and as often small as large."""
     return max(1, int(math.exp(random.uniform(0, math.log(max(1, most))))) + int(random.integers(0, 2)))
+
+
+def _of_tokens(random: np.random.Generator, operation: GatedDeltaRule | Recurrence) -> dict[str, np.ndarray]:
+    """q, k, v, g and beta."""
+    rows, low = (operation.batch, operation.tokens), jnp.dtype(operation.dtype)
+    heads = (*rows, operation.value_heads)
+    return {
+        "q": _unit(random, *rows, operation.key_heads, operation.key_dim).astype(low),
+        "k": _unit(random, *rows, operation.key_heads, operation.key_dim).astype(low),
+        "v": random.standard_normal((*heads, operation.value_dim)).astype(low),
+        "g": _gates(random, heads).astype(np.float32),
+        "beta": random.random(heads).astype(np.float32),
+    }
 
 
 def _unit(random: np.random.Generator, *sizes: int) -> np.ndarray:
