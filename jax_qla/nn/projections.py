@@ -17,6 +17,7 @@ from jax_qla.nn.config import GatedDeltaNetConfig
 from jax_qla.sharding import axes_of, resolve
 
 _MANY_TOKENS = 256
+"""From so many on what XLA joins for merged products, and cuts out of their results, are copies in memory."""
 
 
 class Projected(NamedTuple):
