@@ -432,6 +432,18 @@ def test_the_input_is_kept_once_for_the_backward_pass(framework: Framework) -> N
     assert [leaf.dtype.name for leaf in jax.tree.leaves(kept) if leaf.shape == x.shape] == ["bfloat16"]
 
 
+def test_what_a_checkpoint_keeps_of_the_projections(framework: Framework) -> None:
+    """All their products where the policy keeps products, z's, which the compiler may not merge, among them."""
+    (run, arrays), x = of_arrays(framework.make(CONFIG, dtype=jnp.bfloat16)), random_array(2, 150, 16)
+    sizes = CONFIG.input_projections.values()
+    policies = jax.checkpoint_policies
+    for policy, keeps in ((policies.nothing_saveable, False), (policies.dots_saveable, True)):
+        layer = jax.checkpoint(run, policy=policy)
+        kept = jax.eval_shape(lambda *operands, layer=layer: jax.vjp(layer, *operands)[1], arrays, x)
+        shapes = {leaf.shape for leaf in jax.tree.leaves(kept)}
+        assert [(2, 150, size) in shapes for size in sizes] == [keeps] * len(sizes)
+
+
 @pytest.mark.gpu
 def test_projections_are_not_merged(framework: Framework, monkeypatch: pytest.MonkeyPatch) -> None:
     """Kernels are not joined on the way to a product, but for the gates'; without a barrier XLA joins those of x."""
