@@ -457,6 +457,7 @@ int main(int count, char** arguments) {
   Random random(std::strtoull(arguments[4], nullptr, 10));
   void* const driver = dlopen(std::getenv("JAX_QLA_LIBCUDA"), RTLD_NOW);
   const auto reset = reinterpret_cast<void (*)()>(dlsym(driver, "stub_reset"));
+  const auto forget_tensor_maps = reinterpret_cast<void (*)()>(dlsym(driver, "stub_forget_tensor_maps"));
 
   const XLA_FFI_Api api = MakeApi();
   const jax_qla::Registration handler = jax_qla::HostRegistration();
@@ -465,6 +466,7 @@ int main(int count, char** arguments) {
   for (int64_t i = std::strtoll(arguments[3], nullptr, 10); i > 0; --i) {
     if (i % 256 == 0) {
       reset();
+      forget_tensor_maps();  // of states that are gone
     }
     Call call = RightCall(random, sha256);
     const bool right = random.OneIn(4);

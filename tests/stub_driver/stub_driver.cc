@@ -312,6 +312,13 @@ STUB_EXPORT void stub_reset() {
   stub.minor = 0;
 }
 
+// Nobody has a tensor map any more.
+STUB_EXPORT void stub_forget_tensor_maps() {
+  Stub& stub = Get();
+  const std::lock_guard<std::mutex> lock(stub.mutex);
+  stub.tensor_maps.clear();
+}
+
 STUB_EXPORT void stub_set_compute_capability(int major, int minor) {
   Stub& stub = Get();
   const std::lock_guard<std::mutex> lock(stub.mutex);
