@@ -57,7 +57,7 @@ gpu-sanitize: $(VENV)/test.stamp kernels
 # All tests: with minutes instead of seconds of what is random in them, and with the cases that `make test` leaves out for its
 # time (tests/thorough.py), the battery on the kernels' CUDA, run on the CPU, among them.
 thorough: export JAX_QLA_THOROUGH := 1
-thorough: export JAX_QLA_FUZZ_CALLS := 2000000
+thorough: export JAX_QLA_FUZZ_CALLS := 500000
 thorough: export JAX_QLA_EXAMPLES := 400
 thorough: pytest
 
