@@ -15,6 +15,7 @@ is the time of a call in a row of calls ("wall"), launches that nothing hides in
 from __future__ import annotations
 
 import argparse
+import functools
 import os
 import statistics
 import tempfile
@@ -174,9 +175,7 @@ def main() -> None:
         inputs, dy, ids = jax.device_put((layer.inputs, layer.dy, ids), rows_of)
         weights = jax.device_put(layer.weights, NamedSharding(mesh, P()))
 
-        def forward(inputs: Any, weights: Any, apply: Any = layer.apply, ids: Any = ids) -> jax.Array:
-            y: jax.Array = apply(inputs, weights, ids)
-            return y
+        forward = functools.partial(layer.apply, ids=ids)
 
         def both(inputs: Any, weights: Any, dy: jax.Array, forward: Any = forward) -> Any:
             y, transpose = jax.vjp(forward, inputs, weights)

@@ -18,6 +18,7 @@ import numpy as np
 
 import jax_qla
 from jax_qla.causal_conv1d import in_parts
+from jax_qla.convolution import cut
 from jax_qla.cuda_conv1d import GRANULE
 from jax_qla.nn.normalization import gated_rms_norm
 
@@ -343,8 +344,7 @@ class Convolution(Operation):
             return (y, tail) if self.form == "dense" else (y,)
 
         primal, transpose = jax.vjp(convolve, given)
-        bounds = np.cumsum(self.parts)[:-1]
-        cotangents = tuple(jnp.split(operands["dy"], bounds, axis=-1)), operands["d_tail"]
+        cotangents = cut(operands["dy"], self.parts), operands["d_tail"]
         cotangents = jax.tree.map(lambda d, like: d.astype(like.dtype), cotangents[: len(primal)], primal)
         (gradients,) = transpose(cotangents)
         y = {f"y{n}": part for n, part in enumerate(primal[0])}

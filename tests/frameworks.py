@@ -35,11 +35,23 @@ class Framework(Protocol):
     def jit(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """`function`, whose first argument is a layer and whose others are arrays, compiled."""
 
+    def split(self, layer: Any) -> tuple[Any, Callable[[Any], Any]]:
+        """The layer's arrays, and what makes a layer of such."""
+
     def outputs_and_gradients(self, layer: Any, x: Any, dy: Any) -> tuple[jax.Array, dict[str, jax.Array]]:
         """layer(x), and for its cotangent dy the gradients by parameter, that of x under the name "x"."""
+        arrays, whole = self.split(layer)
+
+        @partial(jax.jit, compiler_options=QUICK)
+        def run(arrays: Any, x: jax.Array, dy: jax.Array) -> Any:
+            y, transpose = jax.vjp(lambda arrays, x: whole(arrays)(x), arrays, x)
+            return y, transpose(dy)
+
+        y, (by_array, by_x) = run(arrays, jnp.asarray(x), jnp.asarray(dy))
+        return y, {**whole(by_array).get_weights(), "x": by_x}
 
 
-class Flax:
+class Flax(Framework):
     def make(self, config: GatedDeltaNetConfig, weights: Weights | None = None, **options: Any) -> Any:
         layer = jax_qla.nn.flax.GatedDeltaNet(config, rngs=nnx.Rngs(0), **options)
         if weights is not None:
@@ -62,19 +74,12 @@ class Flax:
 
         return run
 
-    def outputs_and_gradients(self, layer: Any, x: Any, dy: Any) -> tuple[jax.Array, dict[str, jax.Array]]:
-        graphdef, parameters = nnx.split(layer)
-
-        @partial(jax.jit, compiler_options=QUICK)
-        def run(parameters: Any, x: jax.Array, dy: jax.Array) -> Any:
-            y, transpose = jax.vjp(lambda parameters, x: nnx.merge(graphdef, parameters)(x), parameters, x)
-            return y, transpose(dy)
-
-        y, (by_parameter, by_x) = run(parameters, jnp.asarray(x), jnp.asarray(dy))
-        return y, {**nnx.merge(graphdef, by_parameter).get_weights(), "x": by_x}
+    def split(self, layer: Any) -> tuple[Any, Callable[[Any], Any]]:
+        graphdef, arrays = nnx.split(layer)
+        return arrays, partial(nnx.merge, graphdef)
 
 
-class Equinox:
+class Equinox(Framework):
     def make(self, config: GatedDeltaNetConfig, weights: Weights | None = None, **options: Any) -> Any:
         layer = jax_qla.nn.equinox.GatedDeltaNet(config, key=jax.random.key(0), **options)
         return layer if weights is None else layer.with_weights(weights)
@@ -96,16 +101,9 @@ class Equinox:
 
         return run
 
-    def outputs_and_gradients(self, layer: Any, x: Any, dy: Any) -> tuple[jax.Array, dict[str, jax.Array]]:
+    def split(self, layer: Any) -> tuple[Any, Callable[[Any], Any]]:
         arrays, rest = eqx.partition(layer, eqx.is_array)
-
-        @partial(jax.jit, compiler_options=QUICK)
-        def run(arrays: Any, x: jax.Array, dy: jax.Array) -> Any:
-            y, transpose = jax.vjp(lambda arrays, x: eqx.combine(arrays, rest)(x), arrays, x)
-            return y, transpose(dy)
-
-        y, (by_array, by_x) = run(arrays, jnp.asarray(x), jnp.asarray(dy))
-        return y, {**eqx.combine(by_array, rest).get_weights(), "x": by_x}
+        return arrays, lambda arrays: eqx.combine(arrays, rest)
 
 
 FRAMEWORKS: dict[str, Framework] = {"flax": Flax(), "equinox": Equinox()}

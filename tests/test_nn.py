@@ -413,28 +413,22 @@ def test_wrong_configurations_are_refused(change: dict[str, Any], error: type[Ex
         dataclasses.replace(CONFIG, **change)
 
 
-def of_arrays(layer: Any) -> tuple[Any, Any]:
+def of_arrays(framework: Framework, **options: Any) -> tuple[Any, Any]:
     """A function of a layer's arrays and x, and the arrays."""
-    is_module = isinstance(layer, nnx.Module)
-    arrays, tree = jax.tree.flatten(nnx.split(layer) if is_module else layer)
-
-    def run(arrays: Any, x: jax.Array) -> Any:
-        whole = jax.tree.unflatten(tree, arrays)
-        return (nnx.merge(*whole) if is_module else whole)(x)
-
-    return run, arrays
+    arrays, whole = framework.split(framework.make(**options))
+    return lambda arrays, x: whole(arrays)(x), arrays
 
 
 def test_the_input_is_kept_once_for_the_backward_pass(framework: Framework) -> None:
     """In the layer's dtype, and not for every projection, nor behind a barrier."""
-    (run, arrays), x = of_arrays(framework.make(CONFIG, dtype=jnp.bfloat16)), random_array(2, 150, 16)
+    (run, arrays), x = of_arrays(framework, config=CONFIG, dtype=jnp.bfloat16), random_array(2, 150, 16)
     kept = jax.eval_shape(lambda *operands: jax.vjp(run, *operands)[1], arrays, x)
     assert [leaf.dtype.name for leaf in jax.tree.leaves(kept) if leaf.shape == x.shape] == ["bfloat16"]
 
 
 def test_what_a_checkpoint_keeps_of_the_projections(framework: Framework) -> None:
     """All their products where the policy keeps products, z's, which the compiler may not merge, among them."""
-    (run, arrays), x = of_arrays(framework.make(CONFIG, dtype=jnp.bfloat16)), random_array(2, 150, 16)
+    (run, arrays), x = of_arrays(framework, config=CONFIG, dtype=jnp.bfloat16), random_array(2, 150, 16)
     sizes = CONFIG.input_projections.values()
     policies = jax.checkpoint_policies
     for policy, keeps in ((policies.nothing_saveable, False), (policies.dots_saveable, True)):
@@ -451,7 +445,7 @@ def test_projections_are_not_merged(framework: Framework, monkeypatch: pytest.Mo
 
     def joined() -> set[int]:
         """How many features kernels have together that are joined."""
-        run, arrays = of_arrays(framework.make(config, dtype=jnp.bfloat16, param_dtype=jnp.bfloat16))
+        run, arrays = of_arrays(framework, config=config, dtype=jnp.bfloat16, param_dtype=jnp.bfloat16)
         text = jax.jit(run).lower(arrays, x).compile().as_text() or ""
         shapes = re.findall(r"bf16\[(\d+),(\d+)\]\S* concatenate\(", text)
         return {int(b if a == "256" else a) for a, b in shapes if "256" in (a, b)}
