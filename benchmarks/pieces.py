@@ -29,6 +29,7 @@ from ours import JaxQla
 from rows import HEAD_DIM, Row, parse
 
 from jax_qla import policy
+from jax_qla.kernels.balance import balanced
 
 ROWS = (
     *("2,8/1x32768", "2,8/1x8192", "2,8/1x2048", "2,8/2x16384", "2,8/4x8192", "4,16/1x32768", "16,16/1x8192"),
@@ -92,6 +93,8 @@ def chosen(row: Row) -> Choice:
     back = kept or policy.backward_rows(*sizes, **of_kernel) or 0
     recurrences = row.tokens // back if back else row.sequences
     in_one = policy.in_one(recurrences, *sizes[2:], **of_kernel) != "never"
+    by_lengths = policy.balance(recurrences, row.value_heads, ratio=of_kernel["ratio"])
+    in_one = in_one and balanced([row.tokens // recurrences] * recurrences, *by_lengths)
     return Choice(alone, kept or alone, back, in_one)
 
 

@@ -1,8 +1,8 @@
 """The Hopper implementation: which kernels run, in which order, on which arrays.
 
 Forward is two kernels in one FFI call (prepare, forward), backward three (states_from_vd, state_gradients, gradients)
-or, where that fills the card, two (states_from_vd, backward: `policy.in_one`), decoding one (recurrent, on a dense
-batch as it is).
+or, where that fills the card, two (states_from_vd, backward: `policy.in_one`; of a packed batch balance finds out
+whether it does, and the others leave by what it found), decoding one (recurrent, on a dense batch as it is).
 The others work on flat token arrays, dense batches included: a dense batch is a packed one whose tables are constants.
 Where sequences are cut into pieces (policy.py), layout finds these in a packed batch, beside prepare, which does not go
 by them, and the states that enter them come next: summaries and compose, for the backward pass also adjoint_summaries
@@ -55,6 +55,7 @@ from jax_qla.implementations import (
 )
 from jax_qla.kernels import adjoint_summaries as adjoint_summaries_kernel
 from jax_qla.kernels import backward as backward_kernel
+from jax_qla.kernels import balance as balance_kernel
 from jax_qla.kernels import compose as compose_kernel
 from jax_qla.kernels import forward as forward_kernel
 from jax_qla.kernels import gradients as gradients_kernel
@@ -65,7 +66,7 @@ from jax_qla.kernels import state_gradients as state_gradients_kernel
 from jax_qla.kernels import states as states_kernel
 from jax_qla.kernels import states_from_vd as states_from_vd_kernel
 from jax_qla.kernels import summaries as summaries_kernel
-from jax_qla.kernels.common import ALIKE, ALWAYS, CHUNK, DIFFERENT
+from jax_qla.kernels.common import ALWAYS, BALANCED, CHUNK, UNBALANCED
 from jax_qla.kernels.packaged import PACKAGED
 from jax_qla.launch import Step, launch, unavailable
 
@@ -280,11 +281,17 @@ def backward(
         # The first gradients of states are written when what has been found of the pieces is composed.
         if (response := of_pieces.get("adjoint_response")) and _bytes(response) <= _bytes(dh):
             within["adjoint_response"] = "dh"
+    ratio = call.value_heads // call.key_heads
+    if found.in_one == "if balanced":
+        scalars = policy.balance(call.recurrences, call.value_heads // found.groups, ratio=ratio)._asdict()
+        steps = [Step("balance", balance_kernel.Config(), scalars), *steps]
+        of_pieces["balanced"] = jax.ShapeDtypeStruct((1,), jnp.int32)
+    else:
+        inputs["balanced"] = jnp.zeros((1,), jnp.int32)
     of_h = None if h is not None else states_kernel if vd is None else states_from_vd_kernel
     steps = _gradient_steps(call, [*call.table_steps, *steps], found, of_h, h_ahead=between is not None, scale=scale)
     progress, in_place = {}, {}
     if found.in_one != "never":
-        ratio = call.value_heads // call.key_heads
         counted = call.parts if ratio > policy.in_one_width(ratio) else 0
         progress = {"progress": jax.ShapeDtypeStruct((counted, call.value_heads), jnp.int32)}
         inputs["none_done"] = jnp.zeros((counted, call.value_heads), jnp.int32)
@@ -335,8 +342,8 @@ def _gradient_steps(
     together = policy.key_heads_together(chunks, divided // ratio, divided)
     tile = call.value_tile_of(heads)
     beside = policy.room_for_both(call.recurrences * heads * (call.value_dim // tile))
-    of_two, of_one = (DIFFERENT, ALIKE) if found.in_one == "if alike" else (ALWAYS, ALWAYS)
-    common: dict[str, Any] = {"scale": scale, "expected": call.recurrences}
+    of_two, of_one = (UNBALANCED, BALANCED) if found.in_one == "if balanced" else (ALWAYS, ALWAYS)
+    common: dict[str, Any] = {"scale": scale}
     for first in range(0, call.value_heads, heads):
         if of_h is not None:
             # Unless there is room for it beside `state_gradients`, what computes h begins where blocks of

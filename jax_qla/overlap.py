@@ -58,7 +58,7 @@ def uses_early(step: Step, operand: str) -> bool:
     if step.kernel == "state_gradients":
         return step.scalars["awaits"] == state_gradients.NOTHING or operand not in _OF_STATE
     if step.kernel == "gradients":
-        return operand == "segments"  # where it looks its chunk up
+        return operand in ("segments", "balanced")  # where it looks its chunk up, and whether it computes anything
     if step.kernel == "compose" and not step.config.reverse:
         return operand in ("spans", "initial_state")
     return not patient(step)

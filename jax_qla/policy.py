@@ -93,17 +93,25 @@ it can, or never (0)."""
 MORE_THAN_HALF = 116 * 1024
 """Bytes of shared memory of which a multiprocessor has no two."""
 
-_IN_ONE_RATIOS = (1, 2, 4)
-"""Value heads of a key head with which kernels/backward.py computes anything. With three, whose blocks are no clusters,
-it takes 1.1 times as long as three kernels, and with eight, whose dq and dk it rounds eight times and sums in four
-steps, errors of dk exceed 5e-3."""
+_IN_ONE_LIMITS = {1: 80, 2: 72, 4: 68}
+"""Value heads of a key head with which kernels/backward.py computes anything, and how long its blocks of uneven
+sequences may take, in 64ths of what they took if their work could be divided at will. With three, whose blocks are no
+clusters, it takes 1.1 times as long as three kernels, and with eight, whose dq and dk it rounds eight times and sums in
+four steps, errors of dk exceed 5e-3."""
 
 _FULL = 0.95
 """Of the multiprocessors in all rounds of blocks, so many are a full card."""
 
+_ROUNDS_OF_ANY = 2
+"""Rounds of blocks from which on a card may be busy to the end whatever the sequences' lengths."""
 
-InOne = Literal["never", "if alike", "always"]
-"""Whether kernels/backward.py computes a backward pass; "if alike": if the device finds that its sequences are."""
+_NO_MATTER_HOW_ALIKE = 1 << 30
+"""As many sequences as no batch has."""
+
+
+InOne = Literal["never", "if balanced", "always"]
+"""Whether kernels/backward.py computes a backward pass; "if balanced": if the device finds that its sequences keep all
+multiprocessors busy until nearly the end."""
 
 
 class Cut(NamedTuple):
@@ -217,8 +225,8 @@ class HeadGroups(NamedTuple):
     in_one: InOne
     """Whether kernels/backward.py computes each of them (`in_one`)."""
     uneven: int
-    """Groups into which each is divided again where "if alike" pieces are not, by the kernels that then compute it:
-    their gradients of states take memory of every batch, and no time of one whose pieces are alike."""
+    """Groups into which each is divided again where "if balanced" pieces are not, by the kernels that then compute it:
+    their gradients of states take memory of every batch, and no time of one whose pieces are."""
 
 
 def head_groups(
@@ -238,10 +246,11 @@ def head_groups(
 ) -> HeadGroups:
     """The groups of heads of the backward pass.
 
-    As many as fill the card each, once or several times. Where halves of a group's recurrences do, more of them, as few
-    as bring temporary memory below operands and results, if they take little longer, or no larger part of the time than
-    one group's memory exceeds these by. Whole sequences that are not alike are not divided again: each group would wait
-    for the longest of them.
+    As many as fill the card each, once or several times; of packed batches, whose sequences may be uneven so that each
+    group waits for the longest of them, as few of these as bring temporary memory below operands and results. Where
+    halves of a group's recurrences fill the card, more of them, as few as do so, if they take little longer, or no
+    larger part of the time than one group's memory exceeds these by. Whole sequences that are not balanced are not
+    divided again.
 
     Args:
         chunks: of all sequences.
@@ -267,13 +276,9 @@ def head_groups(
     together = recurrences * value_heads
     time = functools.partial(_time_of_groups, chunks, recurrences, key_heads, value_heads, value_dim)
 
-    def fill(blocks: int, groups: int) -> bool:
-        rounds = blocks / groups / MULTIPROCESSORS
-        return rounds >= _FULL * math.ceil(rounds)
-
     def halves_fill(groups: int) -> bool:
         tile = value_tile(together // groups, value_dim)
-        return tile < value_dim and fill(2 * together * (value_dim // tile), groups)
+        return tile < value_dim and _fills(2 * together * (value_dim // tile) / groups)
 
     # Elements of v's dtype, of which a number in float32 takes two. Vd, as a rule kept, is of all heads.
     state = key_dim * value_dim
@@ -290,15 +295,18 @@ def head_groups(
         worth = max(excess(1, 1) / given, _LITTLE_FOR_MEMORY) * (time(1) + _BETWEEN_BACK)
         return next((n for n in _divisors(key_heads) if fits(n) and halves_fill(n) and time(n) - time(1) <= worth), 1)
 
-    groups = max(
-        n for n in _divisors(key_heads) if n == 1 or (fill(together, n) and (n - 1) * _GROUP <= _LITTLE * time(1))
-    )
+    filling = [
+        n for n in _divisors(key_heads) if n == 1 or (_fills(together / n) and (n - 1) * _GROUP <= _LITTLE * time(1))
+    ]
+    groups = filling[-1]
+    if packed:
+        groups = next((n for n in filling if excess(1 if with_states else n, n) <= 0), groups)
     chosen, uneven = one(groups), 1
     if groups == 1 and excess(1, 1) > 0:
         if chosen == "never" and not with_states:
             groups = in_less_memory(lambda n: excess(n, n) <= 0)
             chosen = one(groups)
-        elif chosen == "if alike" and of_parts > 0:
+        elif chosen == "if balanced" and of_parts > 0:
             uneven = in_less_memory(lambda n: excess(1, n) <= 0)
     return HeadGroups(groups, chosen, uneven)
 
@@ -327,15 +335,16 @@ def in_one(
     """Whether kernels/backward.py computes the backward pass, instead of state_gradients.py and gradients.py.
 
     It can with K = V = 128 and operands that are not split. It should where its
-    blocks, one a recurrence, fill the card in each of their rounds and are alike: it would wait for the longest
-    sequence, where kernels/gradients.py does not. Whether those of a packed batch are alike is known on the device
-    only: all three are launched then, and each of them looks.
+    blocks, one a recurrence, keep all multiprocessors busy: where they fill the card in each of their rounds and are
+    alike, or are so many, and so few of them much longer than others, that the last ones end nearly together. Which
+    packed batches are like that is known on the device only: all three are launched then, and each of them looks
+    (`balance`).
 
     Args:
         recurrences: of a head: sequences, or the pieces of them that are computed side by side.
         value_heads: that are computed at once.
         key_dim, value_dim: K and V.
-        ratio: value heads of a key head, for which it should be one of `_IN_ONE_RATIOS`.
+        ratio: value heads of a key head, for which it should be one of `_IN_ONE_LIMITS`.
         split: whether operands are sums of two numbers.
         packed: whether lengths of several sequences are known on the device only. (Of one, all but the last piece are.)
     """
@@ -345,10 +354,35 @@ def in_one(
         if override not in ("0", "1"):
             raise ValueError(f"{IN_ONE_OVERRIDE} must be 0 or 1, got {override!r}")
         return "always" if override == "1" else "never"
-    rounds = recurrences * value_heads / MULTIPROCESSORS
-    if ratio not in _IN_ONE_RATIOS or rounds < _FULL * math.ceil(rounds):
+    blocks = recurrences * value_heads
+    if ratio not in _IN_ONE_LIMITS:
         return "never"
-    return "if alike" if packed else "always"
+    if packed:
+        return "if balanced" if _fills(blocks) or blocks >= _ROUNDS_OF_ANY * MULTIPROCESSORS else "never"
+    return "always" if _fills(blocks) else "never"
+
+
+class Balance(NamedTuple):
+    """By what kernels/balance.py finds whether the sequences of a packed batch are balanced."""
+
+    expected: int
+    """Sequences that fill the card in each of their rounds of blocks if they are so many and alike."""
+    share: int
+    """Multiprocessors over blocks of a sequence, which has one for each head, in 64ths."""
+    limit: int
+    """The most that blocks of others may take of what they took if their work could be divided at will, in 64ths."""
+
+
+def balance(recurrences: int, value_heads: int, *, ratio: int) -> Balance:
+    """Of blocks of so many `value_heads`; the arguments are those of `in_one`."""
+    expected = recurrences if _fills(recurrences * value_heads) else _NO_MATTER_HOW_ALIKE
+    return Balance(expected, -(-64 * MULTIPROCESSORS // value_heads), _IN_ONE_LIMITS.get(ratio, 0))
+
+
+def _fills(blocks: float) -> bool:
+    """Whether blocks that are alike fill the card in each of their rounds."""
+    rounds = blocks / MULTIPROCESSORS
+    return rounds >= _FULL * math.ceil(rounds)
 
 
 def in_one_width(ratio: int) -> int:

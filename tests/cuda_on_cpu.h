@@ -179,11 +179,11 @@ inline auto max(A a, B b) { using T = std::common_type_t<A, B>; return static_ca
 
 template <class T>
 inline T shuffled(T x, int from) {
-  static_assert(sizeof(T) == 4);
-  uint32_t bits;
-  std::memcpy(&bits, &x, 4);
-  bits = emulator::shuffle(bits, from);
-  std::memcpy(&x, &bits, 4);
+  static_assert(sizeof(T) % 4 == 0);
+  uint32_t bits[sizeof(T) / 4];
+  std::memcpy(bits, &x, sizeof(T));
+  for (uint32_t& part : bits) part = emulator::shuffle(part, from);
+  std::memcpy(&x, bits, sizeof(T));
   return x;
 }
 template <class T> inline T __shfl_sync(unsigned, T x, int lane, int = 32) { return shuffled(x, lane & 31); }

@@ -30,6 +30,7 @@ from test_cuda import (
 import jax_qla
 from jax_qla import cuda as cuda_kernels
 from jax_qla import policy
+from jax_qla.kernels.balance import balanced as found_balanced
 
 pytestmark = pytest.mark.gpu
 
@@ -177,14 +178,26 @@ def test_thousands_of_calls_repeat(key_heads: int, l2norm: bool, monkeypatch: py
 
 
 @pytest.mark.parametrize(
-    "lengths", [(500, 500, 500, 500), (500, 490, 500, 505), (800, 200, 500, 400), (2000, 0, 0, 0)], ids=str
+    ("lengths", "balanced"),
+    [
+        ((500, 500, 500, 500), True),
+        ((500, 490, 500, 505), True),
+        ((800, 200, 500, 400), False),
+        ((2000, 0, 0, 0), False),
+        (tuple(range(471, 126, -18)), True),
+        ((2700, *range(336, 24, -18)), False),
+        ((300, 0, 60, 90) * 13, True),
+        ((100, 0, 20, 30) * 13, False),
+    ],
+    ids=str,
 )
-def test_packed_batches(lengths: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of sequences that are alike one kernel computes the gradients, of others two: whichever would, and whether or not
-    these two divide the heads."""
+def test_packed_batches(lengths: tuple[int, ...], balanced: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of sequences that keep the card busy to the end one kernel computes the gradients, of others two: whichever
+    would, and whether or not these two divide the heads."""
+    assert found_balanced(lengths, *policy.balance(len(lengths), 32, ratio=2)) == balanced
     monkeypatch.setenv(policy.OVERRIDE, "0")
     ends = np.cumsum((0, *lengths))
-    operands = _operands(1, 2000, 16, 32)
+    operands = _operands(1, max(2000, sum(lengths)), 16, 32)
     used = _kernels(monkeypatch)
 
     def computed(in_one: str | None) -> list[np.ndarray]:
@@ -205,8 +218,7 @@ def test_packed_batches(lengths: tuple[int, ...], monkeypatch: pytest.MonkeyPatc
             np.testing.assert_array_equal(mine, other)
         assert used.count("gradients") == 4 * once
     by_two, by_one = computed("0"), computed("1")
-    alike = 32 * max(lengths) * len(lengths) <= 33 * sum(lengths)
-    for mine, other in zip(found, by_one if alike else by_two, strict=True):
+    for mine, other in zip(found, by_one if balanced else by_two, strict=True):
         np.testing.assert_array_equal(mine, other)
     for one, two in zip(by_one, by_two, strict=True):
         assert np.linalg.norm(one - two) <= 1e-2 * np.linalg.norm(two)

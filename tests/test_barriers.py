@@ -26,7 +26,7 @@ def operands_of(chunks: int, rows: int, ratio: int) -> dict[str, Any]:
     pieces = np.array([[0, end, 0, 0], [end, end, 0, 2]])
     spans = np.array([[0, chunks]])
     operands: dict[str, Any] = {"ratio": ratio, "heads": ratio, "scale": 1.0, "tokens": end}
-    numbers = {"segments": segments, "pieces": pieces, "bounds": segments, "spans": spans}
+    numbers = {"segments": segments, "pieces": pieces, "bounds": segments, "spans": spans, "balanced": np.zeros(1)}
     return operands | {key: barrier_model.Value(x.shape, "int32", x) for key, x in numbers.items()}
 
 
@@ -43,8 +43,8 @@ KERNELS = {
 }
 """Kernels with barriers, and threads of a block."""
 
-THREADS = {**KERNELS, "layout": 128}
-"""Of a block of these, and of the one that has no barriers."""
+THREADS = {**KERNELS, "layout": 128, "balance": 32}
+"""Of a block of these, and of those that have no barriers."""
 
 SEQUENCES = (
     *((4, 1, 4, 2), (9, 64, 3, 1)),
@@ -114,6 +114,7 @@ def test_no_order_of_events_stops_a_kernel(
 
 WAITING = [
     ("layout", {}, {}),
+    ("balance", {}, {}),
     ("prepare", {}, {"together": 4}),
     ("forward", {}, {"awaits": forward.STATE}),
     ("forward", {}, {"awaits": forward.PREPARED}),

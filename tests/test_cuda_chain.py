@@ -26,11 +26,12 @@ from jax_qla.kernels import compose as compose_kernel
 from jax_qla.kernels import forward as forward_kernel
 from jax_qla.kernels import state_gradients as state_gradients_kernel
 from jax_qla.kernels import states as states_kernel
-from jax_qla.kernels.common import ALIKE, ALWAYS, DIFFERENT
+from jax_qla.kernels.common import ALWAYS, BALANCED, UNBALANCED
 from jax_qla.launch import Step
 
 RESULTS = {
     "layout": ("segments", "pieces", "spans"),
+    "balance": ("balanced",),
     "prepare": ("a", "gamma", "lengths", "query_lengths"),
     "summaries": ("response", "transition", "forgotten"),
     "adjoint_summaries": ("adjoint_response",),
@@ -778,13 +779,14 @@ def test_recurrence_and_gradients_in_one(
     given = _steps(monkeypatch)
     two, one = ["state_gradients", "gradients"], ["backward"]
     found = {}
-    for chosen, kernels in (("never", two), ("if alike", two + one), ("always", one)):
+    for chosen, kernels in (("never", two), ("if balanced", two + one), ("always", one)):
         given.clear()
         monkeypatch.setattr(policy, "in_one", lambda *_, chosen=chosen, **__: chosen)
         found[chosen] = module.backward(*operands, segments, residuals, x["do"], x["d_final_state"], scale=0.25)
-        assert [step.kernel for step in given] == ["states", *kernels] * groups
+        before = ["balance"] if chosen == "if balanced" else []
+        assert [step.kernel for step in given] == before + ["states", *kernels] * groups
         when = {step.kernel: step.scalars.get("only", ALWAYS) for step in given}
-        here = dict.fromkeys(two, DIFFERENT) | {"backward": ALIKE} if chosen == "if alike" else {}
+        here = dict.fromkeys(two, UNBALANCED) | {"backward": BALANCED} if chosen == "if balanced" else {}
         assert when == {name: here.get(name, ALWAYS) for name in when}
         assert {step.neighbours for step in given if step.kernel == "backward"} <= {width}
         assert {step.scalars["width"] for step in given if step.kernel == "backward"} <= {width}
@@ -806,7 +808,7 @@ def test_gradients_of_uneven_sequences_in_groups(rows: str, monkeypatch: pytest.
     found = {}
     for uneven in (1, 2):
         given.clear()
-        monkeypatch.setattr(policy, "head_groups", lambda *_, n=uneven, **__: policy.HeadGroups(1, "if alike", n))
+        monkeypatch.setattr(policy, "head_groups", lambda *_, n=uneven, **__: policy.HeadGroups(1, "if balanced", n))
         found[uneven] = module.backward(*operands, segments, residuals, x["do"], x["d_final_state"], scale=0.25)
         end = [step for step in given if step.kernel in ("states_from_vd", *END, "backward")]
         assert [step.kernel for step in end] == ["states_from_vd", *END[1:] * uneven, "backward"]

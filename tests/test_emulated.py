@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import dataclasses
 import functools
+import heapq
 import itertools
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -29,7 +30,18 @@ from thorough import THOROUGH, only_thorough, rarely
 from jax_qla import cuda, cuda_conv1d, cuda_norm, implementations, policy, store
 from jax_qla import segments as tables
 from jax_qla.implementations import Choice
-from jax_qla.kernels import backward, build, compose, forward, inversion, prepare, specification, states, states_from_vd
+from jax_qla.kernels import (
+    backward,
+    balance,
+    build,
+    compose,
+    forward,
+    inversion,
+    prepare,
+    specification,
+    states,
+    states_from_vd,
+)
 from jax_qla.kernels.common import ALWAYS, FAINT, STRETCHES
 from jax_qla.launch import Step
 
@@ -182,6 +194,7 @@ def test_a_fence_before_another_block_is_told(fenced: bool) -> None:
     arrays |= {name: rows(*state, dtype=np.float32) for name in ("d_final_state", "d_initial_state")}
     arrays |= {"a": rows(2, tokens, 64).view(np.int16), "h": rows(2, 2, 2, 128, 64)}
     arrays |= {"segments": np.array([[0, tokens]], np.int32), "progress": np.zeros((0, 2), np.int32)}
+    arrays["balanced"] = np.zeros(1, np.int32)
     arrays |= {name: np.zeros((0, width), np.int32) for name, width in (("pieces", 4), ("spans", 2))}
     scalars = {
         "ratio": 2,
@@ -190,7 +203,6 @@ def test_a_fence_before_another_block_is_told(fenced: bool) -> None:
         "heads": 2,
         "width": 2,
         "only": ALWAYS,
-        "expected": 1,
     }
     with nullcontext() if fenced else pytest.raises(RuntimeError, match="without a fence of the block that wrote it"):
         kernel(arrays, scalars, neighbours=2, seed=0)
@@ -223,13 +235,14 @@ def test_a_fence_before_keys_come_over_a_first_state(fenced: bool) -> None:
 
 
 @only_thorough
-@pytest.mark.parametrize("alike", [True, False])
-def test_packed_sequences_in_one_if_alike(alike: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("balanced", [True, False])
+def test_packed_sequences_in_one_if_balanced(balanced: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """All three kernels run, and what one of them would write if it took the batch for its own is looked for."""
-    segments = ((0, 130), (140, 270), (270, 398)) if alike else ((0, 130), (140, 290), (290, 398))
+    segments = ((0, 130), (140, 270), (270, 398)) if balanced else ((0, 130), (140, 290), (290, 398))
     sizes: Any = {"tokens": 400, "key_dim": 128, "value_dim": 128, "key_heads": 1, "value_heads": 2}
-    case = battery.Case(f"in one if alike, {alike}", dtype="bfloat16", segments=segments, poisoned=True, **sizes)
-    monkeypatch.setattr(policy, "in_one", lambda *_, **__: "if alike")
+    case = battery.Case(f"in one if balanced, {balanced}", dtype="bfloat16", segments=segments, poisoned=True, **sizes)
+    monkeypatch.setattr(policy, "in_one", lambda *_, **__: "if balanced")
+    monkeypatch.setattr(policy, "balance", lambda *_, **__: policy.Balance(3, 64 * 66, 72))
     written: dict[str, bool] = {}
     run = emulator.Emulated.__call__
 
@@ -241,8 +254,8 @@ def test_packed_sequences_in_one_if_alike(alike: bool, monkeypatch: pytest.Monke
 
     monkeypatch.setattr(emulator.Emulated, "__call__", recording)
     battery.check(case, rule, LIMITS)
-    assert written.pop("backward_kernel") is alike
-    assert written.pop("state_gradients_kernel") is not alike
+    assert written.pop("backward_kernel") is balanced
+    assert written.pop("state_gradients_kernel") is not balanced
     assert set(written) == {"gradients_kernel"}
 
 
@@ -528,18 +541,53 @@ def _order() -> emulator.Emulated:
     return emulator.Emulated(*build.lower_program(programs.order, {}))
 
 
-@pytest.mark.parametrize("count", [1, 2, 31, 70, 300])
+@pytest.mark.parametrize("count", [1, 2, 31, 32, 70, 300])
 @pytest.mark.parametrize("longest", [0, 64, 700])
 def test_blocks_of_long_sequences_come_first(count: int, longest: int) -> None:
-    """Each comes once; those of a kind among every 256 in a row as they come, and all where they are short."""
+    """Each comes once, up to 32 in the order of their lengths, of more those of a kind among every 256 in a row as they
+    come, and all where they are short."""
     rng = np.random.default_rng(count)
     lengths = rng.integers(0, longest + 1, count) * rng.integers(0, 2, count)
     segments = np.stack([np.cumsum(lengths) - lengths, np.cumsum(lengths)], axis=1).astype(np.int32)
     found, tokens = np.full(count, -1, np.int32), int(lengths.sum())
     _order()({"segments": segments, "found": found}, {"tokens": tokens})
-    kind = np.sum([lengths * count <= tokens * factor for factor in (2, 1, 0.5)], axis=0)
+    kind = np.sum([lengths * count <= tokens * factor for factor in (2, 1, 0.5)], axis=0) if count > 32 else -lengths
     in_order = np.lexsort((np.arange(count), kind, np.arange(count) // 256))
     np.testing.assert_array_equal(found, in_order if tokens // 64 >= count else np.arange(count))
+
+
+def _ends(lengths: Sequence[int], blocks: int, multiprocessors: int) -> int:
+    """When the last block ends, of so many a sequence, each of which begins where a multiprocessor is free."""
+    busy = [0] * multiprocessors
+    for length in lengths:
+        for _ in range(blocks):
+            heapq.heappush(busy, heapq.heappop(busy) + length)
+    return max(busy)
+
+
+@pytest.mark.parametrize("count", [2, 7, 16, 32, 33, 64, 200])
+def test_balanced_sequences(count: int) -> None:
+    """The kernel finds what the definition says; and what is balanced ends in time."""
+    kernel = emulator.emulated("balance", balance.Config())
+    rng = np.random.default_rng(count)
+    found = []
+    for spread in (0.02, 0.3, 1.0, 3.0):
+        for heads in (8, 32, 64):
+            lengths = (
+                np.round(500 * np.exp(spread * rng.normal(size=count))).astype(int) * rng.integers(0, 4, count) // 3
+            )
+            segments = np.stack([np.cumsum(lengths) - lengths, np.cumsum(lengths)], axis=1).astype(np.int32)
+            scalars = policy.balance(count, heads, ratio=2)
+            result = np.full(1, -1, np.int32)
+            kernel({"segments": segments, "balanced": result}, scalars._asdict())
+            found.append(balance.balanced(lengths.tolist(), *scalars))
+            assert result == found[-1]
+            if balance.balanced(lengths.tolist(), *scalars._replace(expected=1 << 30)):
+                divided = sum(lengths) * heads / policy.MULTIPROCESSORS
+                last = _ends(sorted(lengths, reverse=True), heads, policy.MULTIPROCESSORS)
+                assert last <= scalars.limit / 64 * divided
+    assert any(found) == (count > 7)
+    assert not all(found)
 
 
 @only_thorough

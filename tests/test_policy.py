@@ -8,6 +8,7 @@ import pytest
 
 from jax_qla import policy
 from jax_qla import segments as tables
+from jax_qla.kernels.balance import balanced
 
 THREE_KERNELS: dict[str, Any] = {"ratio": 4, "split": True}
 """As which these compute the backward pass, however sequences are cut."""
@@ -182,6 +183,8 @@ def test_choice_for_both_passes_is_within_five_or_two_per_cent_of_the_best_that_
     backward = rows or policy.backward_rows(*sizes, **of_kernel) or 0
     recurrences = sequences * tokens // backward if backward else sequences
     in_one = policy.in_one(recurrences, heads, 128, 128, **of_kernel) != "never"
+    by_lengths = policy.balance(recurrences, heads, ratio=of_kernel["ratio"])
+    in_one = in_one and balanced([tokens // recurrences] * recurrences, *by_lengths)
     best = min(
         times[of_forward][0] + min(times[of_backward][1:])
         for of_forward in times
@@ -360,8 +363,8 @@ def test_groups_of_heads_with_states() -> None:
     [
         (128, 8, 2, 8, (2, "never", 1)),  # 0.155 instead of 0.131 ms, in 0.87 instead of 1.28 of operands and results
         (128, 4, 2, 8, (1, "never", 1)),  # each of two groups would take as long as one
-        (512, 16, 2, 8, (1, "if alike", 2)),
-        (512, 16, 4, 8, (1, "if alike", 1)),  # takes no more than it may
+        (512, 16, 2, 8, (1, "if balanced", 2)),
+        (512, 16, 4, 8, (1, "if balanced", 1)),  # takes no more than it may
         (512, 16, 1, 4, (1, "never", 1)),  # one key head is one group
         (512, 8, 2, 8, (2, "never", 1)),
     ],
@@ -373,6 +376,24 @@ def test_groups_of_heads_for_their_memory(
     sizes = (chunks, pieces, key_heads, value_heads, 128, 128)
     parts = pieces + 4
     assert policy.head_groups(*sizes, packed=True, parts=parts, of_parts=3 * parts, states=16) == found
+
+
+@pytest.mark.parametrize(
+    ("chunks", "sequences", "key_heads", "value_heads", "dense", "packed"),
+    [
+        (2048, 16, 16, 32, 4, 1),
+        (532, 16, 16, 64, 4, 2),  # one takes more memory than operands and results
+        (512, 4, 16, 32, 1, 1),
+        (512, 4, 16, 64, 2, 2),
+    ],
+)
+def test_groups_of_heads_of_uneven_batches(
+    chunks: int, sequences: int, key_heads: int, value_heads: int, dense: int, packed: int
+) -> None:
+    """Each group waits for the longest sequence, so there are no more than memory asks for."""
+    sizes = (chunks, sequences, key_heads, value_heads, 128, 128)
+    for given, groups in ((False, dense), (True, packed)):
+        assert policy.head_groups(*sizes, packed=given, parts=sequences).groups == groups
 
 
 def test_groups_of_heads_that_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -535,8 +556,10 @@ def test_shards_are_always_cut(monkeypatch: pytest.MonkeyPatch) -> None:
         (4, 32, {}, "always"),  # 0.86 of the three kernels on an H100 (docs/performance_versions.md)
         (8, 32, {}, "always"),
         (8, 16, {}, "always"),
-        (4, 32, {"packed": True}, "if alike"),
+        (4, 32, {"packed": True}, "if balanced"),
         (4, 32, {"split": True}, "never"),
+        (5, 64, {"packed": True}, "if balanced"),  # by their lengths
+        (4, 48, {"packed": True}, "never"),  # whatever they are
         (1, 32, {}, "never"),  # most of the card would be idle
         (5, 32, {}, "never"),  # and in the second round
         (4, 64, {}, "always"),
@@ -554,6 +577,20 @@ def test_recurrence_and_gradients_in_one(
     options: dict[str, Any] = {"ratio": 2, "split": False, "packed": False} | given
     assert policy.in_one(recurrences, value_heads, 128, 128, **options) == chosen
     assert policy.in_one(recurrences, value_heads, 64, 128, **options) == "never"
+
+
+def test_what_is_balanced() -> None:
+    """Alike sequences where they fill the card, others by how evenly their blocks can be dealt out."""
+    uneven = [2000, 1500, 1000, 500, 400, 300, 200, 100] * 2
+    for recurrences, heads, ratio, expected, limit in ((4, 32, 2, 4, 72), (5, 32, 1, 1 << 30, 80), (16, 32, 2, 16, 72)):
+        found = policy.balance(recurrences, heads, ratio=ratio)
+        assert found == (expected, 264, limit)
+        assert balanced([500] * recurrences, *found) == (expected == recurrences)
+        assert balanced([500, 505, *[500] * (recurrences - 2)], *found) == (expected == recurrences)
+    assert balanced(uneven, *found)
+    assert not balanced([*uneven, 8000], *found)
+    assert not balanced(uneven[:8], *found)
+    assert policy.balance(4, 48, ratio=3).limit == 0
 
 
 def test_in_one_as_the_environment_says(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -393,6 +393,7 @@ def program(config: Config):
         h: T.Tensor((state_slots, kept_heads, K // 64, V, 64), dtype),
         d_final_state: T.Tensor((final_states, value_heads, K, V), "float32"),
         segments: T.Tensor((sequences, 2), "int32"),  # sequences, or their pieces
+        balanced: T.Tensor((1,), "int32"),  # needed unless ALWAYS
         pieces: T.Tensor((cut_pieces, 4), "int32"),
         spans: T.Tensor((cut_sequences, 2), "int32"),
         dq: T.Tensor((tokens, key_heads, K), dtype),
@@ -409,8 +410,7 @@ def program(config: Config):
         first_head: T.int32,
         heads: T.int32,  # of this launch
         width: T.int32,  # blocks of a cluster
-        only: T.int32,  # ALWAYS, or sequences for which it computes anything, ALIKE or DIFFERENT, ...
-        expected: T.int32,  # ... so many
+        only: T.int32,  # ALWAYS, or sequences for which it computes anything, BALANCED or UNBALANCED
     ):
         with T.Kernel(sequences * heads, threads=512, prelude=PRELUDE) as block:
             T.annotate_min_blocks_per_sm(1)
@@ -430,7 +430,7 @@ def program(config: Config):
             target = T.alloc_var("int32")  # where the gradient of the initial state goes, if anywhere
             first_slot = T.alloc_var("int32")
             T.pdl_sync()
-            m.leave_unless(only, expected, segments, sequences)
+            m.leave_unless(only, balanced)
             n = T.call_extern("int32", "jax_qla_long_first", T.address_of(segments[0, 0]), sequences, tokens, place)
             start = segments[n, 0]
             end = segments[n, 1]
@@ -618,16 +618,7 @@ def program(config: Config):
                             T.barrier_arrive(a_loaded[0])
                         T.barrier_wait(d_full[0], c_v % 2)
                         T.fence_proxy_async()
-                        if rows_v >= C and faint_s[at_v, 0] + faint_s[at_v, 1] == 0:
-                            for x in T.unroll(V // 64):
-                                T.tma_copy(
-                                    d_s[0, :, x * 64 : x * 64 + 64],
-                                    dv[row_v : row_v + C, head, x * 64 : x * 64 + 64],
-                                    leader_scope_threads=32,
-                                    eviction_policy=SHORT,
-                                )
-                            T.tma_store_wait(0)
-                        else:
+                        if faint_s[at_v, 0] + faint_s[at_v, 1] != 0:
                             T.call_extern(
                                 "handle",
                                 "jax_qla_warp_dots",
@@ -643,6 +634,11 @@ def program(config: Config):
                                     weight_s[at_v, y // (V // 32)] * T.cast(d_s[0, y // (V // 32), column], "float32"),
                                     dtype,
                                 )
+                        else:
+                            # Not by T.unroll: TileLang would have one lane do all of the loop, what is not TMA's too.
+                            m.send_rows(d_s, 0, 0, dv, row_v, rows_v, head, 0, tx - 480, SHORT, 32)
+                            m.send_rows(d_s, 0, 64, dv, row_v, rows_v, head, 64, tx - 480, SHORT, 32)
+                            T.tma_store_wait(0)
                         T.barrier_arrive(d_free[0])
                         T.barrier_arrive(dots_ready[at_v])
             elif tx >= 256:
@@ -1141,14 +1137,13 @@ def specification(
     heads: int | None = None,
     width: int | None = None,
     only: int = 0,
-    expected: int = 0,
 ) -> tuple[jax.Array, ...]:
     """(dq, dk [tokens, Hk, K], dv [tokens, Hv, V], dg, dbeta [tokens, Hv], d_initial_state [N, Hv, K, V]): what the two kernels' specifications give, one
     after the other, of so many value heads from `first_head` on, or of all. `segments` are sequences or, with `pieces` and `spans`, their pieces; without,
     these are empty."""
     del width  # but for roundings, results do not go by it
     scalars: dict[str, Any] = {"ratio": ratio, "scale": scale, "l2norm": l2norm, "first_head": first_head}
-    scalars |= {"only": only, "expected": expected}
+    scalars |= {"only": only}
     of_keys = (gamma, beta, lengths, query_lengths)
     tables = (segments, pieces, spans, chunks)
     dh, d, d_initial_state = state_gradients.specification(

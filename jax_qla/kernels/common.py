@@ -66,8 +66,8 @@ read and written at once is slower than either alone, and a little less so like 
 L2NORM_EPSILON = 1e-6
 """q and k are divided by sqrt(|x|^2 + this) where a call asks for it."""
 
-ALWAYS, ALIKE, DIFFERENT = 0, 1, 2
-"""When a kernel computes anything: always, only where sequences are alike, only where they are not."""
+ALWAYS, BALANCED, UNBALANCED = 0, 1, 2
+"""When a kernel computes anything: always, only where sequences keep a card busy to the end (kernels/balance.py), only where they do not."""
 
 PASS_CONFIGS: dict[str, object] = {
     "tl.disable_warp_specialized": True,  # roles are written by hand
@@ -150,6 +150,26 @@ __device__ __forceinline__ void jax_qla_load_transposed(void* registers, const v
   unsigned* r = static_cast<unsigned*>(registers);
 #pragma unroll
   for (int n = 0; n < 4; ++n) jax_qla_load_matrices<true>(r + 4 * n, jax_qla_matrix_row(tile, n));
+}
+// Rows from `rows` on of a tile [64][64 parts] in shared memory, whose parts of 64 columns lie one behind the other, become zero; by `threads` threads.
+template <int parts>
+__device__ __forceinline__ void jax_qla_zero_tail(void* tile, int rows, int thread, int threads) {
+#pragma unroll
+  for (int part = 0; part < parts; ++part) {
+    uint4* vectors = static_cast<uint4*>(tile) + part * 512;
+#pragma unroll 1
+    for (int n = rows * 8 + thread; n < 512; n += threads) vectors[n] = make_uint4(0u, 0u, 0u, 0u);
+  }
+}
+// The first `rows` rows of a tile as above, [64][64], become rows of `out`, `stride` elements apart; by `threads` threads.
+template <typename T>
+__device__ __forceinline__ void jax_qla_copy_rows(const void* tile, T* out, int rows, int stride, int thread, int threads) {
+#pragma unroll 1
+  for (int n = thread; n < rows * 8; n += threads) {
+    const int row = n >> 3, vector = n & 7;
+    const char* from = static_cast<const char*>(tile) + row * 128 + ((vector ^ (row & 7)) << 4);
+    *reinterpret_cast<uint4*>(out + static_cast<long long>(row) * stride + vector * 8) = *reinterpret_cast<const uint4*>(from);
+  }
 }
 """
 )
@@ -240,26 +260,6 @@ __device__ __forceinline__ void jax_qla_store_decayed(const void* product, const
 }
 """
 )
-
-
-ALIKE_PRELUDE = r"""
-// Whether the longest of `count` sequences (first row and end of each) is at most a 32nd longer than `expected` of them would be on average, so that they are alike and
-// no fewer. To be called by whole warps.
-__device__ __forceinline__ int jax_qla_alike(const int* segments, int count, int expected) {
-  int longest = 0, all = 0;
-  for (int n = threadIdx.x & 31; n < count; n += 32) {
-    const int length = segments[2 * n + 1] - segments[2 * n];
-    longest = max(longest, length);
-    all += length;
-  }
-#pragma unroll
-  for (int step = 16; step > 0; step /= 2) {
-    longest = max(longest, __shfl_xor_sync(0xffffffffu, longest, step));
-    all += __shfl_xor_sync(0xffffffffu, all, step);
-  }
-  return __any_sync(0xffffffffu, 32LL * longest * expected <= 33LL * all);  // a vote: ptxas knows that all of a warp leave, or none
-}
-"""
 
 
 CHUNK_PRELUDE = (
@@ -358,15 +358,26 @@ __device__ __forceinline__ int jax_qla_slow_first(const float* sums, int heads, 
 LENGTH_PRELUDE = (
     NTH_PRELUDE
     + r"""
-// Which of `count` sequences (first row and end of each) comes at `place`, those first that are longer than twice the mean of `tokens`, then
-// those longer than it, then than half of it, among every 256 that follow one another; as they are where the mean is less than a chunk. To be
-// called by whole warps. Blocks begin as they are numbered, and take as long as their sequences: so the card need not wait for a long one that
-// began last. Nothing but time depends on it.
+// Which of `count` sequences (first row and end of each) comes at `place`, the longest first. Of more than 32 sequences those come first that are
+// longer than twice the mean of `tokens`, then those longer than it, then than half of it, among every 256 that follow one another. As they are where
+// the mean is less than a chunk. To be called by whole warps. Blocks begin as they are numbered, and take as long as their sequences: so the card need
+// not wait for a long one that began last. Nothing but time depends on it.
 __device__ __forceinline__ int jax_qla_long_first(const int* segments, int count, int tokens, int place) {
   const int lane = threadIdx.x & 31;
   const auto length = [=](int n) { return n < count ? segments[2 * n + 1] - segments[2 * n] : 0; };
   const int early = length(lane);  // which goes by no number of the block, so that it is under way while these are computed
   if (tokens / 64 < count) return place;
+  if (count <= 32) {
+    int before = 0;  // as many come before this lane's
+    for (int base = 0; base < count; base += 8) {
+#pragma unroll
+      for (int n = base; n < base + 8; ++n) {
+        const int other = __shfl_sync(0xffffffffu, early, n);
+        before += other > early || (other == early && n < lane);
+      }
+    }
+    return __ffs(__ballot_sync(0xffffffffu, before == place)) - 1;
+  }
   const int window = place & ~255, end = min(window + 256, count);
   const auto rank = [&](int n, int length_of_n) {  // 0 of the longest, 4 of none
     if (n >= end) return 4;
@@ -454,12 +465,13 @@ def macros():
     C = CHUNK
 
     @T.macro
-    def leave_unless(only, expected, segments, sequences):
-        """All threads return, after what the kernel waits for, unless the sequences are as `only` says: alike, `expected` of them, or not."""
+    def leave_unless(only, balanced):
+        """All threads return, after what the kernel waits for, unless the sequences are as `only` says: balanced, or not."""
         if only != ALWAYS:
-            alike = T.alloc_var("int32")
-            alike = T.call_extern("int32", "jax_qla_alike", T.address_of(segments[0, 0]), sequences, expected)
-            if alike != T.Select(only == ALIKE, 1, 0):
+            found = T.alloc_var("int32")
+            # A vote: ptxas knows that all of a warp leave, or none.
+            found = T.call_extern("int32", "__any_sync", T.uint32(0xFFFFFFFF), balanced[0])
+            if found != T.Select(only == BALANCED, 1, 0):
                 T.pdl_sync()
                 T.thread_return()
 
@@ -569,11 +581,14 @@ def macros():
     @T.macro
     def zero_tail(tiles, stage, rows, width, thread, threads):
         """Rows `rows`.. of tile `stage` of tiles [stages, 64, width] in shared memory become zero."""
-        for x in T.serial(T.ceildiv((C - rows) * width, threads)):
-            if x * threads + thread < (C - rows) * width:
-                tiles[stage, rows + (x * threads + thread) // width, (x * threads + thread) % width] = T.cast(
-                    0, tiles.dtype
-                )
+        T.call_extern(
+            "handle",
+            f"jax_qla_zero_tail<{width // 64}>",
+            T.access_ptr(tiles[stage, 0, 0], "r"),  # else TileLang puts a fence before what follows, which has one
+            rows,
+            thread,
+            threads,
+        )
 
     @T.macro
     def keep_low(x, high, low):
@@ -612,7 +627,7 @@ def macros():
     @T.macro
     def send_rows(tiles, stage, column, target, row, rows, head, first, thread, kept=None, threads=128):
         """`threads` threads write columns column..column + 64 of tile `stage` of tiles [stages, 64, width] in shared memory to `target[row.., head, first..]`:
-        the whole tile by TMA, with `kept` as in `load_rows`, or if there are less than 64 `rows`, these, by ordinary stores."""
+        the whole tile by TMA, with `kept` as in `load_rows`, or if there are less than 64 `rows`, these, by ordinary stores of 16 bytes."""
         if rows >= C:
             T.tma_copy(
                 tiles[stage, :, column : column + 64],
@@ -621,10 +636,16 @@ def macros():
                 eviction_policy=kept,
             )
         else:
-            for x in T.serial(T.ceildiv(rows * C, threads)):
-                place = x * threads + thread
-                if place < rows * C:
-                    target[row + place // C, head, first + place % C] = tiles[stage, place // C, column + place % C]
+            T.call_extern(
+                "handle",
+                "jax_qla_copy_rows",
+                T.access_ptr(tiles[stage, 0, column], "r"),
+                T.access_ptr(target[row, head, first], "w"),
+                rows,
+                target.shape[1] * target.shape[2],
+                thread,
+                threads,
+            )
 
     @T.macro
     def put_state(rounded, tiles, stage):

@@ -69,7 +69,6 @@ import jax
 import jax.numpy as jnp
 
 from jax_qla.kernels.common import (
-    ALIKE_PRELUDE,
     CHUNK,
     CHUNK_PRELUDE,
     FAINT,
@@ -99,7 +98,6 @@ __all__ = ["PASS_CONFIGS", "Config", "program", "specification"]
 PRELUDE = (
     TILE_PRELUDE
     + CHUNK_PRELUDE
-    + ALIKE_PRELUDE
     + f"constexpr float kFaint = {FAINT}f;"
     + r"""
 __device__ __forceinline__ int jax_qla_any(int x) { return __any_sync(0xffffffffu, x); }
@@ -606,6 +604,7 @@ def program(config: Config):
         h: T.Tensor((state_slots, kept_heads, K // 64, V, 64), dtype),
         dh: T.Tensor((state_slots, of_launch, K // 64, V, 64), dtype),
         segments: T.Tensor((sequences, 2), "int32"),
+        balanced: T.Tensor((1,), "int32"),  # needed unless ALWAYS
         dq: T.Tensor((tokens, key_heads, K), dtype),
         dk: T.Tensor((tokens, key_heads, K), dtype),
         dv: T.Tensor((tokens, value_heads, V), dtype),
@@ -615,8 +614,7 @@ def program(config: Config):
         scale: T.float32,
         group: T.int32,  # key heads of a block
         first_head: T.int32,
-        only: T.int32,  # ALWAYS, or sequences for which it computes anything, ALIKE or DIFFERENT, ...
-        expected: T.int32,  # ... so many
+        only: T.int32,  # ALWAYS, or sequences for which it computes anything, BALANCED or UNBALANCED
     ):
         with T.Kernel(
             state_slots + 1, T.ceildiv(T.truncdiv(of_launch, ratio), group), threads=512, prelude=PRELUDE
@@ -625,7 +623,7 @@ def program(config: Config):
             part_of_heads,
         ):
             T.annotate_min_blocks_per_sm(1)
-            m.leave_unless(only, expected, segments, sequences)
+            m.leave_unless(only, balanced)
             # One warp for all, and by way of shared memory: registers are few.
             chunk_s = T.alloc_shared((4,), "int32")
             if T.get_thread_binding() < 32:
@@ -1208,7 +1206,6 @@ def specification(
     l2norm: int = 0,
     first_head: int = 0,
     only: int = 0,
-    expected: int = 0,
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array]:
     """(dq, dk [tokens, Hk, K], dv [tokens, Hv, V], dg, dbeta [tokens, Hv]); rows of no sequence are zero; not a number in other heads than those
     of dh, from `first_head` on. h and vd each have these heads, or all."""

@@ -12,6 +12,7 @@ from typing import Any
 from jax_qla.kernels import (
     adjoint_summaries,
     backward,
+    balance,
     compose,
     convolution,
     convolution_gradients,
@@ -40,7 +41,7 @@ _STATE_DTYPES = ("float32", "bfloat16")  # for decoding, where the state is what
 
 
 def _packaged() -> tuple[tuple[str, Any], ...]:
-    kernels: list[tuple[str, Any]] = [("layout", layout.Config())]
+    kernels: list[tuple[str, Any]] = [("layout", layout.Config()), ("balance", balance.Config())]
     for dtype, l2norm, split in _DTYPES:
         for key_dim in _HEAD_DIMS:
             kernels.extend(("prepare", prepare.Config(key_dim, dtype, l2norm, split, keys)) for keys in (1, 2, 4))

@@ -49,7 +49,6 @@ import jax
 import jax.numpy as jnp
 
 from jax_qla.kernels.common import (
-    ALIKE_PRELUDE,
     CHUNK,
     FAINT,
     LENGTH_PRELUDE,
@@ -81,7 +80,7 @@ STATE, NOTHING = range(2)
 there before that kernel let this one begin. Or all is there."""
 
 
-PRELUDE = P_PRELUDE + INVERSE_PRELUDE + LENGTH_PRELUDE + ALIKE_PRELUDE
+PRELUDE = P_PRELUDE + INVERSE_PRELUDE + LENGTH_PRELUDE
 
 
 @dataclass(frozen=True)
@@ -130,6 +129,7 @@ def program(config: Config):
         query_lengths: T.Tensor((tokens, key_heads), "float32"),  # 1 / |q|
         d_final_state: T.Tensor((final_states, value_heads, K, V), "float32"),
         segments: T.Tensor((sequences, 2), "int32"),  # sequences, or their pieces
+        balanced: T.Tensor((1,), "int32"),  # needed unless ALWAYS
         pieces: T.Tensor((cut_pieces, 4), "int32"),
         spans: T.Tensor((cut_sequences, 2), "int32"),
         dh: T.Tensor((state_slots, heads, K // 64, V, 64), dtype),
@@ -139,8 +139,7 @@ def program(config: Config):
         scale: T.float32,
         first_head: T.int32,
         awaits: T.int32,
-        only: T.int32,  # ALWAYS, or sequences for which it computes anything, ALIKE or DIFFERENT, ...
-        expected: T.int32,  # ... so many
+        only: T.int32,  # ALWAYS, or sequences for which it computes anything, BALANCED or UNBALANCED
     ):
         with T.Kernel(sequences * heads * tiles, threads=S + 256 + 128 * sends, prelude=PRELUDE) as block:
             T.annotate_min_blocks_per_sm(1)
@@ -150,7 +149,7 @@ def program(config: Config):
             number = of_place // tiles
             head = first_head + number
             T.pdl_trigger()  # `gradients` waits by itself
-            m.leave_unless(only, expected, segments, sequences)
+            m.leave_unless(only, balanced)
             n = T.alloc_var("int32")
             start = T.alloc_var("int32")
             end = T.alloc_var("int32")
@@ -394,7 +393,6 @@ def specification(
     first_head: int = 0,
     heads: int | None = None,
     only: int = 0,
-    expected: int = 0,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """(dh [slots - 1, heads, K / 64, V, 64] in do's dtype, dv [tokens, Hv, V] in do's dtype, d_initial_state [N, Hv, K, V]), of so many value heads from
     `first_head` on, or of all; dv and d_initial_state are not a number in others.
