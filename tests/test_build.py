@@ -234,7 +234,7 @@ def test_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_command_line_refuses_unknown_names(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         build.main(["nothing", "--output", str(tmp_path)])
-    assert "no kernel named nothing; there are layout, prepare" in capsys.readouterr().err
+    assert "no kernel named nothing; there are layout, balance, prepare" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         build.main(["prepare", "--only", "key_dim=65", "--output", str(tmp_path)])
     assert "no kernel of prepare has key_dim=65" in capsys.readouterr().err

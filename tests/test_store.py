@@ -613,7 +613,7 @@ def test_every_kernel_that_a_call_can_ask_for_is_packaged(piece_rows: str, monke
 
             jax.eval_shape(both, k, v, g, segments)
     of_pieces = {"layout", "summaries", "adjoint_summaries", "compose"} if piece_rows == "0" else set()
-    others = {"recurrent", "convolution", "convolution_gradients", "gated_norm", "balance"} | of_pieces
+    others = {"recurrent", "convolution", "convolution_gradients", "gated_norm"} | of_pieces
     assert asked == {(name, config) for name, config in PACKAGED if name not in others}
 
 
