@@ -1142,8 +1142,7 @@ def specification(
     after the other, of so many value heads from `first_head` on, or of all. `segments` are sequences or, with `pieces` and `spans`, their pieces; without,
     these are empty."""
     del width  # but for roundings, results do not go by it
-    scalars: dict[str, Any] = {"ratio": ratio, "scale": scale, "l2norm": l2norm, "first_head": first_head}
-    scalars |= {"only": only}
+    scalars: dict[str, Any] = {"ratio": ratio, "scale": scale, "l2norm": l2norm, "first_head": first_head, "only": only}
     of_keys = (gamma, beta, lengths, query_lengths)
     tables = (segments, pieces, spans, chunks)
     dh, d, d_initial_state = state_gradients.specification(
