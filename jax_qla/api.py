@@ -102,10 +102,11 @@ def chunk_gated_delta_rule(
             operands on the platform that the program is lowered for. None is ("cuda", "xla"). A single name is never
             replaced by another. See `which_implementation`.
         precision: of the matrix products, as in `jax.lax.dot`. "cuda" has "default" (or None) and "high", with which
-            in bfloat16 what meets the inverse of a chunk is not rounded to 16 bits but kept as the sum of two such
-            numbers: for beta above 1 or keys much alike, where errors are else up to twice what they are elsewhere, or
-            more. It takes longer, and the residual a is twice as large (docs/performance.md). "highest" is for "xla"
-            only, whose None is "highest" in float32.
+            in bfloat16 states, their gradients and what meets the inverse of a chunk are not rounded to 16 bits but
+            kept as sums of two such numbers: final states, dg and dbeta then have errors of 1e-5 to 1e-3, also for beta
+            above 1 and keys much alike, where they are else up to twice what they are elsewhere, or more; others
+            little more than their own rounding. It takes longer, and the residual a is twice as large
+            (docs/accuracy.md). "highest" is for "xla" only, whose None is "highest" in float32.
         mesh_axes: which mesh axes cut batch, heads and sequence. Sharded operands say it themselves, so it is needed
             only inside a caller's `jax.shard_map` that cuts the sequence (T is then the shard's length, while states
             and cu_seqlens are the whole sequence's, the same on all its shards), and where a mesh has Auto axes
@@ -122,7 +123,7 @@ def chunk_gated_delta_rule(
             what that else computes again. None: what each token writes to the state, 2 V bytes per token and value head
             (256 at V = 128), from which the backward pass computes the states before all chunks of 64 tokens; nothing
             with precision "high" in bfloat16. True: these states too, 2 (K V / 64 + V) bytes together (768 at
-            K = V = 128; with precision "high" in bfloat16 1024). False: neither, for the least memory between the
+            K = V = 128; with precision "high" in bfloat16 1536). False: neither, for the least memory between the
             passes. o and the final state are the same bit for bit, gradients differ by rounding. The more is kept, the
             less time the backward pass takes, and the longer the forward pass (docs/performance.md). Inside
             `jax.checkpoint` what is kept takes no memory between the passes unless its policy names it (it is among
@@ -370,7 +371,8 @@ def chunk_gated_delta_rule_fwd(
             before each piece [P, Hv, K, V] float32, what multiplies it [P, Hv, K K / 128, 256] bfloat16, in the
             kernels' own order, and whether that is zero [P, Hv] int32.
             h: where save_chunk_states is True and has an effect, the state before each chunk in tiles
-            [C, Hv, ceil(K / 64), V, min(K, 64)] in v's dtype, C places for the chunks of all pieces.
+            [C, Hv, ceil(K / 64), V, min(K, 64)] in v's dtype, C places for the chunks of all pieces. (With precision
+            "high" in bfloat16 [C, Hv, 2 K / 64, V, 64], of its high and low parts.)
 
     Raises:
         As `chunk_gated_delta_rule`.

@@ -277,6 +277,8 @@ def backward(
     within: dict[str, str] = {}
     if found.in_one != "always":
         dh = call.chunk_state_shapes(v, precision, groups=found.groups * found.uneven)["h"]
+        if call.split:  # one tile more: what dv leaves (kernels/state_gradients.py)
+            dh = dh.update(shape=(*dh.shape[:2], dh.shape[2] + 1, *dh.shape[3:]))
         of_pieces["dh"] = dh
         # The first gradients of states are written when what has been found of the pieces is composed.
         if (response := of_pieces.get("adjoint_response")) and _bytes(response) <= _bytes(dh):

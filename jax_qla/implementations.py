@@ -66,8 +66,8 @@ class ChunkStates(NamedTuple):
 
     h: jax.Array
     """The state before each chunk, in v's dtype, in tiles of 64 rows of K, transposed; one [Hv, K / 64, V, 64] a chunk
-    slot but the first, which no chunk has. Where T is a multiple of 64, those of equal batches side by side are those
-    of all of them."""
+    slot but the first, which no chunk has; [Hv, 2 K / 64, V, 64], its high and its low part, where operands are split.
+    Where T is a multiple of 64, those of equal batches side by side are those of all of them."""
     vd: jax.Array
     """Vd [B, T, Hv, V] in v's dtype, what each token writes to the state; [B, T, Hv, 2 V], its high and its low part,
     where operands are split. Of rows of no sequence anything."""
@@ -82,7 +82,7 @@ class ChunkStates(NamedTuple):
         count, parts = state_count(batch * length, pieces), 2 if splits(precision, v.dtype) else 1
         rows = state_tile_rows(key_dim)
         return {
-            "h": jax.ShapeDtypeStruct((count, heads, key_dim // rows, value_dim, rows), v.dtype),
+            "h": jax.ShapeDtypeStruct((count, heads, key_dim // rows * parts, value_dim, rows), v.dtype),
             "vd": jax.ShapeDtypeStruct((batch, length, heads, value_dim * parts), v.dtype),
         }
 

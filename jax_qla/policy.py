@@ -287,8 +287,14 @@ def head_groups(
 
     def excess(of_states: int, of_gradients: int) -> float:
         """Of temporary memory, with so many groups for states and for their gradients."""
-        of_chunks = (chunks + parts) * (state / of_states + state / of_gradients)
-        return value_heads * (CHUNK * chunks * (CHUNK + value_dim) + of_chunks + 2 * of_parts * state) - given
+        in_gradients = (chunks + parts) * state / of_gradients
+        in_states = (chunks + parts) * state / of_states
+        of_inverses, of_vd = CHUNK * chunks * float(CHUNK), CHUNK * chunks * float(value_dim)
+        if split:  # into two, and behind dh's what dv leaves; Vd is computed again
+            in_gradients = 2 * in_gradients + (chunks + parts) * CHUNK * value_dim / of_gradients
+            in_states, of_inverses, of_vd = 2 * in_states, 2 * of_inverses, 2 * of_vd / of_states
+        of_numbers = of_inverses + of_vd + in_states + in_gradients
+        return value_heads * (of_numbers + 2 * of_parts * state) - given
 
     def in_less_memory(fits: Callable[[int], bool]) -> int:
         """Groups that fit, if they are worth the time."""

@@ -49,6 +49,8 @@ _SOURCES = _read(_KERNELS)
 cubin of the program in memory would be found by all processes to come as that of the new source."""
 _SHARED_SOURCES = ("common.py", "inverse.py", "products.py", "plan.py", "toolchain.py", "build.py")
 _OWN_SOURCES = {  # of other kernels the file of their name
+    "backward": ("backward.py", "gradients.py"),
+    "gradients": ("gradients.py", "gradients_split.py"),
     "prepare": ("prepare.py", "inversion.py"),
     "convolution": ("convolution.py", "sigmoid.py"),
     "convolution_gradients": ("convolution_gradients.py", "convolution.py", "sigmoid.py"),

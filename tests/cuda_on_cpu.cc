@@ -244,6 +244,35 @@ void mma(float* c, const unsigned* a, unsigned b0, unsigned b1, bool bf16) {
   });
   for (int i = 0; i < 4; ++i) c[i] = from_bits(static_cast<uint32_t>(values[3 + i / 2] >> (i % 2 * 32)));
 }
+// Of tf32, [16, 8] by [8, 8]: the lower 13 bits of a float do not count.
+void mma_tf32(float* c, const float* a, const float* b) {
+  uint64_t values[5];
+  const auto both = [](float x, float y) { return to_bits(x) | static_cast<uint64_t>(to_bits(y)) << 32; };
+  values[0] = both(a[0], a[1]);
+  values[1] = both(a[2], a[3]);
+  values[2] = both(b[0], b[1]);
+  values[3] = both(c[0], c[1]);
+  values[4] = both(c[2], c[3]);
+  together(values, 5, [](Warp& warp) {
+    const auto part = [](uint64_t pair, int i) { return static_cast<uint32_t>(pair >> (i * 32)); };
+    const auto number = [&](uint64_t pair, int i) { return from_bits(part(pair, i) & 0xffffe000u); };
+    float a[16][8], b[8][8];
+    for (int lane = 0; lane < 32; ++lane) {
+      for (int i = 0; i < 4; ++i) a[lane / 4 + i % 2 * 8][lane % 4 + i / 2 * 4] = number(warp.in[lane][i / 2], i % 2);
+      for (int i = 0; i < 2; ++i) b[lane % 4 + i * 4][lane / 4] = number(warp.in[lane][2], i);
+    }
+    for (int lane = 0; lane < 32; ++lane) {
+      float found[4];
+      for (int i = 0; i < 4; ++i) {
+        const int row = lane / 4 + i / 2 * 8, column = lane % 4 * 2 + i % 2;
+        found[i] = from_bits(part(warp.in[lane][3 + i / 2], i % 2));
+        for (int k = 0; k < 8; ++k) found[i] += a[row][k] * b[k][column];
+      }
+      for (int i = 0; i < 2; ++i) warp.out[lane][3 + i] = to_bits(found[i * 2]) | static_cast<uint64_t>(to_bits(found[i * 2 + 1])) << 32;
+    }
+  });
+  for (int i = 0; i < 4; ++i) c[i] = from_bits(static_cast<uint32_t>(values[3 + i / 2] >> (i % 2 * 32)));
+}
 
 // f(address in shared memory, pointer into the array or null beyond it) for every element of a box.
 template <class F>

@@ -70,6 +70,7 @@ void load_matrices(unsigned* r, unsigned address, bool transposed);
 void store_matrices(unsigned address, const unsigned* r, bool transposed);
 unsigned transpose(unsigned x);
 void mma(float* c, const unsigned* a, unsigned b0, unsigned b1, bool bf16);
+void mma_tf32(float* c, const float* a, const float* b);
 
 // wgmma of a warp: 16 of the 64 rows.
 struct Product {
@@ -283,6 +284,7 @@ inline void jax_qla_mma_eight(float* c, const unsigned* a, unsigned b) {
   const unsigned whole[4] = {a[0], a[1], 0, 0};
   emulator::mma(c, whole, b, 0, false);
 }
+inline void jax_qla_mma_tf32(float* c, const float* a, const float* b) { emulator::mma_tf32(c, a, b); }
 template <bool bf16>
 inline void jax_qla_mma(float* c, const unsigned* a, unsigned b0, unsigned b1) { emulator::mma(c, a, b0, b1, bf16); }
 

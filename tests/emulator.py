@@ -40,6 +40,7 @@ INSTRUCTIONS = (
     "jax_qla_store_word",
     "jax_qla_mma",
     "jax_qla_mma_eight",
+    "jax_qla_mma_tf32",
     "jax_qla_forget",
     "jax_qla_begin_state",
     "jax_qla_take_state",

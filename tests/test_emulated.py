@@ -23,7 +23,7 @@ import programs
 import pytest
 import stand_in
 import test_recurrent_cuda as decoding
-from test_cuda import IDENTICAL, LIMITS, MISSED, that_keeps, that_recomputes
+from test_cuda import HIGH, IDENTICAL, LIMITS, MISSED, that_keeps, that_recomputes
 from test_cuda import cuda as rule
 from thorough import THOROUGH, only_thorough, rarely
 
@@ -300,17 +300,20 @@ def test_heads_with_keys_of_their_own(precision: str | None, monkeypatch: pytest
 
     monkeypatch.setattr(emulator, "emulated", of_own_keys)
     case = next(case for case in battery.CASES if str(case) == "ratio 1, K 64, V 128, batch 2-bfloat16")
-    battery.check(case, functools.partial(rule, precision=precision), LIMITS)
+    battery.check(case, functools.partial(rule, precision=precision), HIGH if precision else LIMITS)
 
 
 @only_thorough
-def test_dg_over_draws(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("precision", [None, "high"])
+def test_dg_over_draws(precision: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Errors of one shape over 16 draws of its inputs. All results' hardly differ but dg's, from 1 to 8e-3 (3.5e-3
-    in the mean of 320 draws, more than 6e-3 in 6 % of them), so that one draw says little of dg."""
+    in the mean of 320 draws, more than 6e-3 in 6 % of them), so that one draw says little of dg, unless in high
+    precision."""
     monkeypatch.setenv(policy.OVERRIDE, "0")
     case = next(case for case in battery.CASES if str(case) == "packed, all but one empty-bfloat16")
-    anything = battery.Limits(o=1, final_state=1, gradients=1, head=100, position=100, of_terms=True)
-    draws = [battery.check(dataclasses.replace(case, name=f"draw {n}"), rule, anything) for n in range(16)]
+    anything = battery.Limits(o=1, final_state=1, gradients=1, head=100, position=100, of_terms=precision is None)
+    function = functools.partial(rule, precision=precision)
+    draws = [battery.check(dataclasses.replace(case, name=f"draw {n}"), function, anything) for n in range(16)]
     found = {name: float(np.mean([draw[name].whole for draw in draws])) for name in draws[0]}
     limits = {
         "o": 3.6e-3,
@@ -322,6 +325,9 @@ def test_dg_over_draws(monkeypatch: pytest.MonkeyPatch) -> None:
         "dbeta": 3.6e-3,
         "d_initial_state": 2.5e-4,
     }
+    if precision:
+        limits |= {"o": 2.8e-3, "final_state": 2e-5, "dq": 2e-3, "dk": 2e-3, "dv": 2e-3, "dg": 3e-4, "dbeta": 4e-4}
+        assert max(draw["dg"].whole for draw in draws) <= 1e-3
     assert {name: error for name, error in found.items() if error > limits[name]} == {}
 
 
@@ -522,7 +528,7 @@ def test_pieces_with_and_without_products(columns: int, reverse: bool) -> None:
     np.testing.assert_allclose(arrays["entering"], expected, rtol=1e-4, atol=1e-4)
 
 
-CASES = [case for case in battery.CASES if case.dtype != "float32" and case.tokens <= 400 and case.name not in MISSED]
+CASES = [case for case in battery.CASES if case.dtype != "float32" and case.tokens <= 400]
 
 
 @pytest.mark.parametrize("precision", [None, "high"])
@@ -531,9 +537,13 @@ CASES = [case for case in battery.CASES if case.dtype != "float32" and case.toke
 def test_battery(case: battery.Case, rows: str, precision: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     if case.dtype == "float16" and precision:
         pytest.skip("bfloat16 only")
+    if case.name in MISSED and not precision:
+        pytest.skip("limits not reached")
     monkeypatch.setenv(policy.OVERRIDE, rows)
-    function = functools.partial(rule, precision=precision) if precision else rule
-    battery.check(case, function, IDENTICAL if case.keys.startswith("identical") else LIMITS)
+    if precision:
+        battery.check(case, functools.partial(rule, precision=precision), HIGH)
+    else:
+        battery.check(case, rule, IDENTICAL if case.keys.startswith("identical") else LIMITS)
 
 
 @functools.cache
@@ -609,7 +619,7 @@ def test_two_warpgroups_of_state(
 def test_states_are_kept(rows: int, precision: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     used = _used(monkeypatch)
     monkeypatch.setenv(policy.OVERRIDE, str(rows))
-    battery.check(PACKED, functools.partial(that_keeps, precision=precision), LIMITS)
+    battery.check(PACKED, functools.partial(that_keeps, precision=precision), HIGH if precision else LIMITS)
     assert "gradients" in used
     assert not {"states", "states_from_vd"} & set(used)
 

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from thorough import every_value, only_thorough
+from thorough import every_value, rarely
 
 from jax_qla import segments as tables
 from jax_qla.kernels import (
@@ -116,7 +116,7 @@ def chain(
     """Results of all kernels by name, each kernel fed by name: dense batches flattened, as in `jax_qla.cuda`.
 
     With `piece_rows`, sequences are cut into pieces of so many rows; with `l2norm`, q and k are to be normalised; with
-    `split`, the inverse is kept in two parts.
+    `split`, what is kept in two parts is.
     """
     ratio = given["v"].shape[2] // given["k"].shape[2]
     have = {name: x if name in STATES else x.reshape(tokens, *x.shape[2:]) for name, x in given.items()}
@@ -276,25 +276,29 @@ def test_pieces(gates: str, l2norm: int) -> None:
     assert np.all(forgotten == (gates == "strong"))
 
 
-@only_thorough
-@pytest.mark.parametrize("piece_rows", [None, 128])
-def test_split_inverse(piece_rows: int | None) -> None:
-    """In bf16 `a` has twice the columns, whose sum gives outputs as of float32 where 16 bits do not."""
+@pytest.mark.parametrize("piece_rows", [None, rarely(128)])
+def test_split(piece_rows: int | None) -> None:
+    """What leaves a kernel in bf16 in two parts gives float32 results as of float32, and others but for their own
+    rounding, where 16 bits do not."""
     bounds = [(0, 100), (100, 300)]
     segments = jnp.asarray(bounds, jnp.int32)
     given = inputs(1, TOKENS, len(bounds), HEADS["grouped"])
     given["beta"] = jnp.full_like(given["beta"], 1.9)
-    exact = {name: x.astype(jnp.bfloat16 if name == "k" else jnp.float32) for name, x in given.items()}
-    right = expected({name: x.astype(jnp.float64) for name, x in exact.items()}, segments, packed=True, l2norm=0)
+    low = {name: x.astype(jnp.bfloat16 if name in ("q", "k", "v", "do") else jnp.float32) for name, x in given.items()}
+    right = expected({name: x.astype(jnp.float64) for name, x in low.items()}, segments, packed=True, l2norm=0)
 
-    def error(split: int) -> float:
-        found = chain(exact, segments, tokens=TOKENS, piece_rows=piece_rows, split=split)
+    def errors(split: int) -> dict[str, float]:
+        found = chain(low, segments, tokens=TOKENS, piece_rows=piece_rows, split=split)
         assert (found["a"].dtype, found["a"].shape) == (jnp.int16, (6, TOKENS, 64 * (1 + split)))
-        difference = found["o"].reshape(right["o"].shape) - right["o"]
-        return float(jnp.linalg.norm(difference) / jnp.linalg.norm(right["o"]))
+        assert found["h"].shape[2] == 1 + split
+        pairs = {name: (found[name].reshape(x.shape), x) for name, x in right.items()}
+        return {name: float(jnp.linalg.norm(x - y) / jnp.linalg.norm(y)) for name, (x, y) in pairs.items()}
 
-    assert error(1) < 3e-5
-    assert error(0) > 1e-3
+    of_float32 = {"final_state", "dg", "dbeta", "d_initial_state"}
+    for name, error in errors(1).items():
+        assert error < (5e-5 if name in of_float32 else 2e-3), name
+    coarse = errors(0)
+    assert min(coarse[name] for name in of_float32) > 5e-4
 
 
 def test_pieces_of_a_dense_batch() -> None:

@@ -178,18 +178,20 @@ def test_key_depends_on_name_configuration_and_source(monkeypatch: pytest.Monkey
 def test_sources_of_a_kernel_have_all_its_text() -> None:
     """Every file that a program takes C++ from counts, or one that is out of date would be found for it."""
 
-    def taken_from(name: str) -> set[str]:
+    def taken_from(name: str, known: frozenset[str] = frozenset()) -> set[str]:
         text = store._SOURCES[f"{name}.py"].decode()
         modules = [x for x in ast.walk(ast.parse(text)) if isinstance(x, ast.ImportFrom)]
         found = {
             (x.module or "").removeprefix("jax_qla.kernels.")
             for x in modules
-            if any(y.name.endswith("_PRELUDE") for y in x.names)
+            if any(y.name.endswith("PRELUDE") for y in x.names)
         }
-        return found.union(*map(taken_from, found))
+        return found.union(*(taken_from(x, known | found) for x in found - known))
 
     kernels = {name for name, _ in PACKAGED}
     assert taken_from("prepare") >= {"common", "inverse", "inversion", "products"}
+    assert taken_from("gradients_split") >= {"common", "gradients"}
+    assert "gradients_split.py" in store._sources_of("gradients")  # which takes its program from there
     for name in kernels:
         assert {f"{x}.py" for x in {name} | taken_from(name)} <= set(store._sources_of(name)), name
 

@@ -219,13 +219,17 @@ def program(config: Config):
                     T.clear(d)
                 for c in T.serial(count):
                     at = c % stages
-                    T.copy(d, d_b)
+                    if not split:
+                        T.copy(d, d_b)
                     T.barrier_wait(ready[at], (c // stages) % 2)
                     # dVd = exp(gamma_C - gamma) K dS + P^T dO
                     T.call_extern("handle", "jax_qla_load_transposed", do_t.data, T.access_ptr(do_s[at, 0, 0], "r"))
                     m.multiply_lower(do_t, p_s, c % 2, from_output)
-                    m.forget(u)
-                    T.wgmma_gemm(d_b, k_s[at, :, :], u, transpose_B=True, clear_accum=True)
+                    if split:
+                        m.multiply_state_split(d, d_b, k_s, at, u, None)
+                    else:
+                        m.forget(u)
+                        T.wgmma_gemm(d_b, k_s[at, :, :], u, transpose_B=True, clear_accum=True)
                     for i, j in T.Parallel(64, C):
                         do_b[i, j] = T.cast(do_t[i, j], "float32") * lift_s[at, j]
                     T.wait_wgmma(0)

@@ -18,10 +18,12 @@ read them with the gates. (Where kernels measured the rows of their own tiles, b
 6 to 15 % longer where a block's latency is all that counts.)
 
 With `split`, what meets the inverse of a chunk enters products as the sum of two bf16 numbers, high and low: `a`, X and Vd, of the
-backward pass dVd and exp(gamma) beta dX. Between kernels `a` and Vd then have twice their columns, the low parts behind the high ones. Of a
-product of two such sums that of the low parts is left out. Where beta comes near 2 or keys are much alike, the inverse is large and what it
-is multiplied by cancels: the rounding of these operands is then most of a result's error, and that of states, P and what enters once is
-little (docs/performance.md).
+backward pass dVd and exp(gamma) beta dX; so do the states and their gradients where X, dVd or a gradient is computed from them, and dX where
+dg is. Between kernels `a` and Vd then have twice their columns, the low parts behind the high ones, h and dh twice their tiles, and dh one more a chunk:
+the low part of D, transposed (kernels/state_gradients.py). Of a product of two such sums that of the low parts is left out. Where beta
+comes near 2 or keys are much alike, the inverse is large and what it is multiplied by cancels: the rounding of these operands is then most of
+a result's error. And dg is the inner product of a state and its gradient: where one chunk has nearly all of it, it is as far off as these are.
+What enters once and is rounded by itself, P and dO, is little (docs/accuracy.md).
 """
 
 from jax_qla.kernels.inverse import KEPT
@@ -657,6 +659,21 @@ def macros():
             )
 
     @T.macro
+    def multiply_state_split(state, rounded, k, at, u, tiles):
+        """Begins U^T = S^T k^T of the tile k[at], of a state that is the sum of two numbers: with the low part in `rounded`, which is awaited, as is
+        all that was begun before, and then with the high part, with which `rounded` is left. Unless `tiles` is None, the low part becomes tile 1
+        of it (`put_state`)."""
+        for i, j in T.Parallel(state.shape[0], state.shape[1]):
+            rounded[i, j] = T.cast(state[i, j] - T.cast(T.cast(state[i, j], rounded.dtype), "float32"), rounded.dtype)
+        forget(u)
+        T.wgmma_gemm(rounded, k[at, :, :], u, transpose_B=True, clear_accum=True, policy=T.GemmWarpPolicy.FullRow)
+        if tiles is not None:
+            put_state(rounded, tiles, 1)
+        T.wait_wgmma(0)
+        T.copy(state, rounded)
+        T.wgmma_gemm(rounded, k[at, :, :], u, transpose_B=True, policy=T.GemmWarpPolicy.FullRow)
+
+    @T.macro
     def put_rows(x, tiles, stage, column):
         """A warpgroup's x, a wgmma accumulator [64 columns, 64 rows], becomes columns column..column + 64 of tile `stage` of tiles [stages, 64, width] in shared
         memory. As `put_state`."""
@@ -674,20 +691,24 @@ def macros():
         )
 
     @T.macro
-    def send_results(states, rows, low, start, end, count, slot, held, head, first, last_first, lane, sent):
+    def send_results(states, rows, low, start, end, count, slot, held, head, first, last_first, lane, sent, last=None):
         """One warp, which does nothing else, sends what a recurrence leaves of a sequence's chunks, in their order or the last one first: the state, unless
         `states` is None, to that, h or dh, of which `slot` is the first chunk's, for its head `held`, and O, Vd or dv to `rows`, for its head `head`, from
         value column `first` on. The low part's columns, unless `low` is None, begin there. `sent` holds by their names the tiles by which these leave,
-        [1, 64, K] and [2, 64, 64], and their barriers, of 128 arrivals when they are there, and of 32 when they have left: when a state has left, so
-        have the rows of the chunk before. So the state's warpgroup neither waits for what it sends nor for all its warps."""
+        [1, 64, K], of two parts [2, 64, K], and [2, 64, 64], and their barriers, of 128 arrivals when they are there, and of 32 when they have left: when a
+        state has left, so have the rows of the chunk before. Unless it is None, `last` [2, 64, 64] comes with the rows, a slot's last tile. So the state's warpgroup neither waits for what it sends nor for all its warps."""
         for c in T.serial(count):
             chunk = count - 1 - c if last_first else c
             row = start + chunk * C
             if states is not None:
                 T.barrier_wait(sent.state_full[0], c % 2)
                 T.fence_proxy_async()
-                for x in T.unroll(sent.state_s.shape[2] // 64):
-                    send_state(sent.state_s, 0, x * 64, states, slot + chunk, held, x, first, 32)
+                for part in T.unroll(sent.state_s.shape[0]):  # high, low
+                    for x in T.unroll(sent.state_s.shape[2] // 64):
+                        send_state(
+                            *(sent.state_s, part, x * 64, states, slot + chunk, held),
+                            *(part * (sent.state_s.shape[2] // 64) + x, first, 32),
+                        )
                 T.tma_store_wait(0)
                 T.barrier_arrive(sent.state_free[0])
             T.barrier_wait(sent.rows_full[c % 2], c // 2 % 2)
@@ -695,6 +716,8 @@ def macros():
             send_rows(sent.rows_s, c % 2, 0, rows, row, T.min(end - row, C), head, first, lane, SHORT, 32)
             if low is not None:
                 send_rows(sent.low_s, c % 2, 0, rows, row, T.min(end - row, C), head, low + first, lane, SHORT, 32)
+            if last is not None:
+                send_state(last, c % 2, 0, states, slot + chunk, held, states.shape[2] - 1, first, 32)
             T.tma_store_wait(0)
             if states is None:
                 T.barrier_arrive(sent.rows_free[c % 2])
@@ -907,6 +930,7 @@ def macros():
         begin_update=begin_update,
         send_rows=send_rows,
         put_state=put_state,
+        multiply_state_split=multiply_state_split,
         put_rows=put_rows,
         send_state=send_state,
         send_results=send_results,

@@ -45,8 +45,8 @@ Whole heads are neighbours on the card by two, which load the same Q and K as a 
 A block begins while the kernel before it still runs elsewhere (STATE, PREPARED, NOTHING). Where the last round of blocks would leave most of the card idle,
 a second launch computes its heads, in halves of their value columns (policy.whole_heads).
 
-With `split` X, Vd and `a` are sums of two numbers: Vd takes three products instead of one, and O and the state two each of Vd. A stage has
-a tile more, for the low part of `a`, and a block 64 value columns.
+With `split` X, Vd and `a` are sums of two numbers: Vd takes three products instead of one, and O and the state two each of Vd. So is the state
+where X is computed from it, not where O is. A stage has a tile more, for the low part of `a`, and a block 64 value columns.
 
 `keep` says what else the backward pass is to find: nothing; or Vd, as kernels/states.py has it, from which kernels/states_from_vd.py computes the
 states before each chunk, h; or Vd and h. These leave from the registers that products read them from, by way of a tile of 64 columns each a warpgroup,
@@ -55,7 +55,7 @@ computed. In blocks of 128 columns either leaves room for two tiles of P, not th
 reads 40: memory binds (450 of some 530 us), which it did not.
 
 Operations a chunk and head at K = V = 128: 9.2 MFLOP, 1.5 us of an SM's share of 790 TFLOP/s; in blocks of 64 columns, which compute P twice, 10.2, and
-with `split` 15.0.
+with `split` 17.1.
 """
 
 from dataclasses import dataclass
@@ -189,9 +189,9 @@ def program(config: Config):
     C, K, V, W, dtype = CHUNK, config.key_dim, config.value_dim, config.value_tile, config.dtype
     tiles = V // W  # blocks a head
     parts = W // 64  # warpgroups that hold the state
-    stages = 3
     l2norm, split = config.l2norm, config.split
     keeps, keeps_h = config.keep != "nothing", config.keep == "states"
+    stages = 2 if split and keeps_h and K > 64 else 3
     p_stages = 2 if keeps and parts > 1 else stages
     sends = W == 64 and not keeps_h  # a warp of its own sends O and Vd
     # How long the second-level cache is to keep what other blocks or kernels read too, and what nobody does soon.
@@ -210,6 +210,16 @@ def program(config: Config):
         T.call_extern(
             "handle", f"jax_qla_store_operand<{transposed}>", operand.data, part, T.address_of(tiles[wg, 0, 0])
         )
+
+    @T.macro
+    def send_parts(state_b, h_s, h, slot, head, first):
+        """The state in `state_b` becomes the high tile of `h_s`, where the low one is, and both leave."""
+        m.put_state(state_b, h_s, 0)
+        T.fence_proxy_async()
+        T.sync_threads(4, 128)
+        for part in T.unroll(2):
+            for x in T.unroll(K // 64):
+                m.send_state(h_s, part, x * 64, h, slot, head, part * (K // 64) + x, first)
 
     @T.macro
     def send_both(vd, o, start, end, count, head, first, lane, sent):
@@ -242,7 +252,7 @@ def program(config: Config):
         spans: T.Tensor((cut_sequences, 2), "int32"),
         o: T.Tensor((tokens, value_heads, V), dtype),
         final_state: T.Tensor((final_states, value_heads, K, V), "float32"),
-        h: T.Tensor((state_slots, value_heads, K // 64, V, 64), dtype),  # where it is kept, and so
+        h: T.Tensor((state_slots, value_heads, K // 64 * (1 + split), V, 64), dtype),  # where it is kept, and so
         vd: T.Tensor((tokens, value_heads, V * (1 + split)), dtype),
         ratio: T.int32,
         scale: T.float32,
@@ -282,7 +292,7 @@ def program(config: Config):
             # which nothing else here asks for
             T.annotate_layout({x: make_full_bank_swizzled_layout(x) for x in (v_s, o_s)})
             if keeps_h:
-                h_s = T.alloc_shared((parts, C, 64), dtype)
+                h_s = T.alloc_shared((2, 64, K) if split else (parts, C, 64), dtype)
                 T.annotate_layout({h_s: make_full_bank_swizzled_layout(h_s)})
                 if split:
                     vd_low_s = T.alloc_shared((parts, C, 64), dtype)
@@ -487,11 +497,15 @@ def program(config: Config):
                             state[i, j] = initial_state[n, head, j, first + i]
                 else:
                     T.clear(state)
-                T.copy(state, state_b)
+                if not split:
+                    T.copy(state, state_b)
                 if count > 0:
                     T.barrier_wait(gated[0], 0)
-                m.forget(u)
-                T.wgmma_gemm(state_b, k_s[0, :, :], u, transpose_B=True, clear_accum=True, policy=by_rows)
+                if split:
+                    m.multiply_state_split(state, state_b, k_s, 0, u, h_s if keeps_h else None)
+                else:
+                    m.forget(u)
+                    T.wgmma_gemm(state_b, k_s[0, :, :], u, transpose_B=True, clear_accum=True, policy=by_rows)
                 T.call_extern(
                     "handle",
                     "jax_qla_load_transposed",
@@ -500,10 +514,13 @@ def program(config: Config):
                 )
                 if keeps_h:
                     if count > 0:
-                        put(state_b, 0, "false", h_s, wg)
-                        T.fence_proxy_async()
-                        T.sync_threads(4 + wg, 128)
-                        m.send_state(h_s, wg, 0, h, start // C + n, head, 0, first + part)
+                        if split:
+                            send_parts(state_b, h_s, h, start // C + n, head, first)
+                        else:
+                            put(state_b, 0, "false", h_s, wg)
+                            T.fence_proxy_async()
+                            T.sync_threads(4 + wg, 128)
+                            m.send_state(h_s, wg, 0, h, start // C + n, head, 0, first + part)
                 T.wait_wgmma(0)
                 for c in T.serial(count):
                     at = c % stages
@@ -532,7 +549,7 @@ def program(config: Config):
                     if not sends:
                         T.tma_store_wait(0)
                         T.sync_threads(4 + wg, 128)  # by now the previous chunk's outputs have left
-                    if keeps_h and K > 64:
+                    if keeps_h and K > 64 and not split:
                         put(state_b, 1, "false", h_s, wg)
                         T.fence_proxy_async()
                         T.sync_threads(4 + wg, 128)
@@ -580,13 +597,19 @@ def program(config: Config):
                     # The next chunk's U begins before O leaves; after the last chunk it is of whatever lies there, and unused.
                     if c + 1 < count:
                         T.barrier_wait(gated[after], ((c + 1) // stages) % 2)
-                    T.wait_wgmma(1 + split)
-                    T.copy(state, state_b)
-                    m.forget(u)
-                    T.wgmma_gemm(state_b, k_s[after, :, :], u, transpose_B=True, clear_accum=True, policy=by_rows)
+                    T.wait_wgmma(0 if split else 1)
+                    if split:
+                        if keeps_h:
+                            T.tma_store_wait(0)
+                            T.sync_threads(4 + wg, 128)  # by now Vd and h have left
+                        m.multiply_state_split(state, state_b, k_s, after, u, h_s if keeps_h else None)
+                    else:
+                        T.copy(state, state_b)
+                        m.forget(u)
+                        T.wgmma_gemm(state_b, k_s[after, :, :], u, transpose_B=True, clear_accum=True, policy=by_rows)
                     T.wait_wgmma(1)
                     T.barrier_arrive(free[at])
-                    if keeps_h:
+                    if keeps_h and not split:
                         T.tma_store_wait(0)
                         T.sync_threads(4 + wg, 128)  # by now Vd and the second half of h have
                         if c + 1 < count:
@@ -599,9 +622,12 @@ def program(config: Config):
                         T.barrier_arrive(sent.rows_full[c % 2])
                     else:
                         m.put_rows(acc, o_s, wg, 0)
+                        if keeps_h and split:
+                            if c + 1 < count:
+                                send_parts(state_b, h_s, h, start // C + n + c + 1, head, first)
                         T.fence_proxy_async()
                         T.sync_threads(4 + wg, 128)
-                        if keeps_h:
+                        if keeps_h and not split:
                             if c + 1 < count:
                                 m.send_state(h_s, wg, 0, h, start // C + n + c + 1, head, 0, first + part)
                         m.send_rows(o_s, wg, 0, o, line, lines, head, first + part, tx - wg * 128, written)

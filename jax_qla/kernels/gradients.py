@@ -53,8 +53,7 @@ it needs first of a head, K, Vd and D, is there before, and what must wait for a
 A barrier is waited for by everybody who must not be two phases behind it, or only by those who let its next phase begin: a warp that is late
 by two phases waits for ever (tests/test_barriers.py).
 
-With `split` Vd is the sum of two numbers, for which E, F and Y take a product more, and so is E where K multiplies it. The tiles of Vd, its
-low part and D have one stage then.
+With `split` kernels/gradients_split.py has the program.
 
 M + M^T goes through shared memory as one symmetric tile, so that one product with K gives both. dQ and dK go from registers to memory.
 
@@ -62,6 +61,8 @@ Operations a chunk and head at K = V = 128: 13.6 MFLOP, 2.3 us of an SM's share 
 64 KiB read and written: with two value heads 144 KiB, 4.5 us of its share of 4.3 TB/s. docs/performance.md says what binds.
 """
 
+import functools
+import operator
 from dataclasses import dataclass
 from types import SimpleNamespace
 
@@ -88,8 +89,10 @@ from jax_qla.kernels.specification import (
     last_row,
     of_all_slots,
     of_heads,
+    of_part_tiles,
     scatter_chunks,
     states_of_tiles,
+    tiles_as_rows,
 )
 
 __all__ = ["PASS_CONFIGS", "Config", "program", "specification"]
@@ -479,9 +482,13 @@ class Config:
     split: bool = False
 
 
-def gate_gradients(dtype: str, l2norm: bool):
-    """A macro of this kernel and of kernels/backward.py, for q and k of `dtype`, to be normalised or not."""
+def gate_gradients(dtype: str, l2norm: bool, dots_of_v: int = 1):
+    """A macro of this kernel, of kernels/gradients_split.py and of kernels/backward.py, for q and k of `dtype`, to be normalised or not; <D_i, V_i> is the
+    sum of so many."""
     import tilelang.language as T
+
+    def dot_v(parts, at, i):
+        return functools.reduce(operator.add, (parts.dot_v_s[at, n * CHUNK + i] for n in range(dots_of_v)))
 
     def ample(beta):
         return T.abs(beta) >= T.float32(SCANTY[dtype]) if SCANTY[dtype] > 0 else beta != 0
@@ -515,7 +522,7 @@ def gate_gradients(dtype: str, l2norm: bool):
                 )
                 dbeta[row + i, head] = parts.dot_s[at, i] / divisor
             else:
-                dbeta[row + i, head] = (vectors.key_s[length, i] * inner if l2norm else inner) + parts.dot_v_s[at, i]
+                dbeta[row + i, head] = (vectors.key_s[length, i] * inner if l2norm else inner) + dot_v(parts, at, i)
             earlier = vectors.fall_s[at, i] * parts.y_dots_s[at, i]
         later = T.call_extern("float32", "jax_qla_from", total)
         total = earlier
@@ -527,36 +534,19 @@ def gate_gradients(dtype: str, l2norm: bool):
         T.sync_threads(5, 64)
         if i < rows:
             total = later + earlier + parts.halves_s[1 - i // 32]
-            for x in T.unroll(4):
+            for x in T.unroll(parts.states_dot_s.shape[1]):
                 total = total + vectors.rise_s[at, rows - 1] * parts.states_dot_s[at, x]
             dg[row + i, head] = T.Select(decay >= T.float32(MIN_LOG_DECAY), total, T.float32(0))
 
     return write_gates
 
 
-def program(config: Config):
-    """The TileLang program. Numbers of tokens, heads, sequences and chunk slots are run-time values."""
+def gate_warps(dtype: str, l2norm: bool, dots_of_v: int = 1):
+    """A macro of this kernel and of kernels/gradients_split.py: what its warps "gates" do. The arguments as of `gate_gradients`."""
     import tilelang.language as T
 
-    C, K, V, dtype = CHUNK, config.key_dim, config.value_dim, config.dtype
-    ctype = {"bfloat16": "bfloat16_t", "float16": "half_t"}[dtype]
     m = macros()
-    l2norm, normed, split = config.l2norm, "true" if config.l2norm else "false", config.split
-    write_gates = gate_gradients(dtype, l2norm)
-    row_stages = 1 if split else 2  # of Vd and D
-    tokens, key_heads, value_heads, sequences, state_slots = T.dynamic(
-        "tokens, key_heads, value_heads, sequences, state_slots"
-    )
-    of_launch = T.dynamic("heads")  # value heads, from first_head on
-    kept_heads, vd_heads = T.dynamic("kept_heads, vd_heads")  # these, or all, of h and of Vd
-
-    def tile_of(stage):
-        """Where the rows of a value head lie, from its number modulo 2."""
-        return 0 if split else stage
-
-    def turn_of(n):
-        """The phase in which the rows of the block's n-th value head are there, and are free."""
-        return n % 2 if split else n // 2 % 2
+    write_gates = gate_gradients(dtype, l2norm, dots_of_v)
 
     @T.macro
     def publish_gates(gates, of_rows, number, ratio, rows, i, stage, vectors, ready):
@@ -575,6 +565,119 @@ def program(config: Config):
             "int32", "jax_qla_any", T.cast(i < rows and T.abs(gates[2]) < T.float32(FAINT), "int32")
         )
         T.barrier_arrive(ready[stage])
+
+    @T.macro
+    def compute_gates(
+        g,
+        gamma,
+        beta,
+        lengths,
+        query_lengths,
+        dg,
+        dbeta,
+        row,
+        rows,
+        of_block,
+        ratio,
+        scale,
+        i,
+        vectors,
+        parts,
+        gates_ready,
+        dots_ready,
+        parts_ready,
+    ):
+        """Thread i, of 64, for its row of a block's `keys` key heads from `first` on and their `heads` value heads, numbers that `of_block` holds by these
+        names, as `vectors` and `parts` do the kernel's."""
+        gates = T.alloc_local((3,), "float32")
+        second = T.alloc_local((3,), "float32")
+        of_rows = T.alloc_local((2,), "float32")  # 1 / |k|, 1 / |q|
+        decay = T.alloc_var("float32")
+        if rows > 0:
+            m.fetch_gates(gamma, beta, row, rows, of_block.first * ratio, i, gates)
+            if of_block.heads > 1:
+                m.fetch_gates(gamma, beta, row, rows, of_block.first * ratio + 1, i, second)
+            for r in T.serial(T.min(of_block.heads, 2)):
+                if r == 1:
+                    for x in T.unroll(3):
+                        gates[x] = second[x]
+                if l2norm:
+                    if r % ratio == 0:
+                        m.fetch_lengths(lengths, query_lengths, row, rows, of_block.first + r // ratio, i, of_rows)
+                publish_gates(gates, of_rows, r, ratio, rows, i, r, vectors, gates_ready)
+            for key in T.serial(of_block.keys):
+                for r in T.serial(ratio):
+                    at = (key * ratio + r) % 2
+                    head = (of_block.first + key) * ratio + r
+                    if i < rows:
+                        decay = g[row + i, head]
+                    if key * ratio + r + 2 < of_block.heads:
+                        m.fetch_gates(gamma, beta, row, rows, head + 2, i, gates)
+                        if l2norm:
+                            if (r + 2) % ratio == 0:
+                                m.fetch_lengths(
+                                    *(lengths, query_lengths, row, rows),
+                                    of_block.first + key + (r + 2) // ratio,
+                                    *(i, of_rows),
+                                )
+                    T.barrier_wait(dots_ready[at], (key * ratio + r) // 2 % 2)
+                    T.barrier_wait(parts_ready[at], (key * ratio + r) // 2 % 2)
+                    write_gates(vectors, parts, at, key % 4, row, rows, head, i, scale, decay, dg, dbeta)
+                    T.sync_threads(5, 64)
+                    if key * ratio + r + 2 < of_block.heads:
+                        number = key * ratio + r + 2
+                        publish_gates(gates, of_rows, number, ratio, rows, i, at, vectors, gates_ready)
+
+    return compute_gates
+
+
+def gap_rows(config: "Config"):
+    """A macro of both: rows of no sequence become zero in all results."""
+    import tilelang.language as T
+
+    K, V, dtype = config.key_dim, config.value_dim, config.dtype
+
+    @T.macro
+    def zero_gaps(dq, dk, dv, dg, dbeta, row, count, first, keys, heads, ratio, i):
+        """128 threads, of which this is number i: `count` rows from `row` on, of a block's heads."""
+        for x in T.serial(count):
+            for key in T.serial(keys):
+                for y in T.serial(K // 32):
+                    if i // 32 == 0:
+                        dq[row + x, first + key, y * 32 + i % 32] = T.cast(0, dtype)
+                    if i // 32 == 1:
+                        dk[row + x, first + key, y * 32 + i % 32] = T.cast(0, dtype)
+            for r in T.serial(heads):
+                if i < V // 2:
+                    dv[row + x, first * ratio + r, i * 2] = T.cast(0, dtype)
+                    dv[row + x, first * ratio + r, i * 2 + 1] = T.cast(0, dtype)
+                if i == 126:
+                    dg[row + x, first * ratio + r] = 0.0
+                if i == 127:
+                    dbeta[row + x, first * ratio + r] = 0.0
+
+    return zero_gaps
+
+
+def program(config: Config):
+    """The TileLang program. Numbers of tokens, heads, sequences and chunk slots are run-time values."""
+    if config.split:
+        from jax_qla.kernels import gradients_split  # which takes what both share
+
+        return gradients_split.program(config)
+    import tilelang.language as T
+
+    C, K, V, dtype = CHUNK, config.key_dim, config.value_dim, config.dtype
+    ctype = {"bfloat16": "bfloat16_t", "float16": "half_t"}[dtype]
+    m = macros()
+    l2norm, normed = config.l2norm, "true" if config.l2norm else "false"
+    compute_gates = gate_warps(dtype, l2norm)
+    zero_gaps = gap_rows(config)
+    tokens, key_heads, value_heads, sequences, state_slots = T.dynamic(
+        "tokens, key_heads, value_heads, sequences, state_slots"
+    )
+    of_launch = T.dynamic("heads")  # value heads, from first_head on
+    kept_heads, vd_heads = T.dynamic("kept_heads, vd_heads")  # these, or all, of h and of Vd
 
     @T.macro
     def load_states(states, tile, slot, head, loaded):
@@ -599,7 +702,7 @@ def program(config: Config):
         lengths: T.Tensor((tokens, key_heads), "float32"),  # 1 / |k|, with `l2norm` only, and so
         query_lengths: T.Tensor((tokens, key_heads), "float32"),  # 1 / |q|
         do: T.Tensor((tokens, value_heads, V), dtype),
-        vd: T.Tensor((tokens, vd_heads, V * (1 + split)), dtype),
+        vd: T.Tensor((tokens, vd_heads, V), dtype),
         d: T.Tensor((tokens, value_heads, V), dtype),  # D; may be dv itself
         h: T.Tensor((state_slots, kept_heads, K // 64, V, 64), dtype),
         dh: T.Tensor((state_slots, of_launch, K // 64, V, 64), dtype),
@@ -658,11 +761,8 @@ def program(config: Config):
             q_s = T.alloc_shared((1, C, K), dtype)
             k_s = T.alloc_shared((2, C, K), dtype)
             do_s = T.alloc_shared((1, C, V), dtype)
-            vd_s = T.alloc_shared((row_stages, C, V), dtype)
-            dv_s = T.alloc_shared((row_stages, C, V), dtype)
-            if split:
-                low_s = T.alloc_shared((1, C, V), dtype)  # the low part of Vd
-                e_low_s = T.alloc_shared((C, C), dtype)  # and that of E, for dQ
+            vd_s = T.alloc_shared((2, C, V), dtype)
+            dv_s = T.alloc_shared((2, C, V), dtype)
             h_s = T.alloc_shared((V, K), dtype)
             dh_s = T.alloc_shared((V, K), dtype)
             e_s = T.alloc_shared((C, C), dtype)  # scale (dO Vd^T o G)
@@ -721,8 +821,8 @@ def program(config: Config):
             )
             do_loaded = T.alloc_barrier([32])
             do_free = T.alloc_barrier([128])
-            rows_loaded = T.alloc_barrier([32] * row_stages)
-            rows_free = T.alloc_barrier([384] * row_stages)
+            rows_loaded = T.alloc_barrier([32] * 2)
+            rows_free = T.alloc_barrier([384] * 2)
             gates_ready = T.alloc_barrier([64] * 2)
             h_loaded = T.alloc_barrier([32])
             dh_loaded = T.alloc_barrier([32])
@@ -737,51 +837,16 @@ def program(config: Config):
                 T.set_max_nreg(48, 0)
                 if tx < 448:
                     i = tx - 384
-                    gates = T.alloc_local((3,), "float32")
-                    second = T.alloc_local((3,), "float32")
-                    of_rows = T.alloc_local((2,), "float32")  # 1 / |k|, 1 / |q|
-                    decay = T.alloc_var("float32")
-                    if rows > 0:
-                        m.fetch_gates(gamma, beta, row, rows, first * ratio, i, gates)
-                        if heads > 1:
-                            m.fetch_gates(gamma, beta, row, rows, first * ratio + 1, i, second)
-                        for r in T.serial(T.min(heads, 2)):
-                            if r == 1:
-                                for x in T.unroll(3):
-                                    gates[x] = second[x]
-                            if l2norm:
-                                if r % ratio == 0:
-                                    m.fetch_lengths(lengths, query_lengths, row, rows, first + r // ratio, i, of_rows)
-                            publish_gates(gates, of_rows, r, ratio, rows, i, r, vectors, gates_ready)
-                        for key in T.serial(keys):
-                            for r in T.serial(ratio):
-                                at = (key * ratio + r) % 2
-                                head = (first + key) * ratio + r
-                                if i < rows:
-                                    decay = g[row + i, head]
-                                if key * ratio + r + 2 < heads:
-                                    m.fetch_gates(gamma, beta, row, rows, head + 2, i, gates)
-                                    if l2norm:
-                                        if (r + 2) % ratio == 0:
-                                            m.fetch_lengths(
-                                                *(lengths, query_lengths, row, rows),
-                                                first + key + (r + 2) // ratio,
-                                                *(i, of_rows),
-                                            )
-                                T.barrier_wait(dots_ready[at], (key * ratio + r) // 2 % 2)
-                                T.barrier_wait(parts_ready[at], (key * ratio + r) // 2 % 2)
-                                write_gates(vectors, parts, at, key % 4, row, rows, head, i, scale, decay, dg, dbeta)
-                                T.sync_threads(5, 64)
-                                if key * ratio + r + 2 < heads:
-                                    number = key * ratio + r + 2
-                                    publish_gates(gates, of_rows, number, ratio, rows, i, at, vectors, gates_ready)
+                    compute_gates(
+                        *(g, gamma, beta, lengths, query_lengths, dg, dbeta),
+                        *(row, rows, SimpleNamespace(first=first, keys=keys, heads=heads), ratio, scale, i),
+                        *(vectors, parts, gates_ready, dots_ready, parts_ready),
+                    )
                 elif tx < 480:
                     if rows > 0:
                         m.load_rows(k, row, first, 0, K, k_s, 0, k_loaded)
                         T.barrier_arrive(k_loaded[0])
                         m.load_rows(vd, row, of_vd, 0, V, vd_s, 0, rows_loaded)
-                        if split:
-                            m.load_rows(vd, row, of_vd, V, V, low_s, 0, rows_loaded)
                         m.load_rows(d, row, first * ratio, 0, V, dv_s, 0, rows_loaded)
                         T.barrier_arrive(rows_loaded[0])
                         m.load_rows(do, row, first * ratio, 0, V, do_s, 0, do_loaded)
@@ -790,11 +855,10 @@ def program(config: Config):
                         T.barrier_arrive(q_loaded[0])
                         load_states(h, h_s, slot, kept, h_loaded)
                         load_states(dh, dh_s, slot, held, dh_loaded)
-                        if not split:
-                            if heads > 1:
-                                m.load_rows(vd, row, of_vd + 1, 0, V, vd_s, 1, rows_loaded)
-                                m.load_rows(d, row, first * ratio + 1, 0, V, dv_s, 1, rows_loaded)
-                                T.barrier_arrive(rows_loaded[1])
+                        if heads > 1:
+                            m.load_rows(vd, row, of_vd + 1, 0, V, vd_s, 1, rows_loaded)
+                            m.load_rows(d, row, first * ratio + 1, 0, V, dv_s, 1, rows_loaded)
+                            T.barrier_arrive(rows_loaded[1])
                         if keys > 1:
                             m.load_rows(k, row, first + 1, 0, K, k_s, 1, k_loaded)
                             T.barrier_arrive(k_loaded[1])
@@ -813,17 +877,11 @@ def program(config: Config):
                                     T.barrier_wait(q_free[0], key_l % 2)
                                     m.load_rows(q, row, first + key_l + 1, 0, K, q_s, 0, q_loaded)
                                     T.barrier_arrive(q_loaded[0])
-                                if n + row_stages < heads:
-                                    T.barrier_wait(rows_free[tile_of(n % 2)], turn_of(n))
-                                    m.load_rows(
-                                        vd, row, of_vd + n + row_stages, 0, V, vd_s, tile_of(n % 2), rows_loaded
-                                    )
-                                    if split:
-                                        m.load_rows(vd, row, of_vd + n + 1, V, V, low_s, 0, rows_loaded)
-                                    m.load_rows(
-                                        d, row, first * ratio + n + row_stages, 0, V, dv_s, tile_of(n % 2), rows_loaded
-                                    )
-                                    T.barrier_arrive(rows_loaded[tile_of(n % 2)])
+                                if n + 2 < heads:
+                                    T.barrier_wait(rows_free[n % 2], n // 2 % 2)
+                                    m.load_rows(vd, row, of_vd + n + 2, 0, V, vd_s, n % 2, rows_loaded)
+                                    m.load_rows(d, row, first * ratio + n + 2, 0, V, dv_s, n % 2, rows_loaded)
+                                    T.barrier_arrive(rows_loaded[n % 2])
                             if key_l + 2 < keys:
                                 T.barrier_wait(k_free[key_l % 2], key_l // 2 % 2)
                                 m.load_rows(k, row, first + key_l + 2, 0, K, k_s, key_l % 2, k_loaded)
@@ -857,19 +915,19 @@ def program(config: Config):
                             )
                             T.barrier_arrive(h_free[0])
                             T.barrier_arrive(dh_free[0])
-                            T.barrier_wait(rows_loaded[tile_of(at)], turn_of(key * ratio + r))
+                            T.barrier_wait(rows_loaded[at], (key * ratio + r) // 2 % 2)
                             T.call_extern(
                                 "handle",
                                 f"jax_qla_row_dots<{ctype}, {V}>",
-                                T.address_of(dv_s[tile_of(at), 0, 0]),
-                                T.address_of(vd_s[tile_of(at), 0, 0]),
+                                T.address_of(dv_s[at, 0, 0]),
+                                T.address_of(vd_s[at, 0, 0]),
                                 T.address_of(dot_s[at, 0]),
                             )
                             if faint_s[at, 0] + faint_s[at, 1] > 0:
                                 T.call_extern(
                                     "handle",
                                     f"jax_qla_scale_faint_rows<{ctype}, {V}>",
-                                    T.address_of(dv_s[tile_of(at), 0, 0]),
+                                    T.address_of(dv_s[at, 0, 0]),
                                     T.address_of(beta_s[at, 0]),
                                     rows,
                                     value_heads,
@@ -878,29 +936,15 @@ def program(config: Config):
                                 T.call_extern(
                                     "handle",
                                     f"jax_qla_dots<{ctype}, {V}>",
-                                    T.address_of(dv_s[tile_of(at), 0, 0]),
+                                    T.address_of(dv_s[at, 0, 0]),
                                     T.address_of(v[row, head, 0]),
                                     rows,
                                     value_heads,
                                     T.address_of(dot_v_s[at, 0]),
                                 )
-                            T.barrier_arrive(rows_free[tile_of(at)])
+                            T.barrier_arrive(rows_free[at])
                             T.barrier_arrive(dots_ready[at])
-                for x in T.serial(fill):
-                    for key in T.serial(keys):
-                        for y in T.serial(K // 32):
-                            if i // 32 == 0:
-                                dq[row + rows + x, first + key, y * 32 + i % 32] = T.cast(0, dtype)
-                            if i // 32 == 1:
-                                dk[row + rows + x, first + key, y * 32 + i % 32] = T.cast(0, dtype)
-                    for r in T.serial(heads):
-                        if i < V // 2:
-                            dv[row + rows + x, first * ratio + r, i * 2] = T.cast(0, dtype)
-                            dv[row + rows + x, first * ratio + r, i * 2 + 1] = T.cast(0, dtype)
-                        if i == 126:
-                            dg[row + rows + x, first * ratio + r] = 0.0
-                        if i == 127:
-                            dbeta[row + rows + x, first * ratio + r] = 0.0
+                zero_gaps(dq, dk, dv, dg, dbeta, row + rows, fill, first, keys, heads, ratio, i)
             elif tx >= 128:
                 T.set_max_nreg(208, 1)
                 if rows > 0:
@@ -921,16 +965,14 @@ def program(config: Config):
                         for r_k in T.serial(ratio):
                             at_k = (key_k * ratio + r_k) % 2
                             T.barrier_wait(gates_ready[at_k], (key_k * ratio + r_k) // 2 % 2)
-                            T.barrier_wait(rows_loaded[tile_of(at_k)], turn_of(key_k * ratio + r_k))
+                            T.barrier_wait(rows_loaded[at_k], (key_k * ratio + r_k) // 2 % 2)
                             T.wgmma_gemm(
-                                dv_s[tile_of(at_k), :, :],
-                                vd_s[tile_of(at_k), :, :],
+                                dv_s[at_k, :, :],
+                                vd_s[at_k, :, :],
                                 s_k,
                                 transpose_B=True,
                                 clear_accum=True,
                             )
-                            if split:
-                                T.wgmma_gemm(dv_s[0, :, :], low_s[0, :, :], s_k, transpose_B=True)
                             T.wgmma_gemm(
                                 k_s[key_k % 2, :, :], k_s[key_k % 2, :, :], kk, transpose_B=True, clear_accum=True
                             )
@@ -967,10 +1009,8 @@ def program(config: Config):
                             # Z and Y by turns: one is computed while the other is used
                             # "r": behind pointers that may be written to TileLang puts a fence (0.1 us) before the next wgmma. No
                             # wgmma and no TMA reads what is written here.
-                            T.wgmma_gemm(dv_s[tile_of(at_k), :, :], h_s[:, 0:64], z_k, clear_accum=True)
-                            T.wgmma_gemm(vd_s[tile_of(at_k), :, :], dh_s[:, 0:64], y_k, clear_accum=True)
-                            if split:
-                                T.wgmma_gemm(low_s[0, :, :], dh_s[:, 0:64], y_k)
+                            T.wgmma_gemm(dv_s[at_k, :, :], h_s[:, 0:64], z_k, clear_accum=True)
+                            T.wgmma_gemm(vd_s[at_k, :, :], dh_s[:, 0:64], y_k, clear_accum=True)
                             T.call_extern(
                                 "handle",
                                 "jax_qla_write_sums",
@@ -985,7 +1025,7 @@ def program(config: Config):
                                     T.address_of(key_pairs[0]),
                                     T.access_ptr(k_s[key_k % 2, 0, part * 64], "r"),
                                 )
-                                T.wait_wgmma(1 + split)
+                                T.wait_wgmma(1)
                                 T.call_extern(
                                     "handle",
                                     f"jax_qla_add_rows<{ctype}, {normed}>",
@@ -998,7 +1038,7 @@ def program(config: Config):
                                     T.address_of(dots[0]),
                                 )
                                 if part + 1 < K // 64:
-                                    T.wgmma_gemm(dv_s[tile_of(at_k), :, :], h_s[:, 64:128], z_k, clear_accum=True)
+                                    T.wgmma_gemm(dv_s[at_k, :, :], h_s[:, 64:128], z_k, clear_accum=True)
                                     T.wait_wgmma(1)
                                 else:
                                     T.wait_wgmma(0)
@@ -1014,9 +1054,7 @@ def program(config: Config):
                                     T.address_of(dots[2]),
                                 )
                                 if part + 1 < K // 64:
-                                    T.wgmma_gemm(vd_s[tile_of(at_k), :, :], dh_s[:, 64:128], y_k, clear_accum=True)
-                                    if split:
-                                        T.wgmma_gemm(low_s[0, :, :], dh_s[:, 64:128], y_k)
+                                    T.wgmma_gemm(vd_s[at_k, :, :], dh_s[:, 64:128], y_k, clear_accum=True)
                             T.barrier_arrive(h_free[0])
                             T.barrier_arrive(dh_free[0])
                             T.call_extern(
@@ -1032,7 +1070,7 @@ def program(config: Config):
                                 T.access_ptr(y_dots_s[at_k, 0], "r"),
                             )
                             T.barrier_arrive(parts_ready[at_k])
-                            T.barrier_arrive(rows_free[tile_of(at_k)])  # what follows reads neither rows nor gates
+                            T.barrier_arrive(rows_free[at_k])  # what follows reads neither rows nor gates
                             T.barrier_wait(e_ready[0], at_k)
                             T.wgmma_gemm(f_s, k_s[key_k % 2, :, :], dk_f)
                             if r_k == 0:
@@ -1079,16 +1117,12 @@ def program(config: Config):
                         for r_q in T.serial(ratio):
                             at_q = (key_q * ratio + r_q) % 2
                             T.barrier_wait(gates_ready[at_q], (key_q * ratio + r_q) // 2 % 2)
-                            T.barrier_wait(rows_loaded[tile_of(at_q)], turn_of(key_q * ratio + r_q))
+                            T.barrier_wait(rows_loaded[at_q], (key_q * ratio + r_q) // 2 % 2)
                             T.barrier_wait(do_loaded[0], (key_q * ratio + r_q) % 2)
-                            T.wgmma_gemm(
-                                do_s[0, :, :], vd_s[tile_of(at_q), :, :], s_q, transpose_B=True, clear_accum=True
-                            )
-                            if split:
-                                T.wgmma_gemm(do_s[0, :, :], low_s[0, :, :], s_q, transpose_B=True)
+                            T.wgmma_gemm(do_s[0, :, :], vd_s[at_q, :, :], s_q, transpose_B=True, clear_accum=True)
                             T.wgmma_gemm(q_s[0, :, :], k_s[key_q % 2, :, :], p, transpose_B=True, clear_accum=True)
                             T.wait_wgmma(0)
-                            T.barrier_arrive(rows_free[tile_of(at_q)])
+                            T.barrier_arrive(rows_free[at_q])
                             # E = scale (dO Vd^T o G)
                             T.call_extern(
                                 "handle",
@@ -1107,22 +1141,10 @@ def program(config: Config):
                             T.call_extern(
                                 "handle", "jax_qla_store_tile", T.address_of(s_q[0, 0]), T.address_of(e_s[0, 0])
                             )
-                            if split:
-                                for i_q, j_q in T.Parallel(C, C):
-                                    s_q[i_q, j_q] = s_q[i_q, j_q] - T.cast(T.cast(s_q[i_q, j_q], dtype), "float32")
-                                T.sync_threads(1, 128)  # no product of the head before reads it any more
-                                T.call_extern(
-                                    "handle",
-                                    "jax_qla_store_tile",
-                                    T.address_of(s_q[0, 0]),
-                                    T.address_of(e_low_s[0, 0]),
-                                )
                             T.fence_proxy_async()
                             T.sync_threads(1, 128)
                             T.barrier_arrive(e_ready[0])
                             T.wgmma_gemm(e_s, k_s[key_q % 2, :, :], dq_f)
-                            if split:
-                                T.wgmma_gemm(e_low_s, k_s[key_q % 2, :, :], dq_f)
                             T.call_extern(
                                 "handle",
                                 "jax_qla_write_sums",
@@ -1221,7 +1243,12 @@ def specification(
     values, gates, strength, output, d = (gather_chunks(x, chunks) for x in (v, gamma, beta, do, d))
     corrected = gather_parts(vd, chunks, v.shape[-1])
     used = chunks[:, 2, None, None, None] > 0
-    h, dh = (jnp.where(used, of_all_slots(states_of_tiles(x)), 0).astype(keys.dtype) for x in (h, dh))
+    all_h, all_dh = h, dh
+    h, dh = (states_of_tiles(of_part_tiles(x, k.shape[2])) for x in (all_h, all_dh))
+    h, dh = (jnp.where(used, of_all_slots(x), 0).astype(keys.dtype) for x in (h, dh))
+    if (tiles := all_h.shape[2]) < all_dh.shape[2]:  # the low part of D is there
+        left = tiles_as_rows(of_all_slots(all_dh[:, :, tiles:]))
+        d += jnp.where(used, left, 0)
     end = last_row(gates, chunks)
     rise, fall = jnp.exp(gates), jnp.exp(end[:, None] - gates)
     of_key, scales = jnp.ones_like(strength), jnp.full_like(strength, scale)

@@ -22,7 +22,10 @@ products with random numbers; so Vd, for which X is rounded as well and Vd itsel
 draws of a batch by 0.0 to 0.2 %, docs/performance.md). Where keys are much alike and little decays, |L|^2 is some hundreds up to 2016, results
 cancel, and 16 bits are needed. A row of L that is faint, since its beta is, has not got 11 bits in fp16, and the backward pass needs those. And
 nothing overflows: an element of the inverse is at most some 2e4 where |L|^2 is SMALL (the worst of all L, found by ascent), fp16 ends at 6.5e4. In
-float16, and with `split`, where the low parts, which are there, are stored too, always by splits.
+float16 always by splits.
+
+With `split`, where a has 16 bits, a product is of float32 numbers, each the sum of two of tf32 (21 bits), always: 192 mma of half the depth. By splits, the
+errors of the six blocks' products were ten times those of storing a, and most of what was left of identical keys with beta 2 (docs/accuracy.md).
 """
 
 from jax_qla.kernels.common import FAINT, MATRIX_PRELUDE, STRETCHES
@@ -51,6 +54,14 @@ struct Split {
 struct Single {
   unsigned pairs[4];
 };
+// With `split`, as it is: as a left operand an accumulator, as a right one the transpose of one, columns 0 to 7 of the operand first.
+struct Fine {
+  float x[8];
+};
+__device__ __forceinline__ void jax_qla_set(Fine& s, int i, float x, float y) {
+  s.x[i * 2] = x;
+  s.x[i * 2 + 1] = y;
+}
 __device__ __forceinline__ void jax_qla_set(Split& s, int i, float x, float y) { jax_qla_split(s.high[i], s.low[i], x, y); }
 __device__ __forceinline__ void jax_qla_set(Single& s, int i, float x, float y) { s.pairs[i] = jax_qla_round<false>(x, y); }
 // An accumulator as a left operand, ...
@@ -74,6 +85,39 @@ __device__ __forceinline__ void jax_qla_multiply(float* c, const Split& a, const
   jax_qla_multiply_pairs<true>(c, a.low, b.high);
   jax_qla_multiply_pairs<true>(c, a.high, b.low);
   jax_qla_multiply_pairs<true>(c, a.high, b.high);
+}
+// c [16, 8] += a [16, 8] b [8, 8] of tf32; lane l has of a rows l / 4 and that + 8 of column l % 4, then of that + 4, of b these rows of column l / 4.
+__device__ __forceinline__ void jax_qla_mma_tf32(float* c, const float* a, const float* b) {
+  asm("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+      : "r"(__float_as_uint(a[0])), "r"(__float_as_uint(a[1])), "r"(__float_as_uint(a[2])), "r"(__float_as_uint(a[3])),
+        "r"(__float_as_uint(b[0])), "r"(__float_as_uint(b[1])));
+}
+// What of x tf32 has, and what that leaves.
+template <int n>
+__device__ __forceinline__ void jax_qla_split_tf32(float* high, float* low, const float* x) {
+#pragma unroll
+  for (int i = 0; i < n; ++i) {
+    high[i] = __uint_as_float(__float_as_uint(x[i]) & 0xffffe000u);
+    low[i] = x[i] - high[i];
+  }
+}
+// Columns 2 l and 2 l + 1 of a, and rows of b, stand where tf32 has l and l + 4: a product does not depend on their order.
+__device__ __forceinline__ void jax_qla_multiply(float* c, const Fine& a, const Fine& b) {
+#pragma unroll
+  for (int k = 0; k < 2; ++k) {
+    const float left[4] = {a.x[k * 4], a.x[k * 4 + 2], a.x[k * 4 + 1], a.x[k * 4 + 3]};
+    float high[4], low[4];
+    jax_qla_split_tf32<4>(high, low, left);
+#pragma unroll
+    for (int n = 0; n < 2; ++n) {
+      float of_high[2], of_low[2];
+      jax_qla_split_tf32<2>(of_high, of_low, b.x + n * 4 + k * 2);
+      jax_qla_mma_tf32(c + n * 4, low, of_high);
+      jax_qla_mma_tf32(c + n * 4, high, of_low);
+      jax_qla_mma_tf32(c + n * 4, high, of_high);
+    }
+  }
 }
 __device__ __forceinline__ void jax_qla_multiply(float* c, const Single& a, const Single& b) { jax_qla_multiply_pairs<false>(c, a.pairs, b.pairs); }
 // An inverted block from scratch memory; transposed: as a left operand, else as a right one.
@@ -160,8 +204,9 @@ __device__ __forceinline__ void jax_qla_gate(float* kk, float& norm, bool& stret
   faint = diagonal && least < __float_as_uint(kFaint) - 1;
 }
 
-// The inverses of the four blocks I + L on the diagonal, in place, as sums of two numbers, the second ones behind the first. A lane substitutes forward in
-// columns c and c + 8 of one block. Halves of columns change places so that ldmatrix meets no bank twice.
+// The inverses of the four blocks I + L on the diagonal, in place, as sums of two numbers, the second ones behind the first; if `fine` by columns, as they
+// are. A lane substitutes forward in columns c and c + 8 of one block. Halves of columns change places so that ldmatrix meets no bank twice.
+template <bool fine>
 __device__ __forceinline__ void jax_qla_substitute(float* scratch) {
   const int lane = threadIdx.x & 31, column = lane & 7;
   const int number = lane >> 3;
@@ -188,6 +233,17 @@ __device__ __forceinline__ void jax_qla_substitute(float* scratch) {
     }
   }
   __syncwarp();
+  if constexpr (fine) {
+    float4* to = reinterpret_cast<float4*>(block);
+#pragma unroll
+    for (int q = 0; q < 4; ++q) {
+      to[column * 4 + q] = float4{x[q * 4], x[q * 4 + 1], x[q * 4 + 2], x[q * 4 + 3]};
+      const float* of_far = y + (q - 2) * 4;
+      to[(column + 8) * 4 + q] = q < 2 ? float4{0.f, 0.f, 0.f, 0.f} : float4{of_far[0], of_far[1], of_far[2], of_far[3]};
+    }
+    __syncwarp();
+    return;
+  }
   unsigned high[12], low[12];
 #pragma unroll
   for (int i = 0; i < 12; ++i) {
@@ -285,10 +341,41 @@ __device__ __forceinline__ void jax_qla_put_diagonal(unsigned* to, int i, const 
   jax_qla_pack<bf16>(r, c);
   jax_qla_put<kept>(to, i, i, bf16 ? s.high : r, rows);  // the high part is what rounding to bf16 gives
 }
+// Block (i, j), an accumulator, as the sum of two numbers.
+template <unsigned long long kept>
+__device__ __forceinline__ void jax_qla_put_split(unsigned* to, unsigned* to_low, int i, int j, const float* block, int rows) {
+  unsigned high[4], low[4];
+#pragma unroll
+  for (int n = 0; n < 4; ++n) jax_qla_split(high[n], low[n], block[n * 2], block[n * 2 + 1]);
+  jax_qla_put<kept>(to, i, j, high, rows);
+  jax_qla_put<kept>(to_low, i, j, low, rows);
+}
+// An inverted block on the diagonal as a left, or a right, operand: those that are kept, or from where jax_qla_substitute<true> has put it.
+template <typename Operand>
+__device__ __forceinline__ const Operand& jax_qla_on_left(const Operand* kept, int i, const float*) { return kept[i]; }
+template <typename Operand>
+__device__ __forceinline__ const Operand& jax_qla_on_right(const Operand* kept, int i, const float*) { return kept[i]; }
+__device__ __forceinline__ Fine jax_qla_on_left(const Fine*, int i, const float* scratch) {
+  const int lane = threadIdx.x & 31, row = lane / 4, column = lane % 4 * 2;
+  Fine s;
+#pragma unroll
+  for (int n = 0; n < 8; ++n) s.x[n] = scratch[i * (kBlock / 4) + (n / 4 * 8 + column + n % 2) * 16 + n / 2 % 2 * 8 + row];
+  return s;
+}
+__device__ __forceinline__ Fine jax_qla_on_right(const Fine*, int i, const float* scratch) {
+  const int lane = threadIdx.x & 31, row = lane / 4, column = lane % 4 * 2;
+  Fine s;
+#pragma unroll
+  for (int n = 0; n < 4; ++n) {
+    const float2 pair = *reinterpret_cast<const float2*>(scratch + i * (kBlock / 4) + (n / 2 * 8 + row) * 16 + n % 2 * 8 + column);
+    jax_qla_set(s, n, pair.x, pair.y);
+  }
+  return s;
+}
 // The inverted blocks on the diagonal as left and, but for the last, as right operands, and to memory ...
 template <bool bf16, bool split, unsigned long long kept>
 __device__ __forceinline__ void jax_qla_invert_diagonal(Split* left, Split* right, const float*, float* scratch, unsigned* to, unsigned* to_low, int rows) {
-  jax_qla_substitute(scratch);
+  jax_qla_substitute<false>(scratch);
   const int lane = threadIdx.x & 31;
   const unsigned from =
       jax_qla_address(scratch) + ((lane >> 4) * 8 + (lane & 7)) * 32 + ((((lane >> 3) ^ (lane >> 2)) & 1) << 4);
@@ -296,10 +383,16 @@ __device__ __forceinline__ void jax_qla_invert_diagonal(Split* left, Split* righ
   for (int i = 0; i < 4; ++i) {
     jax_qla_load_inverse<true>(left[i], from + i * kBlock);
     jax_qla_put_diagonal<bf16, kept>(to, i, left[i], rows);
-    if constexpr (split) jax_qla_put<kept>(to_low, i, i, left[i].low, rows);
   }
 #pragma unroll
   for (int j = 0; j < 3; ++j) jax_qla_load_inverse<false>(right[j], from + j * kBlock);
+}
+// ... as they are, to memory alone: registers are few ...
+template <bool bf16, bool split, unsigned long long kept>
+__device__ __forceinline__ void jax_qla_invert_diagonal(Fine* left, Fine*, const float*, float* scratch, unsigned* to, unsigned* to_low, int rows) {
+  jax_qla_substitute<true>(scratch);
+#pragma unroll
+  for (int i = 0; i < 4; ++i) jax_qla_put_split<kept>(to, to_low, i, i, jax_qla_on_left(left, i, scratch).x, rows);
 }
 // ... where L is small. With U, D its inverted blocks of 8x8 and B that of L below U, I + L_ii has the inverse (U, 0; -D B U, D).
 template <bool bf16, bool split, unsigned long long kept>
@@ -351,7 +444,7 @@ __device__ __forceinline__ void jax_qla_invert_blocks(const float* kk, float* sc
 #pragma unroll
     for (int j = 0; j + distance < 4; ++j) {
       const int i = j + distance;
-      jax_qla_multiply(sum[j], left[i], lower[jax_qla_above(j, i)]);
+      jax_qla_multiply(sum[j], jax_qla_on_left(left, i, scratch), lower[jax_qla_above(j, i)]);
 #pragma unroll
       for (int k = j + 1; k < i; ++k) jax_qla_multiply(sum[j], x[jax_qla_above(k, i)], lower[jax_qla_above(j, k)]);
     }
@@ -361,12 +454,15 @@ __device__ __forceinline__ void jax_qla_invert_blocks(const float* kk, float* sc
       Operand of_sum;
       const int n = jax_qla_above(j, j + distance);
       jax_qla_left(of_sum, sum[j]);
-      jax_qla_multiply(block, of_sum, right[j]);
+      jax_qla_multiply(block, of_sum, jax_qla_on_right(right, j, scratch));
       jax_qla_left(x[n], block);
-      unsigned rounded[4];
-      jax_qla_pack<bf16>(rounded, block);
-      jax_qla_put<kept>(to, j + distance, j, rounded, rows);
-      if constexpr (split) jax_qla_put<kept>(to_low, j + distance, j, x[n].low, rows);
+      if constexpr (split) {
+        jax_qla_put_split<kept>(to, to_low, j + distance, j, block, rows);
+      } else {
+        unsigned rounded[4];
+        jax_qla_pack<bf16>(rounded, block);
+        jax_qla_put<kept>(to, j + distance, j, rounded, rows);
+      }
     }
   }
 }
@@ -392,7 +488,7 @@ __device__ __forceinline__ void jax_qla_invert(void* products, const float* gamm
       return;
     }
   }
-  jax_qla_invert_blocks<Split, bf16, split, kept>(kk, scratch, a, element, rows);
+  jax_qla_invert_blocks<std::conditional_t<split, Fine, Split>, bf16, split, kept>(kk, scratch, a, element, rows);
 }
 """
 )

@@ -115,6 +115,31 @@ def part_columns(x: jax.Array) -> jax.Array:
     return jnp.concatenate(_parts(x), axis=-1)
 
 
+def part_tiles(x: jax.Array) -> jax.Array:
+    """[..., tiles, V, 64] -> [..., 2 tiles, V, 64], likewise."""
+    return jnp.concatenate(_parts(x), axis=-3)
+
+
+def of_part_tiles(x: jax.Array, key_dim: int) -> jax.Array:
+    """[..., tiles, V, rows of a tile], those of one part or the high and low ones, perhaps with more behind them -> [..., those of one part, V, rows]: their
+    sum, in at least float32."""
+    of_part = key_dim // state_tile_rows(key_dim)
+    parts = 2 if x.shape[-3] >= 2 * of_part else 1
+    found = x[..., : parts * of_part, :, :].astype(jnp.promote_types(x.dtype, jnp.float32))
+    return jnp.sum(found.reshape(*x.shape[:-3], parts, of_part, *x.shape[-2:]), axis=-4)
+
+
+def rows_as_tiles(x: jax.Array, key_dim: int) -> jax.Array:
+    """Rows of chunks [slots, 64, heads, V] as tiles of the size of those of states, [slots, heads, 64 / rows of a tile, V, rows]: one where K is a multiple
+    of 64."""
+    return state_tiles(jnp.swapaxes(x, 1, 2), state_tile_rows(key_dim))
+
+
+def tiles_as_rows(x: jax.Array) -> jax.Array:
+    """`rows_as_tiles` undone."""
+    return jnp.swapaxes(states_of_tiles(x), 1, 2)
+
+
 def decay(gamma: jax.Array, strict: bool = False) -> jax.Array:
     """G [slots, 64, 64, Hv]: exp(gamma_i - gamma_j) for i >= j (i > j if strict), else 0, from gamma [slots, 64, Hv]."""
     lower = jnp.tril(jnp.ones((CHUNK, CHUNK), bool), -1 if strict else 0)[:, :, None]
@@ -160,11 +185,11 @@ def scan_slots(
     return left, outputs
 
 
-def state_tiles(states: jax.Array) -> jax.Array:
+def state_tiles(states: jax.Array, tile_rows: int | None = None) -> jax.Array:
     """States [..., K, V] as kernels/states.py and state_gradients.py write them, in tiles of 64 rows (of all, where K is no
-    multiple of that), transposed: [..., K / 64, V, 64]."""
+    multiple of that; or of so many), transposed: [..., K / 64, V, 64]."""
     *axes, rows, columns = states.shape
-    return jnp.swapaxes(states.reshape(*axes, -1, state_tile_rows(rows), columns), -1, -2)
+    return jnp.swapaxes(states.reshape(*axes, -1, tile_rows or state_tile_rows(rows), columns), -1, -2)
 
 
 def states_of_tiles(tiles: jax.Array) -> jax.Array:

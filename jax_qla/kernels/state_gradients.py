@@ -40,6 +40,9 @@ longer ones, only the gradient before a sequence's first piece is one of an init
 while `compose` still runs (STATE).
 
 The diagonal of a^T dVd is dVd itself, which stays in the accumulator in float32.
+
+With `split` dh leaves in two parts, both of which meet K, and behind them, in a chunk's last tile of dh, what dv leaves of its float32 numbers, transposed,
+for kernels/gradients.py. Three stages of tiles then do not fit where K is 128.
 """
 
 from dataclasses import dataclass
@@ -66,6 +69,8 @@ from jax_qla.kernels.specification import (
     last_row,
     of_chunk_slots,
     of_heads,
+    part_tiles,
+    rows_as_tiles,
     scan_slots,
     scatter_chunks,
     state_tiles,
@@ -105,7 +110,7 @@ def program(config: Config):
     C, K, V, W, dtype = CHUNK, config.key_dim, config.value_dim, config.value_tile, config.dtype
     tiles = V // W  # blocks a head
     l2norm, split = config.l2norm, config.split
-    stages = 3
+    stages = 2 if split and K > 64 else 3
     sends = W == 64  # a warp of its own sends dh and dv
     S = 2 * W  # threads that hold the gradient: one warpgroup for every 64 value columns
     m = macros()
@@ -132,7 +137,7 @@ def program(config: Config):
         balanced: T.Tensor((1,), "int32"),  # needed unless ALWAYS
         pieces: T.Tensor((cut_pieces, 4), "int32"),
         spans: T.Tensor((cut_sequences, 2), "int32"),
-        dh: T.Tensor((state_slots, heads, K // 64, V, 64), dtype),
+        dh: T.Tensor((state_slots, heads, K // 64 * (1 + split) + split, V, 64), dtype),
         dv: T.Tensor((tokens, value_heads, V), dtype),
         d_initial_state: T.Tensor((initial_states, value_heads, K, V), "float32"),
         ratio: T.int32,
@@ -176,7 +181,7 @@ def program(config: Config):
             if split:
                 low_s = T.alloc_shared((stages, C, C), dtype)  # its low part
             p_s = T.alloc_shared((2, C, C), dtype)  # a third would not fit
-            dh_s = T.alloc_shared((W // 64, 64, K), dtype)
+            dh_s = T.alloc_shared((W // 64 * (1 + split), 64, K), dtype)
             gamma_s = T.alloc_shared((stages, C), "float32")
             rise_s = T.alloc_shared((stages, C), "float32")
             fall_s = T.alloc_shared((stages, C), "float32")
@@ -217,6 +222,9 @@ def program(config: Config):
                 dh_free = T.alloc_barrier([32])
                 dv_s = T.alloc_shared((2, C, 64), dtype)  # dv on its way out
                 dv_full = T.alloc_barrier([128] * 2)
+                if split:
+                    d_low_s = T.alloc_shared((2, 64, C), dtype)  # and what dv leaves, transposed
+                    T.annotate_layout({d_low_s: make_full_bank_swizzled_layout(d_low_s)})
                 sent = SimpleNamespace(
                     state_s=dh_s,
                     state_full=dh_full,
@@ -231,7 +239,7 @@ def program(config: Config):
                     if tx < S + 288:
                         m.send_results(
                             *(dh, dv, None, start, end, count, start // C + n, number, head, first),
-                            *(True, tx - (S + 256), sent),
+                            *(True, tx - (S + 256), sent, d_low_s if split else None),
                         )
             elif tx >= S + 128:
                 T.set_max_nreg(24, 0)
@@ -293,7 +301,8 @@ def program(config: Config):
                     slot = start // C + n + (count - 1 - c)
                     T.barrier_wait(ready[at], (c // stages) % 2)
                     # dVd = exp(gamma_C - gamma) K dS + P^T dO
-                    T.copy(d, d_b)
+                    if not split:
+                        T.copy(d, d_b)
                     T.call_extern(
                         "handle",
                         "jax_qla_load_transposed",
@@ -301,12 +310,18 @@ def program(config: Config):
                         T.access_ptr(do_s[at, 0, part], "r"),
                     )
                     m.multiply_lower(do_t, p_s, c % 2, from_output)
-                    m.forget(u)
-                    T.wgmma_gemm(d_b, k_s[at, :, :], u, transpose_B=True, clear_accum=True, policy=by_rows)
-                    # the gradient of the state after the chunk leaves while the product runs; the one before has left
-                    if sends:
+                    if split:
                         if c > 0:
                             T.barrier_wait(sent.state_free[0], (c - 1) % 2)
+                        m.multiply_state_split(d, d_b, k_s, at, u, dh_s)
+                    else:
+                        m.forget(u)
+                        T.wgmma_gemm(d_b, k_s[at, :, :], u, transpose_B=True, clear_accum=True, policy=by_rows)
+                    # the gradient of the state after the chunk leaves while the product runs; the one before has left
+                    if sends:
+                        if not split:
+                            if c > 0:
+                                T.barrier_wait(sent.state_free[0], (c - 1) % 2)
                         m.put_state(d_b, dh_s, wg)
                         T.barrier_arrive(sent.state_full[0])
                     else:
@@ -348,6 +363,11 @@ def program(config: Config):
                         for i, j in T.Parallel(W, C):
                             u[i, j] = u[i, j] * out_s[at, j]
                         m.put_rows(u, sent.rows_s, c % 2, 0)
+                        if split:
+                            T.wait_wgmma(0)  # no product reads `low` any more
+                            for i, j in T.Parallel(W, C):
+                                low[i, j] = T.cast(u[i, j] - T.cast(T.cast(u[i, j], dtype), "float32"), dtype)
+                            m.put_state(low, d_low_s, c % 2)
                         T.barrier_arrive(sent.rows_full[c % 2])
                         T.wait_wgmma(0)
                         T.barrier_arrive(free[at])
@@ -394,7 +414,7 @@ def specification(
     heads: int | None = None,
     only: int = 0,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """(dh [slots - 1, heads, K / 64, V, 64] in do's dtype, dv [tokens, Hv, V] in do's dtype, d_initial_state [N, Hv, K, V]), of so many value heads from
+    """(dh [slots - 1, heads, K / 64, V, 64], or where `a` has two parts [.., 2 K / 64 + 1, V, 64], in do's dtype, dv [tokens, Hv, V] in do's dtype, d_initial_state [N, Hv, K, V]), of so many value heads from
     `first_head` on, or of all; dv and d_initial_state are not a number in others.
 
     `segments` are sequences or, with `pieces` and `spans`, their pieces; without, these are empty. dh of a slot without rows is not defined.
@@ -428,6 +448,9 @@ def specification(
     d_initial_state, (dh, dv) = scan_slots(step, d_final_state, segments, chunks, xs, reverse=True)
     if pieces.shape[0] > 0:
         d_initial_state = d_initial_state[spans[:, 0]]
+    if a.shape[-1] > CHUNK:
+        left = dv - dv.astype(do.dtype).astype(dv.dtype)
+        dh = jnp.concatenate([part_tiles(dh), rows_as_tiles(left, k.shape[2])], axis=2)
     dh = of_chunk_slots(dh).astype(do.dtype)
     dv = scatter_chunks(dv, chunks, do.shape[0], do.dtype)
     dv, d_initial_state = (among_heads(x, first_head, all_heads) for x in (dv, d_initial_state))

@@ -21,7 +21,7 @@ The two halves of a head, which load the same K and a, are neighbours on the car
 
 A launch computes as many value heads as h and Vd have room for, from `first_head` on (policy.head_groups).
 
-With `split` Vd leaves in two parts.
+With `split` h and Vd leave in two parts, and of h both meet K.
 """
 
 from dataclasses import dataclass
@@ -47,6 +47,7 @@ from jax_qla.kernels.specification import (
     of_chunk_slots,
     of_heads,
     part_columns,
+    part_tiles,
     scan_slots,
     scatter_chunks,
     state_tiles,
@@ -107,7 +108,7 @@ def program(config: Config):
         lengths: T.Tensor((tokens, key_heads), "float32"),  # 1 / |k|, with `l2norm` only
         initial_state: T.Tensor((initial_states, value_heads, K, V), "float32"),
         segments: T.Tensor((sequences, 2), "int32"),
-        h: T.Tensor((state_slots, heads, K // 64, V, 64), dtype),
+        h: T.Tensor((state_slots, heads, K // 64 * (1 + split), V, 64), dtype),
         vd: T.Tensor((tokens, heads, V * (1 + split)), dtype),
         ratio: T.int32,
         first_head: T.int32,
@@ -142,7 +143,7 @@ def program(config: Config):
             a_s = T.alloc_shared((stages, C, C), dtype)
             if split:
                 low_s = T.alloc_shared((stages, C, C), dtype)  # the low part of a
-            h_s = T.alloc_shared((W // 64, 64, K), dtype)
+            h_s = T.alloc_shared((W // 64 * (1 + split), 64, K), dtype)
             gamma_s = T.alloc_shared((stages, C), "float32")
             rise_s = T.alloc_shared((stages, C), "float32")
             fall_s = T.alloc_shared((stages, C), "float32")
@@ -226,7 +227,7 @@ def program(config: Config):
                 # One program for the warpgroups of the state, whose fragments have 64 rows each: a loop over them TileLang would write out.
                 wg = tx // 128 if W > 64 else 0
                 part = wg * 64  # first of this warpgroup's columns
-                T.set_max_nreg(216, 1)
+                T.set_max_nreg(240 if split else 216, 1)
                 state = T.alloc_fragment((W, K), "float32")
                 state_b = T.alloc_fragment((W, K), dtype)
                 u = T.alloc_fragment((W, C), "float32")
@@ -251,11 +252,17 @@ def program(config: Config):
                     line = start + c * C
                     lines = T.min(end - line, C)
                     slot = start // C + n + c
-                    T.copy(state, state_b)
+                    if not split:
+                        T.copy(state, state_b)
                     T.barrier_wait(ready[at], (c // stages) % 2)
                     # U = S^T K^T
-                    m.forget(u)
-                    T.wgmma_gemm(state_b, k_s[at, :, :], u, transpose_B=True, clear_accum=True, policy=by_rows)
+                    if split:
+                        if c > 0:
+                            T.barrier_wait(sent.state_free[0], (c - 1) % 2)
+                        m.multiply_state_split(state, state_b, k_s, at, u, h_s)
+                    else:
+                        m.forget(u)
+                        T.wgmma_gemm(state_b, k_s[at, :, :], u, transpose_B=True, clear_accum=True, policy=by_rows)
                     T.call_extern(
                         "handle",
                         "jax_qla_load_transposed",
@@ -264,8 +271,9 @@ def program(config: Config):
                     )
                     # the state before the chunk leaves while the product runs; the one before has left
                     if sends:
-                        if c > 0:
-                            T.barrier_wait(sent.state_free[0], (c - 1) % 2)
+                        if not split:
+                            if c > 0:
+                                T.barrier_wait(sent.state_free[0], (c - 1) % 2)
                         m.put_state(state_b, h_s, wg)
                         T.barrier_arrive(sent.state_full[0])
                     else:
@@ -334,8 +342,8 @@ def specification(
     first_head: int = 0,
     heads: int | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """(h [slots - 1, heads, K / 64, V, 64], vd [tokens, heads, V] or, where `a` has two parts, [tokens, heads, 2 V], in v's dtype) of so many value heads from
-    `first_head` on, or of all; h of a slot without rows is not defined."""
+    """(h [slots - 1, heads, K / 64, V, 64], vd [tokens, heads, V] or, where `a` has two parts, these of [.., 2 K / 64, V, 64] and [.., 2 V], in v's dtype) of
+    so many value heads from `first_head` on, or of all; h of a slot without rows is not defined."""
     heads = v.shape[1] if heads is None else heads
     k = of_heads(k, first_head // ratio, heads // ratio)
     inverse = unpack_inverses(a, chunks, k.dtype)[:, :, first_head : first_head + heads]
@@ -356,6 +364,6 @@ def specification(
     xs = (keys, values, inverse, gates, strength, last_row(gates, chunks))
     _, (h, vd) = scan_slots(step, initial_state, segments, chunks, xs)
     if a.shape[-1] > CHUNK:
-        vd = part_columns(vd)
+        h, vd = part_tiles(h), part_columns(vd)
     h = of_chunk_slots(h).astype(v.dtype)
     return h, scatter_chunks(vd, chunks, v.shape[0], v.dtype)

@@ -284,11 +284,15 @@ def program(config: Config):
                         T.clear(state)
                 for c in T.serial(count):
                     at = c % stages
-                    T.copy(state, state_b)
+                    if not split:
+                        T.copy(state, state_b)
                     T.barrier_wait(ready[at], (c // stages) % 2)
                     # U = S^T K^T
-                    m.forget(u)
-                    T.wgmma_gemm(state_b, k_s[at, :, :], u, transpose_B=True, clear_accum=True)
+                    if split:
+                        m.multiply_state_split(state, state_b, k_s, at, u, None)
+                    else:
+                        m.forget(u)
+                        T.wgmma_gemm(state_b, k_s[at, :, :], u, transpose_B=True, clear_accum=True)
                     T.call_extern(
                         "handle", "jax_qla_load_transposed", T.address_of(v_t[0, 0]), T.access_ptr(v_s[at, 0, 0], "r")
                     )
