@@ -10,13 +10,14 @@ import os
 import shutil
 import sys
 import tempfile
+from pathlib import Path
 
-# Where Python may not write bytecode beside its sources, each program that tests start would compile those of JAX anew.
+# Where Python may not write bytecode beside its sources, each run, and each program that tests start, would compile
+# those of JAX and PyTorch anew.
 if sys.dont_write_bytecode and "PYTHONPYCACHEPREFIX" not in os.environ:
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     sys.dont_write_bytecode = False
-    sys.pycache_prefix = os.environ["PYTHONPYCACHEPREFIX"] = tempfile.mkdtemp(prefix="jax_qla_bytecode")
-    atexit.register(shutil.rmtree, sys.pycache_prefix, ignore_errors=True)
+    sys.pycache_prefix = os.environ["PYTHONPYCACHEPREFIX"] = str(Path(__file__).parents[1] / "build" / "bytecode")
 
 # What TileLang and the C++ compiler make of kernels, once for all processes of a run (emulator.py).
 if "JAX_QLA_EMULATOR_FILES" not in os.environ:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
@@ -79,6 +80,7 @@ def given(case: Case) -> tuple[Rows, list[jax.Array]]:
     return rows, dys
 
 
+@partial(jax.jit, static_argnames="silu")
 def right(rows: Rows, dys: list[jax.Array], *, silu: bool) -> tuple[jax.Array, Gradients]:
     """y, and the gradients, those of the filter summed over the batch; in float32, by JAX."""
 

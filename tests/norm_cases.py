@@ -31,9 +31,13 @@ def given(shape: tuple[int, ...], dtype: str) -> tuple[jax.Array, ...]:
 def check(shape: tuple[int, ...], dtype: str, forward: Callable[..., Any], backward: Callable[..., Any]) -> None:
     """That forward(o, z, weight, eps=) and backward(o, z, weight, dy, eps=) are right to the rounding of results."""
     o, z, weight, dy = given(shape, dtype)
-    wide = [x.astype(jnp.float32) for x in (o, z, weight)]
-    y, transpose = jax.vjp(lambda o, z, w: gated_rms_norm(o, z, w, EPS), *wide)
-    expected = y, *transpose(dy.astype(jnp.float32))
+
+    @jax.jit
+    def right(*wide: jax.Array) -> tuple[jax.Array, ...]:
+        y, transpose = jax.vjp(lambda o, z, w: gated_rms_norm(o, z, w, EPS), *wide[:3])
+        return y, *transpose(wide[3])
+
+    expected = right(*(x.astype(jnp.float32) for x in (o, z, weight, dy)))
     found = forward(o, z, weight, eps=EPS), *backward(o, z, weight, dy, eps=EPS)
     for name, a, b in zip(("y", "d_o", "d_z", "d_weight"), found, expected, strict=True):
         assert (a.shape, a.dtype) == (b.shape, jnp.float32 if name == "d_weight" else dtype), name

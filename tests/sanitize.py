@@ -46,6 +46,7 @@ CALLS: dict[str, tuple[int, Callable[[], object]]] = {
     "cu_seqlens that lie, backward pass in one kernel": (0, LIES),
     "72 heads with keys of their own": (0, partial(battery.run, MANY_KEY_HEADS, cuda)),
     "high precision": (0, partial(battery.run, PACKED, in_high_precision)),
+    "high precision, K = V = 128, normalised": (0, partial(battery.run, WIDE, in_high_precision)),
     "high precision, pieces of 64, states kept": (
         64,
         partial(battery.run, PACKED, partial(that_keeps, precision="high")),

@@ -154,6 +154,7 @@ def test_padding_need_not_be_finite(activation: Any) -> None:
     ids = jnp.asarray([[1, 1, 1, 0, 2, 2, 0, 0]], jnp.int32)
     cu_seqlens = jnp.asarray([0, 3, 6], jnp.int32)
 
+    @jax.jit
     @functools.partial(jax.grad, argnums=(0, 1, 2), has_aux=True)
     def gradients(x: Any, weight: Any, bias: Any, **packing: Any) -> Any:
         y, _ = causal_conv1d(x, weight, bias, activation=activation, **packing)

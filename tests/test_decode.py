@@ -164,12 +164,18 @@ def function(request: pytest.FixtureRequest) -> Any:
         yield jax.jit(partial(decode, implementation=request.param))
 
 
+RARELY_REFERENCE = pytest.mark.parametrize(
+    "function", [None, *map(rarely, ("xla", "reference", ("cuda", "reference")))], ids=str, indirect=True
+)
+"""Of tests that take long to compile. That the reference can stand in the place of "xla", others say."""
+
+
 def test_values(function: Any) -> None:
     x = operands()
     assert_close(function(*x), expected(*x))
 
 
-@pytest.mark.parametrize("implementation", [None, rarely("xla"), rarely("reference"), ("cuda", "reference")], ids=str)
+@pytest.mark.parametrize("implementation", [None, *map(rarely, ("xla", "reference", ("cuda", "reference")))], ids=str)
 def test_normalised(implementation: Any) -> None:
     """Values, derivatives and members of a batch are those of q and k divided by their lengths."""
     q, k, *others = operands()
@@ -215,6 +221,7 @@ def test_jvp_and_vjp(function: Any) -> None:
     assert_close(both(function), both(expected), 1e-5)
 
 
+@RARELY_REFERENCE
 def test_second_derivatives(function: Any) -> None:
     x, dx = operands(1, 2), operands(1, 2, seed=1)
 
@@ -225,6 +232,7 @@ def test_second_derivatives(function: Any) -> None:
     assert_close(hessian_product(function), hessian_product(expected), 1e-4)
 
 
+@RARELY_REFERENCE
 def test_vmap_over_nothing(function: Any) -> None:
     """Results and gradients of no members are empty and shaped as those of some."""
     member = operands()
@@ -261,6 +269,7 @@ def test_vmap(function: Any, batched: Sequence[int | None]) -> None:
     assert_close(gradient(function)(*twice), gradient(expected)(*twice), 1e-5)
 
 
+@RARELY_REFERENCE
 def test_bfloat16_states(function: Any) -> None:
     """The state is rounded when it is stored and nowhere else."""
     *rows, state = operands()
@@ -304,7 +313,7 @@ MESH = ("data", "model")
 SPECS = (*(P("data", None, "model"),) * 5, P("data", "model"))
 
 
-@pytest.mark.parametrize("implementation", [None, "reference"])
+@pytest.mark.parametrize("implementation", [None, rarely("reference")])
 def test_explicit_mesh(implementation: Any) -> None:
     """Batch and heads are cut as they come, derivatives included; a cut sequence is refused."""
     mesh = jax.make_mesh((2, 2), MESH, axis_types=(AxisType.Explicit,) * 2)

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from stub_driver import COMPILER, FFI_SOURCES, stub_driver, write_cubin
-from thorough import only_thorough
+from thorough import THOROUGH, only_thorough
 
 from jax_qla import _ffi
 
@@ -136,7 +136,7 @@ def call(**given: Any) -> None:
         jax.block_until_ready(jax.jit(launch)(x))
 
 
-@hypothesis.settings(max_examples=40, deadline=None, database=None)
+@hypothesis.settings(max_examples=400 if THOROUGH else 20, deadline=None, database=None)
 @hypothesis.given(given=attributes)
 def test_through_xla(digest: str, given: dict[str, Any]) -> None:
     given = {"cubins": digest, "functions": "maps", **given}

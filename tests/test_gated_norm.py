@@ -3,6 +3,7 @@ and what surrounds them."""
 
 from __future__ import annotations
 
+import functools
 import itertools
 import re
 from typing import Any
@@ -42,7 +43,12 @@ def test_specification(shape: tuple[int, ...], dtype: str, monkeypatch: pytest.M
 
     monkeypatch.setattr(cuda_norm, "launch", launch)
     with jax.enable_x64(True):
-        cases.check(shape, dtype, cuda_norm.forward, cuda_norm.backward)
+        # Compiled as wholes: one operation after the other, it takes longer.
+        forward, backward = (
+            jax.jit(functools.partial(function), static_argnames="eps")
+            for function in (cuda_norm.forward, cuda_norm.backward)
+        )
+        cases.check(shape, dtype, forward, backward)
 
 
 def test_when_kernels_are_taken() -> None:
@@ -126,14 +132,14 @@ def test_every_kernel_of_a_layer_that_a_call_can_ask_for_is_packaged(monkeypatch
         monkeypatch.setattr(module, "launch", launch)
     for dtype, value_dim in itertools.product(cuda_norm.DTYPES, cuda_norm.VALUE_DIMS):
         o, z, weight, dy = cases.given((1, 2, 1, value_dim), dtype)
-        cuda_norm.forward(o, z, weight, eps=1e-6)
-        cuda_norm.backward(o, z, weight, dy, eps=1e-6)
+        jax.eval_shape(functools.partial(cuda_norm.forward, eps=1e-6), o, z, weight)
+        jax.eval_shape(functools.partial(cuda_norm.backward, eps=1e-6), o, z, weight, dy)
         assert cuda_norm.why_not(o, z, build=False) is None
     for dtype, marked in itertools.product(cuda_conv1d.DTYPES, (False, True)):
         case = convolution_cases.Case(dtype=dtype, ids=marked)
         rows, dys = convolution_cases.given(case)
-        cuda_conv1d.forward(rows, parts=case.parts, silu=True)
-        cuda_conv1d.backward(rows, dys, silu=True)
+        jax.eval_shape(functools.partial(cuda_conv1d.forward, parts=case.parts, silu=True), rows)
+        jax.eval_shape(functools.partial(cuda_conv1d.backward, silu=True), rows, dys)
         assert cuda_conv1d.why_not(rows.x, rows.weight, case.parts, build=False) is None
     names = {"convolution", "convolution_gradients", "gated_norm"}
     assert asked == looked_for == {(name, config) for name, config in PACKAGED if name in names}

@@ -118,7 +118,7 @@ def test_pieces_are_the_definition(piece_rows: int, tables_code: ctypes.CDLL) ->
     specification = jax.jit(layout.specification, static_argnames=("parts", "piece_rows", "cut_beyond"))
     cut = 0
     for index in range(60):
-        if index % 5 == 0:  # not for every case: the definition is compiled for each of these
+        if index % 10 == 0:  # not for every case: the definition is compiled for each of these
             tokens, count = int(random.integers(1, 3000)), int(random.integers(1, 9))
         bounds = np.sort(random.integers(0, tokens + 1, 2 * count)).reshape(-1, 2).astype(np.int32)
         if random.random() < 0.4:  # without gaps, from the first token to the last

@@ -26,6 +26,7 @@ from flax import linen, nnx
 from flax.nnx import bridge
 from frameworks import FRAMEWORKS, Framework, assert_close, random_weights
 from test_sharding import collectives
+from thorough import every_value, rarely
 
 import jax_qla.nn.equinox
 import jax_qla.nn.flax
@@ -45,6 +46,13 @@ LIMIT = 2e-5
 @pytest.fixture(params=FRAMEWORKS)
 def framework(request: pytest.FixtureRequest) -> Framework:
     return FRAMEWORKS[request.param]
+
+
+RARELY_FLAX, RARELY_EQUINOX = (
+    pytest.mark.parametrize("framework", [rarely(name) if name == rare else name for name in FRAMEWORKS], indirect=True)
+    for rare in FRAMEWORKS
+)
+"""Of tests of what both frameworks' layers call (jax_qla/nn/mixer.py), that take long to compile."""
 
 
 def call(framework: Framework, layer: Any, x: Any) -> Any:
@@ -120,6 +128,7 @@ def test_initial_decays_are_within_their_ranges() -> None:
     assert 0.09 < dt.max() < 0.1001
 
 
+@every_value
 @pytest.mark.parametrize("projections", ["split", "fused"])
 @pytest.mark.parametrize("shape", [(0, 5, 16), (2, 0, 16)])
 def test_nothing_to_compute(framework: Framework, projections: Any, shape: tuple[int, ...]) -> None:
@@ -224,6 +233,7 @@ def test_prefill_in_pieces_and_steps_equal_the_whole(framework: Framework) -> No
     assert_close(cache.state, whole_cache.state, LIMIT)
 
 
+@RARELY_FLAX
 def test_steps_from_an_empty_cache(framework: Framework) -> None:
     layer = framework.make(CONFIG, WEIGHTS, dtype=jnp.bfloat16)
     x = random_array(2, 3, 16)
@@ -234,6 +244,7 @@ def test_steps_from_an_empty_cache(framework: Framework) -> None:
     assert_close(y, call(framework, layer, x), 0.02)
 
 
+@every_value
 @pytest.mark.parametrize("projections", ["split", "fused"])
 def test_a_single_token_is_one_of_several(framework: Framework, projections: Any) -> None:
     """Of one sequence, whose product with a kernel is computed in another way, and with its derivative."""
@@ -252,6 +263,7 @@ def test_a_single_token_is_one_of_several(framework: Framework, projections: Any
         assert_close(one[0], both[0], LIMIT)
 
 
+@RARELY_EQUINOX
 def test_a_step_is_exported_for_any_batch(framework: Framework) -> None:
     layer, x = framework.make(CONFIG, WEIGHTS), random_array(3, 1, 16)
     (batch,) = jax.export.symbolic_shape("batch")
@@ -264,6 +276,7 @@ def test_a_step_is_exported_for_any_batch(framework: Framework) -> None:
         assert_close(found, right, LIMIT)
 
 
+@RARELY_EQUINOX
 def test_packed_documents_do_not_see_each_other(framework: Framework) -> None:
     layer = framework.make(CONFIG, WEIGHTS)
     documents = random_array(4, 35, 16)
@@ -274,6 +287,7 @@ def test_packed_documents_do_not_see_each_other(framework: Framework) -> None:
     assert not packed[3].any()
 
 
+@RARELY_FLAX
 def test_prompts_of_different_lengths(framework: Framework) -> None:
     layer = framework.make(CONFIG, WEIGHTS)
     prompts = random_array(3, 66, 16)
@@ -496,6 +510,7 @@ def mesh_of_two() -> Any:
     return jax.make_mesh((2,), ("model",), axis_types=(AxisType.Auto,))
 
 
+@RARELY_EQUINOX
 def test_prefill_and_step_in_an_explicit_mesh(framework: Framework) -> None:
     """Padding, an empty cache and one token, each device for its rows."""
     layer, x = framework.make(CONFIG, WEIGHTS), random_array(2, 12, 16)
@@ -519,6 +534,7 @@ def explicit_mesh() -> Any:
     return jax.make_mesh((2, 2), ("data", "model"), axis_types=(AxisType.Explicit,) * 2)
 
 
+@RARELY_FLAX
 def test_parameters_cut_in_an_explicit_mesh(framework: Framework) -> None:
     """Batch and "embed" over one axis (fully sharded data parallelism), heads over the other."""
     layer, x, dy = framework.make(CONFIG, WEIGHTS), random_array(4, 5, 16), random_array(4, 5, 16, seed=1)
@@ -570,6 +586,7 @@ def test_heads_of_fused_projections_need_no_others() -> None:
     assert largest == [4 * config.conv_channels, *[x.size] * 3]  # x has two projections
 
 
+@every_value
 @pytest.mark.parametrize("projections", ["split", "fused"])
 @pytest.mark.parametrize(
     ("rules", "spec"),
@@ -635,6 +652,7 @@ def test_tail_of_a_cut_sequence(sizes: tuple[int, int]) -> None:
         assert np.array_equal(y, right)
 
 
+@RARELY_FLAX
 def test_cache_of_float64(framework: Framework) -> None:
     """A scan over steps from the empty cache keeps its dtypes; and what is no cache is refused."""
     with jax.enable_x64(True):
@@ -648,7 +666,7 @@ def test_cache_of_float64(framework: Framework) -> None:
             layer.step(steps[0][:, None], tuple(cache))
 
 
-@pytest.mark.parametrize("projections", ["split", "fused"])
+@pytest.mark.parametrize("projections", ["split", rarely("fused")])
 def test_flax_parameters_are_sharded_by_logical_names(projections: Any) -> None:
     config = dataclasses.replace(CONFIG, projections=projections)
     weights, x, flax = random_weights(config), random_array(2, 70, 16), FRAMEWORKS["flax"]

@@ -159,6 +159,7 @@ def test_pieces_and_steps_equal_the_whole(framework: str) -> None:
         assert_close(computed, wanted, LIMIT)
 
 
+@RARELY_EQUINOX
 def test_packed_documents_do_not_see_each_other(framework: str) -> None:
     config = dataclasses.replace(qwen35_tiny.SIZES["tiny"].model, tied_embeddings=False)
     merge, params = qwen35_tiny.MAKERS[framework](config, 0)
@@ -169,32 +170,39 @@ def test_packed_documents_do_not_see_each_other(framework: str) -> None:
     assert_close(packed.reshape(2, 40, -1), call(params, tokens), LIMIT)
 
 
-@RARELY_EQUINOX
-def test_run_learns_resumes_exactly_and_samples(framework: str, tmp_path: Path) -> None:
-    def train(*arguments: str) -> Any:
-        qwen35_tiny.main([*TINY, "--framework", framework, "--output", str(tmp_path / "run"), *arguments])
-        return json.loads((tmp_path / "run" / "log.json").read_text())
+def train(framework: str, output: Path, *arguments: str) -> Any:
+    """Runs the example and returns its log."""
+    qwen35_tiny.main([*TINY, "--framework", framework, "--output", str(output), *arguments])
+    return json.loads((output / "log.json").read_text())
 
-    log = train()
-    sample = (tmp_path / "run" / "sample.txt").read_text()
+
+@pytest.fixture(scope="module")
+def finished_run(framework: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The output folder of one complete run on one device."""
+    output = tmp_path_factory.mktemp("qwen35_tiny") / "run"
+    train(framework, output)
+    return output
+
+
+@RARELY_EQUINOX
+def test_run_learns_resumes_exactly_and_samples(framework: str, finished_run: Path, tmp_path: Path) -> None:
+    log = json.loads((finished_run / "log.json").read_text())
+    sample = (finished_run / "sample.txt").read_text()
     assert len(log["losses"]) == STEPS
     assert np.mean(log["losses"][-3:]) < 0.8 * log["losses"][0]
     assert sample.startswith("def ")
-    shutil.rmtree(tmp_path / "run" / "checkpoints" / str(STEPS))  # as if the run had been killed in its second half
-    resumed = train("--resume")
+    output = tmp_path / "run"
+    shutil.copytree(finished_run, output)
+    shutil.rmtree(output / "checkpoints" / str(STEPS))  # as if the run had been killed in its second half
+    resumed = train(framework, output, "--resume")
     assert resumed["losses"] == log["losses"]
     assert resumed["held_out_loss"] == log["held_out_loss"]
-    assert (tmp_path / "run" / "sample.txt").read_text() == sample
+    assert (output / "sample.txt").read_text() == sample
 
 
 @RARELY_EQUINOX
-def test_run_on_a_mesh_repeats_the_losses(framework: str, tmp_path: Path) -> None:
-    logs = []
-    for mesh in ([], ["--mesh", "data=2,seq=2"]):
-        output = tmp_path / f"run{len(mesh)}"
-        arguments = ["--framework", framework, "--steps", "3", "--sample-length", "3", "--output", str(output)]
-        qwen35_tiny.main([*TINY, *arguments, *mesh])
-        logs.append(json.loads((output / "log.json").read_text()))
+def test_run_on_a_mesh_repeats_the_losses(framework: str, finished_run: Path, tmp_path: Path) -> None:
+    logs = [json.loads((finished_run / "log.json").read_text()), train(framework, tmp_path, "--mesh", "data=2,seq=2")]
     np.testing.assert_allclose(logs[1]["losses"], logs[0]["losses"], rtol=1e-4)
     np.testing.assert_allclose(logs[1]["held_out_loss"], logs[0]["held_out_loss"], rtol=1e-4)
 

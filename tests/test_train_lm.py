@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from thorough import only_thorough
+from thorough import only_thorough, rarely
 
 pytest.importorskip("flax", reason="the example needs the flax extra")
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
@@ -64,6 +64,7 @@ def test_run_learns_and_writes_its_files(finished_run: Path) -> None:
     assert (finished_run / "sample.txt").read_text().startswith("def ")
 
 
+@only_thorough  # test_qwen35_tiny.py resumes the other example
 def test_resumed_run_repeats_the_losses_exactly(finished_run: Path, tmp_path: Path) -> None:
     output = tmp_path / "run"
     shutil.copytree(finished_run, output)
@@ -104,7 +105,7 @@ def test_mesh_option_is_checked(tmp_path: Path) -> None:
             train_lm.main([*TINY, "--mesh", text, "--output", str(tmp_path)])
 
 
-@pytest.mark.parametrize("prompt_length", [2, 70])
+@pytest.mark.parametrize("prompt_length", [rarely(2), 70])  # test_nn_huggingface.py: of the layer alone, both
 def test_decoding_equals_the_parallel_form(model: LanguageModel, prompt_length: int) -> None:
     tokens = jax.random.randint(jax.random.key(1), (2, prompt_length + 5), 0, 256)
     expected = parallel(model, tokens)

@@ -16,7 +16,7 @@ import stand_in
 from jax.ad_checkpoint import checkpoint_policies
 from jax.sharding import AxisType
 from test_api import assert_close, states, tokens
-from thorough import rarely
+from thorough import every_value, rarely
 
 import jax_qla
 from jax_qla import policy, xla
@@ -309,6 +309,7 @@ REFUSED: dict[str, Callable[[Any, Any], Any]] = {
 }
 
 
+@every_value
 @pytest.mark.parametrize("derivative", REFUSED.values(), ids=REFUSED.keys())
 @pytest.mark.parametrize("operand", [0, 5], ids=["q", "initial_state"])
 def test_refused_with_what_to_do(derivative: Callable[..., Any], operand: int) -> None:

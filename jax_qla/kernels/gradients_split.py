@@ -6,7 +6,8 @@ the products of high and low parts too, three each (two of E, for dO is one numb
 Of a chunk and value head twice as many bytes come, 208 KiB at K = V = 128: what a block waits for is loads. So they come in an order in which they are
 soon used up, value columns by 64: of these the rows of Vd, D (two parts each, D's low one transposed) and dO, and then of 64 rows of K at a time h and dh.
 E and F add up over the value columns in registers, Z, Y and dO h^T go to dK and dQ as they come. Two stages of each; while what follows is computed, E
-and F and what they give, the next head's come. (Whole heads at a time, in one stage of Vd and D, took 1.45 ms instead at 16, 32, 4x8192 on an H200.)
+and F and what they give, the next head's come. (docs/performance_versions.md: a whole head's at a time, in one stage of Vd and D, took up to 1.3 times
+as long, and still this waits for something else.)
 
 Warpgroups, registers and barriers as in kernels/gradients.py, but that
 
