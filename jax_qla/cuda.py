@@ -66,7 +66,7 @@ from jax_qla.kernels import state_gradients as state_gradients_kernel
 from jax_qla.kernels import states as states_kernel
 from jax_qla.kernels import states_from_vd as states_from_vd_kernel
 from jax_qla.kernels import summaries as summaries_kernel
-from jax_qla.kernels.common import ALWAYS, BALANCED, CHUNK, UNBALANCED
+from jax_qla.kernels.common import ALWAYS, BALANCED, CHUNK, UNBALANCED, state_tile_rows
 from jax_qla.kernels.packaged import PACKAGED
 from jax_qla.launch import Step, launch, unavailable
 
@@ -277,8 +277,9 @@ def backward(
     within: dict[str, str] = {}
     if found.in_one != "always":
         dh = call.chunk_state_shapes(v, precision, groups=found.groups * found.uneven)["h"]
-        if call.split:  # one tile more: what dv leaves (kernels/state_gradients.py)
-            dh = dh.update(shape=(*dh.shape[:2], dh.shape[2] + 1, *dh.shape[3:]))
+        if call.split:  # what dv leaves of 64 rows, too (kernels/state_gradients.py)
+            tiles = dh.shape[2] + CHUNK // state_tile_rows(call.key_dim)
+            dh = dh.update(shape=(*dh.shape[:2], tiles, *dh.shape[3:]))
         of_pieces["dh"] = dh
         # The first gradients of states are written when what has been found of the pieces is composed.
         if (response := of_pieces.get("adjoint_response")) and _bytes(response) <= _bytes(dh):

@@ -414,7 +414,7 @@ def test_prepare_where_slots_take_another_dimension_of_the_grid(monkeypatch: pyt
 
 
 def test_products_of_prepare_by_how_large_the_matrix_is() -> None:
-    """Single numbers of fp16 where L is small, else sums of two of bf16, as always with `split`. Either way products
+    """Single numbers of fp16 where L is small, else sums of two of bf16. Either way products
     with the inverse are as accurate as with the exact one rounded, or nearly; and chunks are marked that may lengthen a
     state."""
     random = np.random.default_rng(0)
@@ -442,15 +442,17 @@ def test_products_of_prepare_by_how_large_the_matrix_is() -> None:
     }
     chunks = jnp.asarray(tables.chunk_table(jnp.asarray(given["bounds"]), 64))
     inverses: list[np.ndarray] = []
-    for split in (False, True):
+    source, plan = emulator.lowered("prepare", prepare.Config())
+    threshold = f"kSmall = {inversion.SMALL}f"
+    assert source.count(threshold) == 1
+    for text in (source, source.replace(threshold, "kSmall = -1.f")):  # as it is, and always by splits
         found: dict[str, np.ndarray] = {
-            "a": np.full((heads, 64, 64 * (1 + split)), -1, np.int16),
+            "a": np.full((heads, 64, 64), -1, np.int16),
             "gamma": np.full((64, heads), np.nan, np.float32),
             "o": np.zeros((64, heads, 64), jnp.bfloat16),
         }
-        emulator.emulated("prepare", prepare.Config(split=split))(given | found, {"ratio": 1, "together": 2})
-        high = jnp.asarray(found["a"].reshape(heads, -1)[:, : 64 * 64].reshape(heads, 64, 64))
-        unpacked = specification.unpack_inverses(high, chunks, jnp.bfloat16)
+        emulator.Emulated(text, plan)(given | found, {"ratio": 1, "together": 2})
+        unpacked = specification.unpack_inverses(jnp.asarray(found["a"]), chunks, jnp.bfloat16)
         inverses.append(np.asarray(unpacked, np.float64)[1])  # slot 0 is of rows before the sequence
     gamma = np.cumsum(given["g"].astype(np.float64), 0)
     vectors = random.normal(size=(64, 100))
