@@ -276,11 +276,7 @@ def backward(
     of_pieces |= call.chunk_state_shapes(v, precision, groups=found.groups)
     within: dict[str, str] = {}
     if found.in_one != "always":
-        dh = call.chunk_state_shapes(v, precision, groups=found.groups * found.uneven)["h"]
-        if call.split:  # what dv leaves of 64 rows, too (kernels/state_gradients.py)
-            tiles = dh.shape[2] + CHUNK // state_tile_rows(call.key_dim)
-            dh = dh.update(shape=(*dh.shape[:2], tiles, *dh.shape[3:]))
-        of_pieces["dh"] = dh
+        of_pieces["dh"] = dh = call.chunk_gradient_shape(v, precision, groups=found.groups * found.uneven)
         # The first gradients of states are written when what has been found of the pieces is composed.
         if (response := of_pieces.get("adjoint_response")) and _bytes(response) <= _bytes(dh):
             within["adjoint_response"] = "dh"
@@ -652,6 +648,12 @@ class _Call:
         shapes = ChunkStates.shapes(self.parts, v, self.key_dim, precision, groups=groups)
         vd = shapes["vd"]
         return shapes | {"vd": vd.update(shape=(self.tokens, *vd.shape[2:]))}
+
+    def chunk_gradient_shape(self, v: jax.Array, precision: Any, *, groups: int) -> jax.ShapeDtypeStruct:
+        """dh, what `state_gradients` writes: as h, and where operands are split behind it what dv leaves of 64 rows."""
+        h = self.chunk_state_shapes(v, precision, groups=groups)["h"]
+        tiles = h.shape[2] + self.split * CHUNK // state_tile_rows(self.key_dim)
+        return h.update(shape=(*h.shape[:2], tiles, *h.shape[3:]))
 
     def prepared(self, residuals: Residuals, *, queries: bool = True) -> dict[str, jax.Array]:
         """What `prepare` has written, as operands; without the lengths of `queries` for who does not read them."""

@@ -287,14 +287,14 @@ def head_groups(
 
     def excess(of_states: int, of_gradients: int) -> float:
         """Of temporary memory, with so many groups for states and for their gradients."""
-        in_gradients = (chunks + parts) * state / of_gradients
-        in_states = (chunks + parts) * state / of_states
-        of_inverses, of_vd = CHUNK * chunks * float(CHUNK), CHUNK * chunks * float(value_dim)
-        if split:  # into two, and behind dh's what dv leaves; Vd is computed again
-            in_gradients = 2 * in_gradients + (chunks + parts) * CHUNK * value_dim / of_gradients
-            in_states, of_inverses, of_vd = 2 * in_states, 2 * of_inverses, 2 * of_vd / of_states
-        of_numbers = of_inverses + of_vd + in_states + in_gradients
-        return value_heads * (of_numbers + 2 * of_parts * state) - given
+        places, of_vd = chunks + parts, CHUNK * chunks * value_dim
+        in_states, in_gradients = places * state / of_states, places * state / of_gradients
+        if split:  # into two; Vd is computed again, and behind dh is what dv leaves
+            in_states, in_gradients = 2 * (in_states + of_vd / of_states), 2 * in_gradients
+            in_gradients += places * CHUNK * value_dim / of_gradients
+            of_vd = 0
+        of_inverses = CHUNK * chunks * CHUNK * (1 + split)
+        return value_heads * (of_inverses + of_vd + in_states + in_gradients + 2 * of_parts * state) - given
 
     def in_less_memory(fits: Callable[[int], bool]) -> int:
         """Groups that fit, if they are worth the time."""

@@ -116,6 +116,8 @@ class Limits:
     """Allowed of `position`, as a multiple of what is allowed of `whole`."""
     of_terms: bool = False
     """Whether dg and dbeta are measured against the Euclidean length of their terms where that is larger."""
+    plain_gates: float | None = None
+    """Of dg and dbeta as a whole, measured against themselves, whatever `of_terms`."""
 
     def of(self, result: str) -> float:
         gates = self.gradients if self.gates is None else self.gates
@@ -371,6 +373,12 @@ def check(case: Case, function: Function, limits: Limits) -> dict[str, Error]:
             limit, value = factor * limits.of(name), getattr(error, kind)
             if not value <= limit:
                 wrong.append(f"{name}: relative error {value:.2e} ({kind}) exceeds {limit:.2e}")
+    if limits.plain_gates is not None:
+        for name, error in errors(case, {name: results[name] for name in ("dg", "dbeta")}).items():
+            if not error.whole <= limits.plain_gates:
+                wrong.append(
+                    f"{name}: relative error {error.whole:.2e} (not of terms) exceeds {limits.plain_gates:.2e}"
+                )
     assert not wrong, f"{case}: " + "; ".join(wrong)
     return measured
 

@@ -26,7 +26,16 @@ pytestmark = pytest.mark.gpu
 LIMITS = battery.Limits(o=4e-3, final_state=4e-3, gradients=6e-3, head=2.5, position=20.0, of_terms=True)
 # The inverse of a matrix of ones has alternating signs, and bf16 operands cancel there (so they do in every library).
 IDENTICAL = battery.Limits(o=9e-3, final_state=9e-3, gradients=1.5e-2, head=2.5, position=20.0, of_terms=True)
-HIGH = battery.Limits(o=4e-3, final_state=2e-3, gradients=4e-3, gates=2.5e-3, head=1.5, position=20.0, of_terms=True)
+HIGH = battery.Limits(
+    o=4e-3,
+    final_state=2e-3,
+    gradients=4e-3,
+    gates=2.5e-3,
+    head=1.5,
+    position=20.0,
+    of_terms=True,
+    plain_gates=4.5e-3,
+)
 """In high precision, of every case: most of what is left is the rounding of results in bfloat16."""
 
 
@@ -146,9 +155,6 @@ def test_battery(case: battery.Case, measured: dict[str, dict[str, battery.Error
 def test_battery_in_high_precision(case: battery.Case, measured: dict[str, dict[str, battery.Error]]) -> None:
     name = f"{case}, high precision, rows of a piece: {os.environ[policy.OVERRIDE]}"
     measured[name] = battery.check(case, in_high_precision, HIGH)
-    # Against themselves too, not only against their terms.
-    found = battery.errors(case, battery.run(case, in_high_precision))
-    assert max(found["dg"].whole, found["dbeta"].whole) <= 4.5e-3
 
 
 @pytest.mark.parametrize(
