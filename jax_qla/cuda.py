@@ -169,6 +169,7 @@ def forward(
     del with_lengths  # residuals have them wherever `l2norm` is asked for
     shard = None if pieces is None else cut
     options: dict[str, Any] = {"shard": shard, "rows": piece_rows, "asked_rows": asked_rows}
+    options["alone"] = not with_residuals
     # The backward pass cannot tell what pieces kept states are of, unless it has more of these.
     options["whole"] = keep == "states" and piece_rows is None
     call = _Call(q, k, v, segments, l2norm=l2norm, precision=precision, **options)
@@ -570,19 +571,21 @@ class _Call:
         rows: int | None = None,
         asked_rows: int | None = None,
         backward: bool = False,
+        alone: bool = False,
     ) -> None:
         """Cut as `shard` says, not at all if `whole`, into pieces of `rows`, or as `policy` says to `asked_rows` of the
-        forward or the `backward` pass."""
+        forward pass, one that is `alone` or not, or of the `backward` pass."""
         self.batch, self.length, self.key_heads, self.key_dim = k.shape
         self.value_heads, self.value_dim = v.shape[2:]
         self.tokens = self.batch * self.length
         self.dtype = q.dtype.name
         self.l2norm = l2norm
         self.split = splits(precision, q.dtype)
-        packed = segments is not None
+        self.packed = packed = segments is not None
         self.sequences = segments.shape[0] if segments is not None else self.batch
+        sizes = (self.tokens, self.sequences, self.value_heads, self.key_dim, self.value_dim)
+        alone = alone and rows is None
         if rows is None and shard is None and not whole:
-            sizes = (self.tokens, self.sequences, self.value_heads, self.key_dim, self.value_dim)
             if backward:
                 ratio = self.value_heads // self.key_heads
                 rows = policy.backward_rows(*sizes, ratio=ratio, split=self.split, packed=packed, asked_rows=asked_rows)
@@ -613,7 +616,10 @@ class _Call:
         elif rows is None:
             self.tables["segments"] = self.tables["bounds"]
         elif packed:
-            scalars = {"piece_rows": rows, "cut_beyond": policy.cut_beyond(rows)}
+            beyond = policy.cut_beyond(rows)
+            if alone:
+                beyond = policy.cut_beyond_alone(rows, *sizes, asked_rows=asked_rows)
+            scalars = {"piece_rows": rows, "cut_beyond": beyond}
             shapes = {"segments": (self.parts, 2), "pieces": (self.parts, 4), "spans": (self.sequences, 2)}
             self.table_steps = [Step("layout", layout_kernel.Config(), scalars)]
             self.table_shapes = {name: jax.ShapeDtypeStruct(shape, jnp.int32) for name, shape in shapes.items()}
@@ -670,8 +676,8 @@ class _Call:
         return Residuals(a, self.unflat(results["gamma"]), lengths=lengths)
 
     def forward_steps(self, scale: float, *, keep: Keep = "nothing") -> list[Step]:
-        """The kernel `forward`, of heads whose blocks have all value columns and of others in halves; `keep`: what it
-        writes of `ChunkStates`."""
+        """The kernel `forward`, of heads whose blocks have all value columns and of others in halves, or of sequences
+        of which it halves long ones; `keep`: what it writes of `ChunkStates`."""
         if self.cut:
             awaits, whole, rename = forward_kernel.STATE, self.value_heads, {"initial_state": "entering"}
         else:
@@ -679,7 +685,11 @@ class _Call:
             whole = self.value_heads
             if not self.split:
                 whole = policy.whole_heads(self.sequences, self.value_heads, self.value_dim)
+        uneven = self.packed and self.sequences > 1 and whole == self.value_heads  # they may be
+        can = self.value_tile > 64 and keep != "states"
+        halves = policy.halves(self.parts, self.value_heads) if uneven and can else None
         options: dict[str, Any] = {"rename": rename, "scale": scale, "keep": keep}
+        options |= {"halve_long": halves is not None, **(halves or policy.NO_HALVES)._asdict()}
         steps = [self.step(forward_kernel, first_head=0, heads=whole, awaits=awaits, **options)]
         if (rest := self.value_heads - whole) > 0:
             options |= {"value_tile": 64, "awaits": forward_kernel.NOTHING}

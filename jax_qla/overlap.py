@@ -1,8 +1,9 @@
 """Which kernels of a sequence may begin before the end of the one before them (programmatic dependent launch).
 
 Every kernel waits, at its own end at the latest, until the one before it has ended; so when a kernel has ended, all
-before it have. Patient kernels wait before they let the next one begin, which then knows that all before the patient
-one has ended. Others let it begin at once.
+before it have. (Blocks of `forward` that find nothing to do leave at once; others of the same launch always wait.)
+Patient kernels wait before they let the next one begin, which then knows that all before the patient one has ended.
+Others let it begin at once.
 
 What a kernel uses before it waits must have been written before the last patient kernel that precedes it, or before
 the last that began only when the one before it had ended, or be written by none of the sequence. What it writes before

@@ -2,11 +2,11 @@
 
 Everything here follows from static shapes. A block of the recurrent kernels owns a multiprocessor for as many steps as
 its sequence has chunks, so few heads times sequences leave a card idle. Two ways out, one after the other: blocks of 64
-value columns, for all heads or (`whole_heads`) in a last round, and cutting sequences into pieces
-(jax_qla/kernels/summaries.py), which costs a summary of every piece but the last. `piece_rows` weighs them by a model
-of a few measured numbers; `backward_rows` says whether the backward pass cuts them too, and `kept_rows` how both passes
-of a call whose gradients are wanted are cut. A shard of a sequence must be summarised anyway, and is always cut:
-`shard_cut`.
+value columns, for all heads, in a last round (`whole_heads`) or for the longest sequences (`halves`), and cutting
+sequences into pieces (jax_qla/kernels/summaries.py), which costs a summary of every piece but the last. `piece_rows`
+weighs them by a model of a few measured numbers; `backward_rows` says whether the backward pass cuts them too, and
+`kept_rows` how both passes of a call whose gradients are wanted are cut. A shard of a sequence must be summarised
+anyway, and is always cut: `shard_cut`.
 """
 
 from __future__ import annotations
@@ -102,6 +102,19 @@ four steps, errors of dk exceed 5e-3."""
 _FULL = 0.95
 """Of the multiprocessors in all rounds of blocks, so many are a full card."""
 
+_LONG = 1.5
+"""Of what a multiprocessor has to do if all do as much, what one block may take before it becomes two of half as many
+columns: the best of random batches by a simulation (docs/performance_policy.md)."""
+
+_LONG_CHUNKS = 16
+"""Chunks of a sequence from which on its halves are worth a block more."""
+
+_HALVED_AMONG = 32
+"""Sequences that a warp has in its lanes, each block of which looks for long ones."""
+
+_ALL_TAKEN = 8
+"""Places for sequences, of which it is supposed that most are taken."""
+
 _ROUNDS_OF_ANY = 2
 """Rounds of blocks from which on a card may be busy to the end whatever the sequences' lengths."""
 
@@ -153,6 +166,41 @@ def whole_heads(sequences: int, heads: int, value_dim: int) -> int:
     full = sequences * heads // MULTIPROCESSORS * MULTIPROCESSORS // sequences
     halves = sequences * (heads - full) * (value_dim // 64)
     return full if full > 0 and halves <= MULTIPROCESSORS else heads
+
+
+class Halves(NamedTuple):
+    """Long ones of a packed batch's sequences, which kernels/forward.py computes in halves of their value columns."""
+
+    share: int
+    """64ths of all chunks, of which a long sequence has more (and more than 5/4 of the mean, unless all halves run at
+    once)."""
+    least: int
+    """Chunks that it has at the least: a block begins and ends in the time of four."""
+    halved: int
+    """Sequences that may be long, at most."""
+
+
+NO_HALVES = Halves(0, 0, 0)
+"""Where all blocks have as many value columns."""
+
+
+def halves(sequences: int, heads: int) -> Halves | None:
+    """Which of several packed sequences, or of their pieces, are to be computed in halves where blocks have 128 value
+    columns, or None: none.
+
+    Where few sequences are long, or most are empty, the longest is what is waited for, and its halves take two thirds
+    of the time. Long is what takes more than one and a half times what a multiprocessor has to do if all do as much;
+    which sequences are, the device finds out. That costs every block some 0.5 us, so it is left out where sequences are
+    few, so that most are taken, it is supposed, and fill the card more than once: then none is waited for.
+
+    Args:
+        sequences: places for sequences, or pieces.
+        heads: value heads.
+    """
+    share = math.ceil(64 * _LONG * heads / MULTIPROCESSORS)
+    halved = min(sequences - 1, -(-64 // share) - 1)
+    full = sequences <= _ALL_TAKEN and sequences * heads > MULTIPROCESSORS
+    return Halves(share, _LONG_CHUNKS, halved) if halved > 0 and sequences <= _HALVED_AMONG and not full else None
 
 
 def neighbours(kernel: str, value_tile: int, value_dim: int) -> int:
@@ -697,6 +745,26 @@ def _override(asked_rows: int | None) -> int | None:
 def cut_beyond(rows: int) -> int:
     """Packed sequences are cut into pieces of `rows` rows if any is longer than this, which the device finds out."""
     return 2 * rows
+
+
+def cut_beyond_alone(
+    rows: int,
+    tokens: int,
+    sequences: int,
+    heads: int,
+    key_dim: int,
+    value_dim: int,
+    *,
+    asked_rows: int | None = None,
+) -> int:
+    """The same of a forward pass by itself, none of whose pieces the backward pass goes by: at least as long as what
+    would take, whole, as long as all pieces take. The other arguments are those of `piece_rows`."""
+    least = cut_beyond(rows)
+    if sequences <= 1 or _override(asked_rows) is not None:
+        return least
+    mean = -(-tokens // (sequences * CHUNK))
+    time = _cut(rows // CHUNK, mean, sequences, heads, key_dim, value_dim)
+    return max(least, int(time / _STEP[value_tile(sequences * heads, value_dim)]) * CHUNK)
 
 
 def _time(

@@ -7,6 +7,7 @@ from __future__ import annotations
 from typing import Any
 
 from jax_qla.kernels.common import LENGTH_PRELUDE
+from jax_qla.kernels.forward import HALVES_PRELUDE
 
 PASS_CONFIGS: dict[str, object] = {"tl.disable_warp_specialized": True}
 
@@ -153,6 +154,33 @@ def order() -> Any:
             )
 
     return order
+
+
+def in_halves() -> Any:
+    """What each block of kernels/forward.py computes where long sequences are halved: whether anything, and what."""
+    import tilelang.language as T
+
+    count, blocks = T.dynamic("count, blocks")
+
+    @T.prim_func
+    def in_halves(
+        segments: T.Tensor((count, 2), "int32"),
+        found: T.Tensor((blocks, 4), "int32"),
+        heads: T.int32,
+        share: T.int32,
+        least: T.int32,
+    ):
+        with T.Kernel(blocks, threads=32, prelude=HALVES_PRELUDE) as block:
+            item = T.alloc_local((3,), "int32")
+            found[block, 0] = T.call_extern(
+                "int32",
+                "jax_qla_in_halves",
+                *(item.data, T.address_of(segments[0, 0]), count, heads, share, least, block),
+            )
+            for i in T.unroll(3):
+                found[block, 1 + i] = item[i]
+
+    return in_halves
 
 
 def unsupported() -> Any:

@@ -19,7 +19,14 @@ from functools import partial
 import battery
 import convolution_cases
 import norm_cases
-from test_cuda import cuda, in_high_precision, test_lying_cu_seqlens_stay_in_bounds, that_keeps, that_recomputes
+from test_cuda import (
+    ONE_LONG,
+    cuda,
+    in_high_precision,
+    test_lying_cu_seqlens_stay_in_bounds,
+    that_keeps,
+    that_recomputes,
+)
 
 from jax_qla import cuda_conv1d, cuda_norm, policy
 
@@ -35,6 +42,7 @@ CALLS: dict[str, tuple[int, Callable[[], object]]] = {
     "whole": (0, partial(battery.run, PACKED, cuda)),
     "whole, states kept": (0, partial(battery.run, PACKED, that_keeps)),
     "whole, Vd computed again": (0, partial(battery.run, PACKED, that_recomputes)),
+    "whole, a long sequence in halves": (0, partial(battery.run, ONE_LONG, cuda)),
     "pieces of 64": (64, partial(battery.run, PACKED, cuda)),
     "pieces of 128": (128, partial(battery.run, PACKED, cuda)),
     "pieces of 128, states kept": (128, partial(battery.run, PACKED, that_keeps)),

@@ -70,8 +70,9 @@ def configurations() -> list[Any]:
         if name == "states_from_vd":
             options = [{}, {"value_tile": 64}, {"key_dim": 64, "value_dim": 64, "value_tile": 64}]
         if name == "forward":
+            of_long: list[dict[str, Any]] = [{"halve_long": True}, {"halve_long": True, "keep": "vd", "l2norm": True}]
             keeping = {keep: [{"keep": keep, **option} for option in options] for keep in ("vd", "states")}
-            options += [x for x in keeping["vd"] if "split" not in x] + keeping["states"]
+            options += [x for x in keeping["vd"] if "split" not in x] + keeping["states"] + of_long
         for option in options:
             # Beside one warpgroup of state there is one with a warp that sends, but where the states are kept.
             alone = option.get("keep") == "states" or name == "states_from_vd"
@@ -102,6 +103,7 @@ def test_no_order_of_events_stops_a_kernel(
             "parts": max(chunks, 2),  # as `compose` takes `spans`
             "state_slots": 1,
             "chunk": (0, rows, 0),
+            "half": chunks % 2,  # that a block computes, with `halve_long`
         }
         barrier_model.replace_tilelang(monkeypatch, sizes)
         operands = operands_of(chunks, rows, ratio) | {"group": key_heads, "together": 2 + chunks % 2 * 2}

@@ -102,6 +102,16 @@ LAST_IN_HALVES = dataclasses.replace(
     MANY_HEADS, name="last heads in halves", batch=4, tokens=130, key_heads=16, value_heads=48
 )
 
+# A long sequence, whose blocks compute halves of heads, among short ones, all of whose run at once (policy.halves).
+ONE_LONG = dataclasses.replace(
+    MANY_HEADS,
+    name="many heads, one long sequence",
+    tokens=1100,
+    key_heads=9,
+    value_heads=18,
+    segments=((0, 1030), (1030, 1040), (1045, 1045), (1050, 1100)),
+)
+
 _GAPS = ((3, 130), (130, 130), (150, 499))
 
 # Enough heads with keys of their own that blocks of `prepare` take four (policy.prepared_together), the last one three.
@@ -145,7 +155,7 @@ def _parameter(case: battery.Case) -> Any:
     return pytest.param(case, marks=marks, id=str(case))
 
 
-@pytest.mark.parametrize("case", [_parameter(case) for case in (*CASES, NORMALISED, OWN_KEYS_NORMALISED)])
+@pytest.mark.parametrize("case", [_parameter(case) for case in (*CASES, NORMALISED, OWN_KEYS_NORMALISED, ONE_LONG)])
 def test_battery(case: battery.Case, measured: dict[str, dict[str, battery.Error]]) -> None:
     limits = IDENTICAL if case.keys.startswith("identical") else LIMITS
     measured[f"{case}, rows of a piece: {os.environ[policy.OVERRIDE]}"] = battery.check(case, cuda, limits)
@@ -198,13 +208,33 @@ def _in_ways(cases: Sequence[battery.Case], *ways: str) -> list[Any]:
 
 @pytest.mark.parametrize(
     ("case", "function"),
-    _in_ways([MANY_HEADS, LAST_IN_HALVES, OWN_KEYS, CASES[-1], NORMALISED], "default", "high", "states kept"),
+    [
+        *_in_ways([MANY_HEADS, LAST_IN_HALVES, OWN_KEYS, CASES[-1], NORMALISED], "default", "high", "states kept"),
+        pytest.param(ONE_LONG, cuda, id="one long-default"),
+    ],
 )
 def test_bitwise_repeatable(case: battery.Case, function: battery.Function) -> None:
     first = battery.run(case, function)
     for _ in range(50):
         again = battery.run(case, function)
         assert all(again[name].tobytes() == first[name].tobytes() for name in first)
+
+
+@pytest.mark.parametrize("_pieces", ["0"], ids=["whole"], indirect=True)
+@pytest.mark.parametrize("function", [cuda, that_recomputes], ids=["Vd kept", "nothing kept"])
+@pytest.mark.parametrize("l2norm", [False, True], ids=["as given", "normalised"])
+def test_halves_of_long_sequences_give_the_same_bits(
+    function: battery.Function, l2norm: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = dataclasses.replace(ONE_LONG, l2norm=l2norm)
+    assert case.segments
+    assert policy.halves(len(case.segments), case.value_heads)
+    found = battery.run(case, function)
+    monkeypatch.setattr(policy, "halves", lambda *_: None)
+    stand_in.forget_traces()
+    expected = battery.run(case, function)
+    stand_in.forget_traces()
+    assert all(found[name].tobytes() == expected[name].tobytes() for name in expected)
 
 
 @pytest.mark.parametrize("_pieces", ["0"], ids=["whole"], indirect=True)

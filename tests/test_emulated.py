@@ -568,6 +568,52 @@ def test_blocks_of_long_sequences_come_first(count: int, longest: int) -> None:
     np.testing.assert_array_equal(found, in_order if tokens // 64 >= count else np.arange(count))
 
 
+@functools.cache
+def _in_halves() -> emulator.Emulated:
+    return emulator.Emulated(*build.lower_program(programs.in_halves, {}))
+
+
+def _halved(lengths: Sequence[int], heads: int, halves: policy.Halves) -> list[tuple[int, int, int]]:
+    """(sequence, head, half) of the blocks of sequences of so many tokens, those first that take longest."""
+    chunks = [-(-int(length) // 64) for length in lengths]
+    everything, some = sum(chunks), sum(count > 0 for count in chunks)
+    is_long = [
+        count >= halves.least
+        and 64 * count > halves.share * everything
+        and (halves.share * some <= 48 or 4 * count * some > 5 * everything)
+        for count in chunks
+    ]
+    times = [count * (11 if long else 16) for count, long in zip(chunks, is_long, strict=True)]
+    order = sorted(range(len(chunks)), key=lambda n: (-times[n], n))
+    return [(n, head, half) for n in order for head in range(heads) for half in ((0, 1) if is_long[n] else (-1,))]
+
+
+@pytest.mark.parametrize(("count", "heads"), [(2, 64), (3, 32), (9, 8), (16, 8), (32, 3)])
+def test_blocks_where_long_sequences_are_halved(count: int, heads: int) -> None:
+    """Each half and each whole head comes once; there are blocks for as many long sequences as there can be."""
+    rng = np.random.default_rng(count)
+    halves = policy.halves(count, heads)
+    assert halves
+    found_long = []
+    for spread, empty in ((0, 0), (0.02, 0.1), (0.5, 0.1), (1, 0.1), (3, 0.1), (0.3, 0.95), (-4, 0)):
+        lengths = np.round(500 * np.exp(spread * rng.normal(size=count))).astype(int) * (rng.random(count) >= empty)
+        lengths[0] = 3000 if spread > 0 else 500
+        if spread < 0:
+            lengths = np.arange(count) % 3
+        segments = np.stack([np.cumsum(lengths) - lengths, np.cumsum(lengths)], axis=1).astype(np.int32)
+        blocks = np.full((heads * (count + halves.halved), 4), -2, np.int32)
+        scalars = {"heads": heads, "share": halves.share, "least": halves.least}
+        _in_halves()({"segments": segments, "found": blocks}, scalars)
+        expected = _halved(lengths.tolist(), heads, halves)
+        assert len(expected) <= len(blocks)
+        np.testing.assert_array_equal(blocks[:, 0] != 0, np.arange(len(blocks)) < len(expected))
+        found = [tuple(block) for block in blocks[: len(expected), 1:].tolist()]
+        found_long.append(len(expected) > heads * count)
+        assert found == expected
+    assert any(found_long)
+    assert not all(found_long)
+
+
 def _ends(lengths: Sequence[int], blocks: int, multiprocessors: int) -> int:
     """When the last block ends, of so many a sequence, each of which begins where a multiprocessor is free."""
     busy = [0] * multiprocessors
@@ -615,6 +661,40 @@ def test_two_warpgroups_of_state(
     monkeypatch.setattr(policy, "MULTIPROCESSORS", 1)
     assert policy.value_tile(case.value_heads, case.value_dim) == 128
     battery.check(case, function, LIMITS)
+
+
+@pytest.mark.parametrize(("keep", "l2norm"), [("nothing", False), rarely("vd", True)])
+def test_halves_of_long_sequences(keep: Any, l2norm: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Right, and (thorough) the bits that one block a head finds."""
+    segments = ((0, 200), (200, 230), (240, 240), (245, 290))
+    case = dataclasses.replace(WIDE, name="emulated, a long sequence", segments=segments, l2norm=l2norm)
+    x = jax.tree.map(jnp.asarray, battery.inputs(case))
+    monkeypatch.setattr(policy, "MULTIPROCESSORS", len(segments) * case.value_heads)
+    monkeypatch.setattr(policy, "_LONG_CHUNKS", 2)
+    emulated, halved = emulator.emulated, []
+
+    def recording(name: str, config: Any) -> emulator.Emulated:
+        if name == "forward":
+            halved.append(config.halve_long)
+        return emulated(name, config)
+
+    monkeypatch.setattr(emulator, "emulated", recording)
+
+    def found() -> list[np.ndarray]:
+        options: dict[str, Any] = {"scale": case.key_dim**-0.5, "output_final_state": True, "l2norm": l2norm}
+        options |= {"with_residuals": keep != "nothing", "keep": keep}
+        q, k, v, g, beta = x[:5]
+        o, state, residuals = cuda.forward(q, k, v, g, beta, x.initial_state, x.segments, **options)
+        return [np.asarray(y, np.float32) for y in (o, state, *([] if residuals is None else [residuals.vd]))]
+
+    results = found()
+    assert halved == [True]
+    errors = battery.errors(case, dict(zip(("o", "final_state"), results, strict=False)))
+    assert all(error.whole <= LIMITS.of(name) for name, error in errors.items())
+    if THOROUGH:
+        monkeypatch.setattr(policy, "halves", lambda *_: None)
+        for a, b in zip(results, found(), strict=True):
+            np.testing.assert_array_equal(a, b)
 
 
 @pytest.mark.parametrize(("rows", "precision"), [(128, None), rarely(0, "high")])

@@ -287,6 +287,43 @@ def test_the_last_round_in_halves(sequences: int, heads: int, whole: int) -> Non
 
 
 @pytest.mark.parametrize(
+    ("sequences", "heads", "halves"),
+    [
+        (9, 8, (6, 8)),  # 72 blocks; all but one may be long
+        (16, 8, (6, 10)),
+        (4, 32, (24, 2)),  # a sequence with three eighths of all chunks is long, and there can be two
+        (2, 64, (47, 1)),
+        (32, 32, (24, 2)),  # most of which may be empty
+        (8, 32, None),  # two rounds
+        (2, 88, None),  # all chunks of one sequence are what a multiprocessor has to do
+        (1, 128, None),
+        (33, 4, None),  # more than a warp has lanes
+    ],
+)
+def test_long_sequences_in_halves(sequences: int, heads: int, halves: tuple[int, int] | None) -> None:
+    found = policy.halves(sequences, heads)
+    assert (found and (found.share, found.halved)) == halves
+    if halves:
+        share, halved = halves
+        assert halved == sequences - 1 or (halved * share < 64 <= (halved + 1) * share)
+
+
+def test_packed_sequences_stay_whole_if_all_pieces_take_as_long_as_the_longest() -> None:
+    """16, 32, 2x16384: 482 us whole, 524 in pieces, 715 if one sequence has all (docs/performance_policy.md)."""
+    sizes = (32768, 2, 32, 128, 128)
+    rows = policy.piece_rows(*sizes, packed=True)
+    assert rows == 4096
+    assert 16384 <= policy.cut_beyond_alone(rows, *sizes) < 32768
+    assert policy.cut_beyond_alone(rows, *sizes, asked_rows=rows) == policy.cut_beyond(rows)
+    for sequences, tokens, heads in ((2, 16384, 8), (4, 8192, 8), (2, 4096, 8), (2, 16384, 16)):  # faster in pieces
+        sizes = (sequences * tokens, sequences, heads, 128, 128)
+        rows = policy.piece_rows(*sizes, packed=True)
+        assert rows
+        assert policy.cut_beyond(rows) <= policy.cut_beyond_alone(rows, *sizes) < tokens
+    assert policy.cut_beyond_alone(1024, 8192, 1, 8, 128, 128) == policy.cut_beyond(1024)
+
+
+@pytest.mark.parametrize(
     ("chunks", "key_heads", "value_heads", "together"),
     [
         (512, 16, 32, 16),  # 4 rounds of 32 value heads, like 32 rounds of 4, but fewer beginnings

@@ -45,6 +45,12 @@ Whole heads are neighbours on the card by two, which load the same Q and K as a 
 A block begins while the kernel before it still runs elsewhere (STATE, PREPARED, NOTHING). Where the last round of blocks would leave most of the card idle,
 a second launch computes its heads, in halves of their value columns (policy.whole_heads).
 
+Where few sequences of a packed batch are long, or few of its places for sequences taken, the longest are what is waited for. With `halve_long` each of
+these has two blocks a head, which compute 64 of their 128 columns (policy.halves): in either one warpgroup of state works, and the other arrives at `free`
+as if it did. What takes longest comes first, as without; which sequences are long is found by every block for itself (HALVES_PRELUDE), by votes, so that
+ptxas knows that a warp's threads agree: else it has addresses and the number of the chunk in each of them, 27 instructions of 650 a step, 3 to 4 % of a
+full card's time.
+
 With `split` X, Vd and `a` are sums of two numbers: Vd takes three products instead of one, and O and the state two each of Vd. So is the state
 where X is computed from it, not where O is. A stage has a tile more, for the low part of `a`, and a block 64 value columns.
 
@@ -159,6 +165,57 @@ __device__ __forceinline__ void jax_qla_store_state(const void* registers, float
 )
 
 
+HALVES_PRELUDE = r"""
+// What the block that is launched as the `index`-th computes where long ones of `count` sequences (first row and end of each), 32 at most, are computed
+// in halves: sequence, which of `heads` heads, and half of its value columns, or -1 for both. False: nothing. Long are those of `least` chunks or more
+// that have more than `share` 64ths of all chunks, and more than 5/4 of the mean of those that have any, unless halves of all these run at once (2 some
+// heads blocks; share says what 3 heads / 2 are of the multiprocessors, so share some is 48 at most). Those come first that take longest, a half by 11/16
+// of what both take. To be called by whole warps.
+__device__ __forceinline__ int jax_qla_in_halves(int* item, const int* segments, int count, int heads, int share, int least, int index) {
+  const int lane = threadIdx.x & 31;
+  const int own = lane < count ? (segments[2 * lane + 1] - segments[2 * lane] + 63) / 64 : 0;
+  int all = own;
+#pragma unroll
+  for (int step = 16; step > 0; step /= 2) all += __shfl_xor_sync(0xffffffffu, all, step);
+  const int some = __popc(__ballot_sync(0xffffffffu, own > 0));
+  const bool is_long =
+      own >= least && 64LL * own > static_cast<long long>(share) * all && (share * some <= 48 || 4LL * own * some > 5LL * all);
+  // Votes: of what they find ptxas knows that it is the same for all of a warp.
+  const unsigned longs = __ballot_sync(0xffffffffu, is_long);
+  const int key = is_long ? 11 * own : 16 * own;
+  int before = 0;  // as many sequences come before this lane's
+  for (int base = 0; base < count; base += 8) {
+#pragma unroll
+    for (int n = base; n < base + 8; ++n) {
+      const int other = __shfl_sync(0xffffffffu, key, n);
+      before += other > key || (other == key && n < lane);
+    }
+  }
+  int of_sequence = index, n = 0, blocks = 0;
+  if (longs == 0) {
+    const int place = index / heads;
+    n = __ffs(__ballot_sync(0xffffffffu, lane < count && before == place)) - 1;
+    of_sequence -= place * heads;
+  } else {
+    for (int place = 0; place < count; ++place) {
+      n = __ffs(__ballot_sync(0xffffffffu, lane < count && before == place)) - 1;
+      blocks = heads << (longs >> n & 1);
+      if (of_sequence < blocks) break;
+      of_sequence -= blocks;
+      n = -1;
+    }
+  }
+  const int halved = n < 0 ? 0 : longs >> n & 1;
+  item[0] = max(n, 0);
+  item[1] = of_sequence >> halved;
+  item[2] = halved ? of_sequence & 1 : -1;
+  return n >= 0;
+}
+"""
+
+IDLE = -2
+"""In place of a final state's number, of a warpgroup without chunks of its own."""
+
 STATE, PREPARED, NOTHING = range(3)
 """What a block awaits of the kernel launched before. It is `compose`, and has what the state's warpgroups begin with: all else was there before
 that kernel let this one begin. Or `prepare`, and has `a` and gamma, for which only the warps wait that read them. Or this kernel, of other
@@ -170,7 +227,7 @@ class Config:
     """Sizes this program is specialised for: `key_dim`, `value_dim` 64 or 128, `dtype` "bfloat16" or "float16", and
     `value_tile`, the value columns of a block: 64, or 128 where V is; `l2norm`: whether q and k
     are to be normalised; `split` (kernels/common.py): with bfloat16 and blocks of 64 columns only; `keep`: "nothing", "vd" (not with `split`) or
-    "states", h and Vd."""
+    "states", h and Vd; `halve_long`, with blocks of 128 columns only and not with "states": whether long sequences are computed by two blocks a head."""
 
     key_dim: int = 128
     value_dim: int = 128
@@ -179,6 +236,7 @@ class Config:
     l2norm: bool = False
     split: bool = False
     keep: str = "nothing"
+    halve_long: bool = False
 
 
 def program(config: Config):
@@ -189,7 +247,7 @@ def program(config: Config):
     C, K, V, W, dtype = CHUNK, config.key_dim, config.value_dim, config.value_tile, config.dtype
     tiles = V // W  # blocks a head
     parts = W // 64  # warpgroups that hold the state
-    l2norm, split = config.l2norm, config.split
+    l2norm, split, halve_long = config.l2norm, config.split, config.halve_long
     keeps, keeps_h = config.keep != "nothing", config.keep == "states"
     stages = 2 if split and keeps_h and K > 64 else 3
     p_stages = 2 if keeps and parts > 1 else stages
@@ -197,6 +255,7 @@ def program(config: Config):
     # How long the second-level cache is to keep what other blocks or kernels read too, and what nobody does soon.
     kept, passed, written = (LONG, LONG, None) if keeps_h else (None, SHORT, SHORT)
     S = 128 * parts  # threads that hold the state
+    prelude = PRELUDE + HALVES_PRELUDE if halve_long else PRELUDE
     m = macros()
     by_rows = T.GemmWarpPolicy.FullRow  # a warpgroup has 64 rows, not columns, of a product
     tokens, key_heads, value_heads, sequences = T.dynamic("tokens, key_heads, value_heads, sequences")
@@ -259,26 +318,48 @@ def program(config: Config):
         first_head: T.int32,
         heads: T.int32,  # of this launch, from first_head on
         awaits: T.int32,
+        share: T.int32,  # with `halve_long` only, and so
+        least: T.int32,
+        halved: T.int32,  # sequences that may be long, at most
     ):
-        with T.Kernel(sequences * heads * tiles, threads=S + 256 + 128 * sends, prelude=PRELUDE) as block:
+        places = sequences + halved if halve_long else sequences
+        with T.Kernel(places * heads * tiles, threads=S + 256 + 128 * sends, prelude=prelude) as block:
             T.annotate_min_blocks_per_sm(1)
-            place = T.alloc_var("int32")  # among the sequences
-            place = T.truncdiv(block, heads * tiles)
-            of_place = block - place * (heads * tiles)
-            number = of_place // tiles
-            head = first_head + number
+            if halve_long:
+                item = T.alloc_local((3,), "int32")
+                head = T.alloc_var("int32")
+                half = T.alloc_var("int32")  # that this block computes, -1: both
+                found = T.alloc_var("int32")
+            else:
+                place = T.alloc_var("int32")  # among the sequences
+                place = T.truncdiv(block, heads * tiles)
+                of_place = block - place * (heads * tiles)
+                number = of_place // tiles
+                head = first_head + number
             n = T.alloc_var("int32")
             start = T.alloc_var("int32")
             end = T.alloc_var("int32")
             count = T.alloc_var("int32")
             key_head = T.alloc_var("int32")
             target = T.alloc_var("int32")  # where the final state goes, if anywhere
-            n = T.call_extern("int32", "jax_qla_long_first", T.address_of(segments[0, 0]), sequences, tokens, place)
+            if halve_long:
+                found = T.call_extern(
+                    "int32",
+                    "jax_qla_in_halves",
+                    *(item.data, T.address_of(segments[0, 0]), sequences, heads, share, least, block),
+                )
+                if found == 0:  # there are blocks for as many long sequences as there can be
+                    T.thread_return()
+                n = item[0]
+                head = first_head + item[1]
+                half = item[2]
+            else:
+                n = T.call_extern("int32", "jax_qla_long_first", T.address_of(segments[0, 0]), sequences, tokens, place)
             start = segments[n, 0]
             end = segments[n, 1]
             count = (end - start + C - 1) // C
             key_head = T.truncdiv(head, ratio)
-            first = (of_place % tiles) * W  # first value column of this block
+            first = 0 if halve_long else (of_place % tiles) * W  # first value column of this block
             target = n
             if cut_pieces > 0:  # only the state after a sequence's last piece
                 target = pieces[n, 2]
@@ -522,6 +603,12 @@ def program(config: Config):
                             T.sync_threads(4 + wg, 128)
                             m.send_state(h_s, wg, 0, h, start // C + n, head, 0, first + part)
                 T.wait_wgmma(0)
+                if halve_long:
+                    # The warpgroup whose half another block computes has no chunk of its own; it only arrives.
+                    found = T.call_extern("int32", "__any_sync", T.uint32(0xFFFFFFFF), T.cast(half == 1 - wg, "int32"))
+                    if found != 0:
+                        target = IDLE
+                        count = 0
                 for c in T.serial(count):
                     at = c % stages
                     after = (c + 1) % stages
@@ -646,6 +733,10 @@ def program(config: Config):
                         T.address_of(final_state[target, head, 0, first + part]),
                         V,
                     )
+                if halve_long:
+                    for c in T.serial(T.Select(target == IDLE, (end - start + C - 1) // C, 0)):
+                        T.barrier_wait(gated[c % stages], (c // stages) % 2)
+                        T.barrier_arrive(free[c % stages])
                 T.tma_store_wait(0)
             T.pdl_sync()  # ends after what came before, for what follows waits for this kernel alone
 

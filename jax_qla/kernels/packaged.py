@@ -55,6 +55,8 @@ def _packaged() -> tuple[tuple[str, Any], ...]:
                 sizes = (key_dim, value_dim, dtype, value_tile, l2norm, split)
                 keeps = ("nothing", "states") if split else ("nothing", "vd", "states")
                 kernels.extend(("forward", forward.Config(*sizes, keep)) for keep in keeps)
+                if value_tile > 64:
+                    kernels.extend(("forward", forward.Config(*sizes, keep, True)) for keep in ("nothing", "vd"))
                 kernels.append(("states", states.Config(*sizes)))
                 if not split and not l2norm:
                     kernels.append(("states_from_vd", states_from_vd.Config(*sizes[:4])))
