@@ -169,7 +169,6 @@ def forward(
     del with_lengths  # residuals have them wherever `l2norm` is asked for
     shard = None if pieces is None else cut
     options: dict[str, Any] = {"shard": shard, "rows": piece_rows, "asked_rows": asked_rows}
-    options["alone"] = not with_residuals
     # The backward pass cannot tell what pieces kept states are of, unless it has more of these.
     options["whole"] = keep == "states" and piece_rows is None
     call = _Call(q, k, v, segments, l2norm=l2norm, precision=precision, **options)
@@ -571,10 +570,9 @@ class _Call:
         rows: int | None = None,
         asked_rows: int | None = None,
         backward: bool = False,
-        alone: bool = False,
     ) -> None:
         """Cut as `shard` says, not at all if `whole`, into pieces of `rows`, or as `policy` says to `asked_rows` of the
-        forward pass, one that is `alone` or not, or of the `backward` pass."""
+        forward or the `backward` pass."""
         self.batch, self.length, self.key_heads, self.key_dim = k.shape
         self.value_heads, self.value_dim = v.shape[2:]
         self.tokens = self.batch * self.length
@@ -583,9 +581,8 @@ class _Call:
         self.split = splits(precision, q.dtype)
         self.packed = packed = segments is not None
         self.sequences = segments.shape[0] if segments is not None else self.batch
-        sizes = (self.tokens, self.sequences, self.value_heads, self.key_dim, self.value_dim)
-        alone = alone and rows is None
         if rows is None and shard is None and not whole:
+            sizes = (self.tokens, self.sequences, self.value_heads, self.key_dim, self.value_dim)
             if backward:
                 ratio = self.value_heads // self.key_heads
                 rows = policy.backward_rows(*sizes, ratio=ratio, split=self.split, packed=packed, asked_rows=asked_rows)
@@ -616,10 +613,7 @@ class _Call:
         elif rows is None:
             self.tables["segments"] = self.tables["bounds"]
         elif packed:
-            beyond = policy.cut_beyond(rows)
-            if alone:
-                beyond = policy.cut_beyond_alone(rows, *sizes, asked_rows=asked_rows)
-            scalars = {"piece_rows": rows, "cut_beyond": beyond}
+            scalars = {"piece_rows": rows, "cut_beyond": policy.cut_beyond(rows)}
             shapes = {"segments": (self.parts, 2), "pieces": (self.parts, 4), "spans": (self.sequences, 2)}
             self.table_steps = [Step("layout", layout_kernel.Config(), scalars)]
             self.table_shapes = {name: jax.ShapeDtypeStruct(shape, jnp.int32) for name, shape in shapes.items()}

@@ -747,26 +747,6 @@ def cut_beyond(rows: int) -> int:
     return 2 * rows
 
 
-def cut_beyond_alone(
-    rows: int,
-    tokens: int,
-    sequences: int,
-    heads: int,
-    key_dim: int,
-    value_dim: int,
-    *,
-    asked_rows: int | None = None,
-) -> int:
-    """The same of a forward pass by itself, none of whose pieces the backward pass goes by: at least as long as what
-    would take, whole, as long as all pieces take. The other arguments are those of `piece_rows`."""
-    least = cut_beyond(rows)
-    if sequences <= 1 or _override(asked_rows) is not None:
-        return least
-    mean = -(-tokens // (sequences * CHUNK))
-    time = _cut(rows // CHUNK, mean, sequences, heads, key_dim, value_dim)
-    return max(least, int(time / _STEP[value_tile(sequences * heads, value_dim)]) * CHUNK)
-
-
 def _time(
     length: int | None, chunks: int, sequences: int, heads: int, key_dim: int, value_dim: int, packed: bool
 ) -> float:

@@ -230,6 +230,7 @@ def test_a_fence_before_keys_come_over_a_first_state(fenced: bool) -> None:
     arrays |= {"a": rows(1, tokens, 64).view(np.int16), "segments": np.array([[0, tokens]], np.int32)}
     arrays |= {name: np.zeros((0, width), np.int32) for name, width in (("pieces", 4), ("spans", 2))}
     scalars = {"ratio": 1, "scale": 0.1, "first_head": 0, "heads": 1, "awaits": forward.NOTHING}
+    scalars |= policy.NO_HALVES._asdict()
     with nullcontext() if fenced else pytest.raises(RuntimeError, match="arrives at a barrier, without a proxy fence"):
         kernel(arrays, scalars, seed=0)
 

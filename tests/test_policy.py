@@ -308,21 +308,6 @@ def test_long_sequences_in_halves(sequences: int, heads: int, halves: tuple[int,
         assert halved == sequences - 1 or (halved * share < 64 <= (halved + 1) * share)
 
 
-def test_packed_sequences_stay_whole_if_all_pieces_take_as_long_as_the_longest() -> None:
-    """16, 32, 2x16384: 482 us whole, 524 in pieces, 715 if one sequence has all (docs/performance_policy.md)."""
-    sizes = (32768, 2, 32, 128, 128)
-    rows = policy.piece_rows(*sizes, packed=True)
-    assert rows == 4096
-    assert 16384 <= policy.cut_beyond_alone(rows, *sizes) < 32768
-    assert policy.cut_beyond_alone(rows, *sizes, asked_rows=rows) == policy.cut_beyond(rows)
-    for sequences, tokens, heads in ((2, 16384, 8), (4, 8192, 8), (2, 4096, 8), (2, 16384, 16)):  # faster in pieces
-        sizes = (sequences * tokens, sequences, heads, 128, 128)
-        rows = policy.piece_rows(*sizes, packed=True)
-        assert rows
-        assert policy.cut_beyond(rows) <= policy.cut_beyond_alone(rows, *sizes) < tokens
-    assert policy.cut_beyond_alone(1024, 8192, 1, 8, 128, 128) == policy.cut_beyond(1024)
-
-
 @pytest.mark.parametrize(
     ("chunks", "key_heads", "value_heads", "together"),
     [

@@ -601,8 +601,8 @@ def test_every_kernel_that_a_call_can_ask_for_is_packaged(piece_rows: str, monke
         ):
             if keep == "vd" and implementations.splits(precision, dtype):
                 continue
-            k, v = (shape((1, 200, heads, dim), dtype) for dim in (key_dim, value_dim))
-            g, segments = shape((1, 200, heads), "float32"), shape((3, 2), "int32") if packed else None
+            k, v = (shape((1, 400, heads, dim), dtype) for dim in (key_dim, value_dim))
+            g, segments = shape((1, 400, heads), "float32"), shape((3, 2), "int32") if packed else None
             common: dict[str, Any] = {"scale": 1.0, "l2norm": l2norm, "precision": precision}
             if keep != "nothing" and piece_rows != "0":
                 common["piece_rows"] = int(piece_rows)
