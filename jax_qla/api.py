@@ -116,9 +116,11 @@ def chunk_gated_delta_rule(
             it takes. Results differ by rounding only: of what gates leave of an earlier state, less than 4e-8 counts as
             nothing between pieces (float32 rounds by 6e-8), and 0 is the strict setting, which leaves nothing out. It
             is static, and for both passes. Dense sequences are cut into pieces of at most so many tokens, as equal as
-            may be; packed ones of at most two pieces stay whole where all of a batch are so short. Where devices share
-            a sequence, each cuts its part, 0 being one piece. No other implementation has pieces, so with `piece_rows`
-            none but "cuda" is taken.
+            may be; packed ones of at most two pieces stay whole where all of a batch are so short. The model knows how
+            many packed sequences there may be, not how many are empty: give it where few long ones stand in places for
+            many (`segment_ids` without `max_segments` has no places, and needs none). Where devices share a sequence,
+            each cuts its part, 0 being one piece. No other implementation has pieces, so with `piece_rows` none but
+            "cuda" is taken.
         save_chunk_states: what the forward pass of "cuda", where it is differentiated, keeps for the backward pass of
             what that else computes again. None: what each token writes to the state, 2 V bytes per token and value head
             (256 at V = 128), from which the backward pass computes the states before all chunks of 64 tokens; nothing
