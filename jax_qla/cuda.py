@@ -679,9 +679,9 @@ class _Call:
             whole = self.value_heads
             if not self.split:
                 whole = policy.whole_heads(self.sequences, self.value_heads, self.value_dim)
-        uneven = self.packed and self.sequences > 1 and whole == self.value_heads  # they may be
-        can = self.value_tile > 64 and keep != "states"
-        halves = policy.halves(self.parts, self.value_heads) if uneven and can else None
+        may_be_uneven = self.packed and self.sequences > 1 and whole == self.value_heads
+        has_halves = self.value_tile > 64 and keep != "states"  # `forward`, in this form
+        halves = policy.halves(self.parts, self.value_heads) if may_be_uneven and has_halves else None
         options: dict[str, Any] = {"rename": rename, "scale": scale, "keep": keep}
         options |= {"halve_long": halves is not None, **(halves or policy.NO_HALVES)._asdict()}
         steps = [self.step(forward_kernel, first_head=0, heads=whole, awaits=awaits, **options)]

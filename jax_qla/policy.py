@@ -104,13 +104,14 @@ _FULL = 0.95
 
 _LONG = 1.5
 """Of what a multiprocessor has to do if all do as much, what one block may take before it becomes two of half as many
-columns: the best of random batches by a simulation (docs/performance_policy.md)."""
+columns: the best of random batches by a simulation (docs/performance_policy.md). The kernel goes by it too, where it
+finds whether halves of all sequences run at once: then `Halves.share` times their number is at most 64 _LONG / 2."""
 
 _LONG_CHUNKS = 16
 """Chunks of a sequence from which on its halves are worth a block more."""
 
 _HALVED_AMONG = 32
-"""Sequences that a warp has in its lanes, each block of which looks for long ones."""
+"""Sequences among which each block looks for long ones: as many as a warp has lanes."""
 
 _ALL_TAKEN = 8
 """Places for sequences, of which it is supposed that most are taken."""

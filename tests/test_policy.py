@@ -9,6 +9,7 @@ import pytest
 from jax_qla import policy
 from jax_qla import segments as tables
 from jax_qla.kernels.balance import balanced
+from jax_qla.kernels.forward import HALVES_PRELUDE
 
 THREE_KERNELS: dict[str, Any] = {"ratio": 4, "split": True}
 """As which these compute the backward pass, however sequences are cut."""
@@ -306,6 +307,9 @@ def test_long_sequences_in_halves(sequences: int, heads: int, halves: tuple[int,
     if halves:
         share, halved = halves
         assert halved == sequences - 1 or (halved * share < 64 <= (halved + 1) * share)
+        # By which kernels/forward.py finds that halves of so many sequences run at once.
+        assert "share * some <= 48" in HALVES_PRELUDE
+        assert 2 * (48 // share) * heads <= policy.MULTIPROCESSORS < 2 * (48 // share + 1) * heads
 
 
 @pytest.mark.parametrize(
