@@ -39,6 +39,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jax_qla import policy, store
 from jax_qla import segments as tables
@@ -180,8 +181,7 @@ def forward(
     }
     chunk_shapes = call.chunk_state_shapes(v, precision)
     outputs |= {name: chunk_shapes[name] for name in KEPT[keep]}
-    if pieces is not None or not call.cut:  # each of what the kernels take for sequences has a final state
-        inputs |= _no_pieces()
+    inputs |= call.no_pieces()
     if residuals is None or pieces is None:
         residuals = None
         steps = [call.prepare_step()]
@@ -191,7 +191,8 @@ def forward(
         steps = []
     more_steps, between = call.entering_states(known=pieces is not None)
     # Who keeps residuals keeps the initial state with them. A block of `forward` has read its own when it writes the
-    # final one; in pieces it waits, before it touches a state, for what reads initial ones: summaries and compose.
+    # final one; where a sequence is cut it waits, before it touches a state, for what reads its initial one: summaries
+    # and compose.
     in_place = output_final_state and initial_state is not None and pieces is None and not with_residuals
     results = launch(
         [
@@ -262,8 +263,7 @@ def backward(
         steps, of_pieces = call.leaving_gradients(scale, known=adjoint_response is not None)
     else:
         steps, of_pieces = call.entering_states(adjoint=True, known=pieces is not None, scale=scale)
-    if pieces is not None or not call.cut:  # each of what the kernels take for sequences has an initial state
-        inputs |= _no_pieces()
+    inputs |= call.no_pieces()
     found = policy.head_groups(
         *(-(-call.tokens // CHUNK), call.recurrences, call.key_heads, call.value_heads, call.key_dim, call.value_dim),
         split=call.split,
@@ -334,7 +334,8 @@ def _gradient_steps(
         h_ahead: whether it may begin before what `steps` end with.
         scale: factor of q.
     """
-    initial, final = ({"initial_state": "entering"}, {"d_final_state": "leaving"}) if call.cut else ({}, {})
+    initial = call.of_pieces("initial_state", "entering")
+    final = call.of_pieces("d_final_state", "leaving")
     heads, ratio = call.value_heads // found.groups, call.value_heads // call.key_heads
     divided = heads // found.uneven
     chunks = -(-call.tokens // CHUNK)
@@ -446,14 +447,14 @@ def summary(
     else:
         inputs |= call.prepared(residuals, queries=False)
         steps = []
-    of_maps = {"response": "nothing", "initial_state": "identity", "spans": "left", "entering": "products"}
+    of_maps = {"response": "nothing", "initial_state": "identity", "chains": "left", "entering": "products"}
     steps += [
         call.summaries_step(cut),
-        call.step(compose_kernel, rename={"spans": "entered"}, reverse=False),
+        call.step(compose_kernel, rename={"chains": "entered"}, reverse=False),
         call.step(compose_kernel, rename=of_maps, value_dim=call.key_dim, reverse=True),
     ]
     results = launch(steps, inputs, outputs)
-    response = results["entering"][jnp.sum(inputs["entered"], axis=1) - 1]
+    response = results["entering"][jnp.sum(inputs["entered"][:, :2], axis=1) - 1]
     transition = jnp.swapaxes(results["products"][inputs["left"][:, 0]], -1, -2)
     if segments is not None or not with_residuals:
         return transition, response, None, None
@@ -485,7 +486,7 @@ def state_gradient(
     call = _Call(q, k, v, segments, l2norm=l2norm, precision=precision, whole=True)
     shapes = Pieces.shapes(call.sequences, cut.pieces, call.value_heads, call.key_dim, call.value_dim)
     inputs = call.flat(q=q, k=k, v=v, beta=beta, do=jnp.zeros_like(v) if do is None else do)
-    inputs |= call.prepared(residuals) | call.shard_tables(segments, cut)
+    inputs |= call.prepared(residuals) | call.tables | call.shard_tables(segments, cut)
     inputs |= {"initial_state": call.states(None), "d_final_state": call.states(d_final_state)}
     outputs = {"adjoint_response": shapes["response"], "leaving": shapes["response"]}
     steps = []
@@ -494,9 +495,9 @@ def state_gradient(
         outputs |= shapes
     else:
         inputs |= pieces._asdict()
-    rename = _OF_GRADIENTS | {"spans": "left"}
+    rename = _OF_GRADIENTS | {"chains": "left"}
     steps += [
-        call.step(adjoint_summaries_kernel, rename={"pieces": "shard_pieces"}, scale=scale),
+        call.step(adjoint_summaries_kernel, rename={"pieces": "shard_pieces", "cuts": "shard_cuts"}, scale=scale),
         call.step(compose_kernel, rename=rename, reverse=True),
     ]
     results = launch(steps, inputs, outputs)
@@ -527,11 +528,11 @@ def chunk_states(
         inputs = call.flat(k=k, v=v, beta=beta) | call.prepared(residuals, queries=False)
     else:
         inputs = call.flat(k=k, vd=vd, gamma=residuals.gamma)
-    inputs |= call.tables | pieces._asdict() | {"initial_state": call.states(initial_state)}
+    inputs |= call.tables | pieces._asdict() | {"initial_state": call.states(initial_state)} | call.no_pieces()
     steps, of_pieces = call.entering_states(known=True)
     of = {"first_head": 0, "awaits": states_kernel.EVERYTHING}
     kernel = states_kernel if vd is None else states_from_vd_kernel
-    steps.append(call.step(kernel, rename={"initial_state": "entering"}, **of))
+    steps.append(call.step(kernel, rename=call.of_pieces("initial_state", "entering"), **of))
     shapes = call.chunk_state_shapes(v, precision)
     results = launch(steps, inputs, of_pieces | {name: x for name, x in shapes.items() if name not in inputs})
     return ChunkStates(results["h"], call.unflat(results["vd"]) if vd is None else vd)
@@ -543,11 +544,6 @@ _LENGTHS = ("lengths", "query_lengths")
 
 def _bytes(x: jax.ShapeDtypeStruct) -> int:
     return int(x.size) * x.dtype.itemsize
-
-
-def _no_pieces() -> dict[str, jax.Array]:
-    """Tables of pieces for kernels that are to take each of their sequences for one."""
-    return {"pieces": jnp.zeros((0, 4), jnp.int32), "spans": jnp.zeros((0, 2), jnp.int32)}
 
 
 class _Call:
@@ -592,6 +588,10 @@ class _Call:
         """How the sequences, of a dense batch, are cut if their pieces have been summarised before."""
         self.cut = rows is not None or shard is not None
         self.parts = self.sequences
+        self.cuts = self.chains = 0
+        """Places for cuts between pieces, and for sequences that are cut (segments.cut_table, chain_table)."""
+        self.asked_beyond = -1
+        """Rows beyond which sequences are cut, where kernels find out themselves whether any is (kernels/uncut.py)."""
         if rows is not None:
             self.parts = tables.piece_count(self.tokens, self.sequences, rows, packed=packed)
         self.recurrences = self.parts  # of a head
@@ -599,6 +599,7 @@ class _Call:
             self.recurrences = max(self.parts - self.sequences, self.sequences)
         if shard is not None:  # two more pieces a sequence, which are empty
             self.parts, self.recurrences = self.sequences * (shard.pieces + 2), self.sequences * shard.pieces
+            self.chains = self.sequences
         self.value_tile = self.value_tile_of(self.value_heads)
         bounds = tables.dense_segments(self.batch, self.length) if segments is None else segments
         self.tables = {"bounds": jnp.asarray(bounds, jnp.int32)}
@@ -613,13 +614,20 @@ class _Call:
         elif rows is None:
             self.tables["segments"] = self.tables["bounds"]
         elif packed:
-            scalars = {"piece_rows": rows, "cut_beyond": policy.cut_beyond(rows)}
+            beyond = policy.cut_beyond(rows, self.tokens, self.sequences, self.value_heads)
+            scalars = {"piece_rows": rows, "cut_beyond": beyond}
+            if not backward and self.sequences <= policy.ASKED_AMONG:
+                self.asked_beyond = beyond
+            self.cuts = tables.cut_count(self.tokens, rows)
+            self.chains = min(self.sequences, self.cuts)
             shapes = {"segments": (self.parts, 2), "pieces": (self.parts, 4), "spans": (self.sequences, 2)}
+            shapes |= {"cuts": (self.cuts, 2), "chains": (self.chains, 3)}
             self.table_steps = [Step("layout", layout_kernel.Config(), scalars)]
             self.table_shapes = {name: jax.ShapeDtypeStruct(shape, jnp.int32) for name, shape in shapes.items()}
         else:
-            pieces, spans = tables.dense_pieces(self.batch, self.length, rows)
-            constants = {"segments": pieces[:, :2], "pieces": pieces, "spans": spans}
+            pieces, spans, cuts, chains = tables.dense_pieces(self.batch, self.length, rows)
+            self.cuts, self.chains = len(cuts), len(chains)
+            constants = {"segments": pieces[:, :2], "pieces": pieces, "spans": spans, "cuts": cuts, "chains": chains}
             self.tables |= {name: jnp.asarray(x, jnp.int32) for name, x in constants.items()}
 
     def value_tile_of(self, heads: int) -> int:
@@ -629,9 +637,27 @@ class _Call:
     def shard_tables(self, segments: jax.Array | None, cut: policy.Cut) -> dict[str, jax.Array]:
         """Pieces of all sequences and how to go through them, for what is computed before first states are known."""
         bounds = tables.dense_segments(self.batch, self.length) if segments is None else segments
-        found = tables.shard_pieces(bounds, cut.rows, cut.pieces)
-        names = ("shard_pieces", "entered", "left")
-        return {name: jnp.asarray(x, jnp.int32) for name, x in zip(names, found, strict=True)}
+        pieces, entered, left = tables.shard_pieces(bounds, cut.rows, cut.pieces)
+        all_of_them = np.repeat(np.arange(len(pieces))[:, None], 2, axis=1)  # as if each stood before a cut, and behind
+        found = {"shard_pieces": pieces, "shard_cuts": all_of_them, "entered": entered, "left": left}
+        return {name: jnp.asarray(x, jnp.int32) for name, x in found.items()}
+
+    def no_pieces(self) -> dict[str, jax.Array]:
+        """What kernels that go through sequences have as operands where they have no pieces of these."""
+        shape = (0, self.value_heads, self.key_dim, self.value_dim)
+        found = {"no_states": jnp.zeros(shape, jnp.float32)}
+        if self.shard is not None or not self.cut:
+            found |= {"pieces": jnp.zeros((0, 4), jnp.int32), "spans": jnp.zeros((0, 2), jnp.int32)}
+            found["no_bounds"] = found["spans"]
+        return found
+
+    def of_pieces(self, of_sequences: str, between: str) -> dict[str, str]:
+        """What these kernels begin with, by their names for it: states `of_sequences` and, where these are cut, those
+        `between` their pieces; only those where pieces, of a shard, are to be taken for sequences."""
+        without = {between: "no_states", "bounds": "no_bounds"}
+        if self.shard is not None:
+            return without | {of_sequences: between}
+        return {} if self.cut else without
 
     def prepared_shapes(self, v: jax.Array, precision: Any) -> dict[str, jax.ShapeDtypeStruct]:
         """What `prepare` writes."""
@@ -673,15 +699,15 @@ class _Call:
         """The kernel `forward`, of heads whose blocks have all value columns and of others in halves, or of sequences
         of which it halves long ones; `keep`: what it writes of `ChunkStates`."""
         if self.cut:
-            awaits, whole, rename = forward_kernel.STATE, self.value_heads, {"initial_state": "entering"}
+            awaits, whole = forward_kernel.STATE, self.value_heads
         else:
-            awaits, rename = forward_kernel.PREPARED, {}
-            whole = self.value_heads
+            awaits, whole = forward_kernel.PREPARED, self.value_heads
             if not self.split:
                 whole = policy.whole_heads(self.sequences, self.value_heads, self.value_dim)
         may_be_uneven = self.packed and self.sequences > 1 and whole == self.value_heads
         has_halves = self.value_tile > 64 and keep != "states"  # `forward`, in this form
         halves = policy.halves(self.parts, self.value_heads) if may_be_uneven and has_halves else None
+        rename = self.of_pieces("initial_state", "entering")
         options: dict[str, Any] = {"rename": rename, "scale": scale, "keep": keep}
         options |= {"halve_long": halves is not None, **(halves or policy.NO_HALVES)._asdict()}
         steps = [self.step(forward_kernel, first_head=0, heads=whole, awaits=awaits, **options)]
@@ -707,9 +733,9 @@ class _Call:
             return [], {}
         states = self.state_shape(True)
         if known:
-            steps = [self.step(compose_kernel, rename={"spans": "entered"}, reverse=False)]
+            steps = [self.step(compose_kernel, rename={"chains": "entered"}, reverse=False)]
             if adjoint:
-                steps.append(self.step(compose_kernel, rename=_OF_GRADIENTS | {"spans": "left"}, reverse=True))
+                steps.append(self.step(compose_kernel, rename=_OF_GRADIENTS | {"chains": "left"}, reverse=True))
             return steps, {"entering": states} | ({"leaving": states} if adjoint else {})
         outputs = {"response": states, **Between.shapes(self.parts, self.value_heads, self.key_dim, self.value_dim)}
         steps = [self.summaries_step(), self.step(compose_kernel, reverse=False)]
@@ -727,7 +753,7 @@ class _Call:
             return [], {}
         states = self.state_shape(True)
         if known:
-            rename = _OF_GRADIENTS | {"spans": "left"}
+            rename = _OF_GRADIENTS | {"chains": "left"}
             return [self.step(compose_kernel, rename=rename, reverse=True)], {"leaving": states}
         steps = [
             self.step(adjoint_summaries_kernel, scale=scale),
@@ -781,7 +807,7 @@ class _Call:
             transitions = responses - self.sequences  # none of those that sequences begin with
         else:
             responses = transitions = shard.pieces * self.sequences
-            rename = {"pieces": "shard_pieces"}
+            rename = {"pieces": "shard_pieces", "cuts": "shard_cuts"}
         step = self.step(summaries_kernel, rename=rename)
         sizes = (self.value_heads, self.key_dim, self.value_dim)
         if policy.summarised_alone(responses, transitions, *sizes):
@@ -795,12 +821,12 @@ class _Call:
         sizes = {"key_dim": self.key_dim, "value_dim": self.value_dim, "dtype": self.dtype}
         values = sizes | {"value_tile": self.value_tile, "l2norm": self.l2norm, "split": self.split} | options
         values["columns"] = policy.composed_columns(
-            self.sequences * self.value_heads, options.get("value_dim", self.value_dim)
+            (self.chains or self.sequences) * self.value_heads, options.get("value_dim", self.value_dim)
         )
         fields = [field.name for field in dataclasses.fields(kernel.Config)]
         config = kernel.Config(**{field: values[field] for field in fields})
         scalars = {name: x for name, x in options.items() if name not in fields}
-        scalars["ratio"] = self.value_heads // self.key_heads
+        scalars |= {"ratio": self.value_heads // self.key_heads, "cut_beyond": self.asked_beyond}
         name = kernel.__name__.rpartition(".")[2]
         neighbours = policy.neighbours(name, getattr(config, "value_tile", self.value_dim), self.value_dim)
         return Step(name, config, scalars, rename or {}, neighbours=neighbours)

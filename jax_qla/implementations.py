@@ -43,11 +43,11 @@ class Between(NamedTuple):
     """
 
     entering: jax.Array
-    """[P, Hv, K, V] float32, the state before each piece."""
+    """[P, Hv, K, V] float32, the state before each piece; anything where a sequence is not cut, or has no such."""
     transition: jax.Array
-    """As of `Pieces`."""
+    """As of `Pieces`, likewise."""
     forgotten: jax.Array
-    """As of `Pieces`."""
+    """As of `Pieces`, likewise."""
 
     @staticmethod
     def shapes(parts: int, heads: int, key_dim: int, value_dim: int) -> dict[str, jax.ShapeDtypeStruct]:

@@ -1,7 +1,8 @@
 """Which kernels of a sequence may begin before the end of the one before them (programmatic dependent launch).
 
 Every kernel waits, at its own end at the latest, until the one before it has ended; so when a kernel has ended, all
-before it have. (Blocks of `forward` that find nothing to do leave at once; others of the same launch always wait.)
+before it have. (Blocks of `forward`, `compose` and `adjoint_summaries` that find nothing to do leave at once; others of
+the same launch always wait, if only the first one.)
 Patient kernels wait before they let the next one begin, which then knows that all before the patient one has ended.
 Others let it begin at once.
 
@@ -10,6 +11,10 @@ the last that began only when the one before it had ended, or be written by none
 it waits must have been used for the last time before one of these: one that a sequence has twice writes the same
 results twice. Otherwise it may begin only when the one before it has ended. Results that several kernels of a sequence
 write, each elements of its own, which none of them reads, are no reason to wait (`_APART`).
+
+Where a forward pass finds no sequence to be cut (kernels/uncut.py), `summaries` and `compose` are not patient: they
+have nothing to do, and let `forward` begin, which then uses nothing of theirs nor of `layout`, and waits as without
+pieces.
 
 What is said of the kernels here, tests/test_barriers.py sees in their programs.
 """
@@ -30,7 +35,7 @@ _HASTY = frozenset({"layout", "prepare", "adjoint_summaries", "state_gradients"}
 
 _OF_PREPARE = frozenset({"a", "gamma", "lengths", "query_lengths"})
 
-_OF_STATE = frozenset({"d_final_state", "dh", "dv", "d_initial_state"})
+_OF_STATE = frozenset({"d_final_state", "leaving", "dh", "dv", "d_initial_state"})
 """What `state_gradients` does not touch before it has the gradient that it begins with."""
 
 _APART = {"prepare": frozenset({"o"}), "forward": frozenset({"o", "final_state", "h", "vd"})}
@@ -52,7 +57,7 @@ def uses_early(step: Step, operand: str) -> bool:
     if step.kernel == "forward":
         awaits = step.scalars["awaits"]
         if awaits == forward.STATE:
-            return operand != "initial_state"
+            return operand not in ("initial_state", "entering")
         return awaits == forward.NOTHING or operand not in _OF_PREPARE
     if step.kernel in ("states", "states_from_vd"):
         return step.scalars["awaits"] == states.NOTHING
@@ -61,7 +66,9 @@ def uses_early(step: Step, operand: str) -> bool:
     if step.kernel == "gradients":
         return operand in ("segments", "balanced")  # where it looks its chunk up, and whether it computes anything
     if step.kernel == "compose" and not step.config.reverse:
-        return operand in ("spans", "initial_state")
+        return operand in ("chains", "initial_state", "bounds")
+    if step.kernel == "summaries":
+        return operand == "bounds"
     return not patient(step)
 
 

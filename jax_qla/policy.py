@@ -66,14 +66,22 @@ _STEP_OF_GROUPS = 0.6
 _BETWEEN = 3.0
 """From one of the kernels of pieces to the next, together."""
 _OVERHEAD = 8.0
-"""Two more kernels."""
-_EMPTY = 0.013
-"""A block of kernels/summaries.py that finds nothing to do."""
+"""Two more kernels of the backward pass, ..."""
+_NOT_CUT = 6.0
+"""... and those of a forward pass that finds no sequence long enough to be cut, beside their blocks, ..."""
+_EMPTY = 0.002
+"""... each of kernels/summaries.py or compose.py, which find nothing to do."""
 _SHORT = 6
 """Chunks that are summarised of a head that decays."""
 
 _ROWS_OF_MEMORY = 512
 """Tokens for every piece at the least: what is kept of a piece and head then is no more than its part of v and o."""
+
+_ROWS_COMPOSED = 512
+"""Of a sequence, computed in the time from the end of `summaries` to that of `compose`."""
+
+_ROWS_OF_PLACES = 384
+"""The same where there are many places for sequences, of which what is kept is less: none is of the first."""
 
 _LENGTHS = tuple(n << shift for shift in range(10) for n in (8, 12))
 """Chunks of a piece that are considered."""
@@ -112,6 +120,9 @@ _LONG_CHUNKS = 16
 
 _HALVED_AMONG = 32
 """Sequences among which each block looks for long ones: as many as a warp has lanes."""
+
+ASKED_AMONG = 256
+"""Sequences up to which every block may find out for itself whether any is cut (kernels/uncut.py): two loads a lane."""
 
 _ALL_TAKEN = 8
 """Places for sequences, of which it is supposed that most are taken."""
@@ -484,7 +495,7 @@ def piece_rows(
         return _even(override // CHUNK, mean, total, packed) if override else None
 
     def time(length: int | None, count: int, chunks: int) -> float:
-        return _time(length, chunks, count, heads, key_dim, value_dim, packed)
+        return _time(length, chunks, count, heads, key_dim, value_dim, packed, places=sequences)
 
     lengths: list[int | None] = [None]
     if tokens and sequences:
@@ -549,9 +560,12 @@ def _backward_time(
         if length is None or (length >= chunks and not packed):
             if in_one_of(count):
                 return max(1.0, by_one_kernel(count, chunks))
-            return max(1.0, by_three_kernels(count, chunks, value_tile(count * heads, value_dim)))
-        if packed and chunks * CHUNK <= cut_beyond(length * CHUNK):  # left whole, by blocks for pieces
-            tile = value_tile(max(count * chunks // length, count) * heads, value_dim)
+            return max(1.0, by_three_kernels(count, chunks, value_tile(max(count, sequences) * heads, value_dim)))
+        tokens = count * chunks * CHUNK
+        if packed and chunks * CHUNK <= cut_beyond(length * CHUNK, tokens, sequences, heads):  # left whole
+            if chunks <= length and in_one_of(count):
+                return by_one_kernel(count, chunks) + _OVERHEAD
+            tile = value_tile(max(count * chunks // length, sequences) * heads, value_dim)
             return by_three_kernels(count, chunks, tile) + _OVERHEAD
         pieces = -(-chunks // length)
         recurrences = count * heads
@@ -560,7 +574,7 @@ def _backward_time(
         if in_one_of(pieces * count):
             return by_one_kernel(pieces * count, length) + summaries + _COMPOSED
         compositions = pieces * _COMPOSE_STEP_BACK[composed_columns(recurrences, value_dim)]
-        tile = value_tile(pieces * recurrences, value_dim)
+        tile = value_tile(max(pieces * count, sequences) * heads, value_dim)
         return by_three_kernels(pieces * count, length, tile) + summaries + compositions + _OVERHEAD
 
     return time
@@ -593,7 +607,8 @@ def _rows_for_both(
     gain = _GAIN_OF_ONE if sequences == 1 else _GAIN
 
     def of_passes(forward: int | None, back: int | None, count: int, chunks: int) -> float:
-        return _time(forward, chunks, count, heads, key_dim, value_dim, packed) + backward_time(back, count, chunks)
+        of_forward = _time(forward, chunks, count, heads, key_dim, value_dim, packed, places=sequences)
+        return of_forward + backward_time(back, count, chunks)
 
     def time(length: int | None, count: int, chunks: int) -> float:
         if length is None:
@@ -617,7 +632,8 @@ def _fits(length: int, tokens: int, sequences: int, packed: bool) -> bool:
     if packed and length & (length - 1):  # few batches are a multiple of such pieces (`kept_rows`)
         return False
     parts = piece_count(tokens, sequences, length * CHUNK, packed=packed)
-    return _ROWS_OF_MEMORY * (parts - packed) <= tokens  # of a packed batch, at least one is empty
+    rows = _ROWS_OF_MEMORY if sequences <= _ALL_TAKEN else _ROWS_OF_PLACES
+    return rows * (parts - packed) <= tokens  # of a packed batch, at least one is empty
 
 
 def _best(
@@ -743,22 +759,54 @@ def _override(asked_rows: int | None) -> int | None:
     return int(override)
 
 
-def cut_beyond(rows: int) -> int:
-    """Packed sequences are cut into pieces of `rows` rows if any is longer than this, which the device finds out."""
-    return 2 * rows
+def cut_beyond(rows: int, tokens: int, sequences: int, heads: int) -> int:
+    """Packed sequences are cut into pieces of `rows` rows if any is longer than this, which the device finds out.
+
+    Where there are few, so that most have tokens, it is supposed, than two pieces. Else than what a multiprocessor has
+    to do if all do as much, or than a piece, and, in both cases, what it takes to summarise a piece, and to compose.
+
+    Args:
+        rows: of a piece.
+        tokens, sequences, heads: as in `piece_rows`.
+    """
+    if sequences <= _ALL_TAKEN:
+        return 2 * rows
+    return max(rows, tokens * heads // MULTIPROCESSORS) + rows // 2 + _ROWS_COMPOSED
 
 
 def _time(
-    length: int | None, chunks: int, sequences: int, heads: int, key_dim: int, value_dim: int, packed: bool
+    length: int | None,
+    chunks: int,
+    sequences: int,
+    heads: int,
+    key_dim: int,
+    value_dim: int,
+    packed: bool,
+    *,
+    places: int,
 ) -> float:
-    """Microseconds of the forward recurrence of sequences of `chunks` chunks, in pieces of `length` or whole."""
+    """Microseconds of the forward recurrence of sequences of `chunks` chunks, in pieces of `length` or whole.
+
+    Of the `places` for packed sequences no more than these are taken. Where places are few, so that most are, it is
+    supposed, what a cut costs that finds nothing to do counts twice.
+    """
     if length is None or (length >= chunks and not packed):
         return max(1.0, _whole(chunks, sequences * heads, value_dim))
-    if packed and chunks * CHUNK <= cut_beyond(length * CHUNK):
-        tile = value_tile(max(sequences * chunks // length, sequences) * heads, value_dim)
-        nothing = _EMPTY * (sequences * chunks // length + sequences) * heads * (key_dim + value_dim) / 64
-        return _rounds(sequences * heads * (value_dim // tile), 1) * chunks * _STEP[tile] + nothing + _OVERHEAD
+    if packed and chunks * CHUNK <= cut_beyond(length * CHUNK, sequences * chunks * CHUNK, places, heads):
+        cuts = sequences * chunks // length
+        in_halves = places <= _ALL_TAKEN or halves(places + cuts, heads)  # the long ones, where columns go by places
+        tile = value_tile(max(cuts, sequences if in_halves else places) * heads, value_dim)
+        nothing = _not_cut(cuts, sequences, heads, key_dim, value_dim)
+        whole = _rounds(sequences * heads * (value_dim // tile), 1) * chunks * _STEP[tile]
+        return whole + (2 if places <= _ALL_TAKEN else 1) * nothing
     return _cut(length, chunks, sequences, heads, key_dim, value_dim)
+
+
+def _not_cut(cuts: int, sequences: int, heads: int, key_dim: int, value_dim: int) -> float:
+    """Microseconds of summaries and compose where nothing is cut, which has room for so many cuts."""
+    chains = min(cuts, sequences)
+    composed = chains * heads * value_dim // composed_columns(chains * heads, value_dim)
+    return _NOT_CUT + _EMPTY * (cuts * heads * (key_dim + value_dim) / 64 + composed)
 
 
 def _whole_back(chunks: int, recurrences: int, tile: int, value_dim: int) -> float:

@@ -115,6 +115,11 @@ def piece_count(tokens: int, sequences: int, rows: int, *, packed: bool = True) 
     return tokens // rows + sequences if packed else sequences * -(-tokens // (sequences * rows))
 
 
+def cut_count(tokens: int, rows: int) -> int:
+    """Number of places for cuts, between pieces of at most `rows` rows of a packed batch; one at the least."""
+    return max(tokens // rows, 1)
+
+
 def rows_of_pieces(tokens: int, sequences: int, parts: int, *, packed: bool) -> int:
     """Length of a piece, from their number: a multiple of 64, of packed sequences the greatest of that number, of a
     dense batch's the least. Zero where there is none."""
@@ -123,19 +128,23 @@ def rows_of_pieces(tokens: int, sequences: int, parts: int, *, packed: bool) -> 
     return -(-tokens // (max(parts, 1) * CHUNK)) * CHUNK
 
 
-def dense_pieces(batch: int, tokens: int, rows: int) -> tuple[np.ndarray, np.ndarray]:
-    """As `piece_table` of a dense batch, every row of which has equally many pieces, none unused.
+def dense_pieces(batch: int, tokens: int, rows: int) -> tuple[np.ndarray, ...]:
+    """As `piece_table`, `cut_table` and `chain_table` of a dense batch, every row of which has equally many pieces, and
+    none is unused.
 
     Returns:
         pieces: int32 [B ceil(T / rows), 4]. spans: int32 [B, 2], number of the first piece of a row, and how many.
+        cuts: int32 [B (ceil(T / rows) - 1), 2]. chains: int32 [B, 3].
     """
     count = -(-tokens // rows)
     number, sequence = np.arange(count), np.arange(batch)[:, None]
     start, end = (sequence * tokens + np.minimum(number * rows + more, tokens) for more in (0, rows))
     position = np.where(number == 0, FIRST, 0) + np.where(number == count - 1, LAST, 0)
     pieces = np.stack(np.broadcast_arrays(start, end, sequence, position), axis=2)
-    spans = np.stack([np.arange(batch) * count, np.full(batch, count)], axis=1)
-    return pieces.reshape(-1, 4).astype(np.int32), spans.astype(np.int32)
+    chains = np.stack([np.arange(batch) * count, np.full(batch, count), np.arange(batch)], axis=1).astype(np.int32)
+    before = (chains[:, :1] + number[:-1]).reshape(-1, 1)
+    cuts = np.concatenate([before, before + 1], axis=1)
+    return pieces.reshape(-1, 4).astype(np.int32), chains[:, :2], cuts.astype(np.int32), chains
 
 
 def first_piece(start: Any, n: Any, rows: Any) -> Any:
@@ -183,6 +192,65 @@ def piece_table(segments: jax.Array | np.ndarray, parts: int, rows: Any) -> Any:
     return xp.stack([begins, ends, xp.maximum(entry - 1, 0), position], axis=1).astype(np.int32)
 
 
+def cut_table(segments: jax.Array | np.ndarray, places: int, rows: Any) -> Any:
+    """Where sequences are cut, of all `piece_table` says with the same arguments.
+
+    Sequence n has the places from start // rows on, of which no two have any together, for the next one begins where
+    as many rows have passed as all pieces but the last of this one have.
+
+    Args:
+        segments: int32 [N, 2], as `piece_table` takes them. NumPy in, NumPy out.
+        places: at least cut_count(T, rows).
+        rows: length of a piece.
+
+    Returns:
+        int32 [places, 2], the piece before every cut and the piece after it; -1 and -1 where there is no cut.
+    """
+    xp: ModuleType = np if isinstance(segments, np.ndarray) else jnp
+    n, number = _cuts(segments, places, rows)
+    start = segments[n, 0]
+    before = xp.where(number >= 0, first_piece(start, n, rows) + number, -1)
+    return xp.stack([before, xp.where(number >= 0, before + 1, -1)], axis=1).astype(np.int32)
+
+
+def chain_table(segments: jax.Array | np.ndarray, places: int, rows: Any) -> Any:
+    """The sequences that are cut into more pieces than one.
+
+    Args:
+        segments: int32 [N, 2], as `piece_table` takes them. NumPy in, NumPy out.
+        places: N, or cut_count(T, rows), which is less.
+        rows: length of a piece.
+
+    Returns:
+        int32 [places, 3]: the first piece, how many there are, and the sequence; of `places` = N at the sequence's
+        number, else at the place of its first cut. Zero where there is none.
+    """
+    xp: ModuleType = np if isinstance(segments, np.ndarray) else jnp
+    count = segments.shape[0]
+    if places == count:
+        n, number = xp.arange(count, dtype=np.int32), xp.zeros((count,), np.int32)
+    else:
+        n, number = _cuts(segments, places, rows)
+    pieces = pieces_of(segments, rows)[n]
+    chains = xp.stack([first_piece(segments[n, 0], n, rows), pieces, n], axis=1)
+    return xp.where(((number == 0) & (pieces > 1))[:, None], chains, 0).astype(np.int32)
+
+
+def _cuts(segments: Any, places: int, rows: Any) -> tuple[Any, Any]:
+    """Sequence, and number among its cuts, of every place for a cut; -1 instead of the number where there is none."""
+    xp: ModuleType = np if isinstance(segments, np.ndarray) else jnp
+    place, first = xp.arange(places, dtype=np.int32), segments[:, 0] // rows
+    if xp is np:
+        n = np.searchsorted(first, place, side="right") - 1
+    elif segments.shape[0] <= _COMPARE_ALL_LIMIT:
+        n = jnp.sum(first <= place[:, None], axis=1, dtype=jnp.int32) - 1
+    else:
+        n = jnp.searchsorted(first, place, side="right", method="sort").astype(jnp.int32) - 1
+    found = xp.maximum(n, 0)
+    number = place - first[found]
+    return found, xp.where((n >= 0) & (number < pieces_of(segments, rows)[found] - 1), number, -1)
+
+
 def shard_pieces(segments: jax.Array | np.ndarray, rows: int, count: int) -> tuple[Any, Any, Any]:
     """Sequences cut into pieces of `rows` rows, for what these do to states that are not known yet.
 
@@ -194,9 +262,9 @@ def shard_pieces(segments: jax.Array | np.ndarray, rows: int, count: int) -> tup
     Returns:
         pieces int32 [N (count + 2), 4], as of `piece_table`: of every sequence an empty one at its start, `count`, and
         an empty one at its end. None is marked as the first or the last, so of all of them everything is computed.
-        entered, left: int32 [N, 2], number of the first piece and how many follow, for going through a sequence
-        forwards and reversed. Its last empty piece is entered with the state after the sequence; reversed, its first
-        with the gradient of the state before it.
+        entered, left: int32 [N, 3], as of `chain_table`, number of the first piece, how many there are, and the
+        sequence, for going through a sequence forwards and reversed. Its last empty piece is entered with the state
+        after the sequence; reversed, its first with the gradient of the state before it.
     """
     xp: ModuleType = np if isinstance(segments, np.ndarray) else jnp
     start, end = segments[:, :1], segments[:, 1:]
@@ -205,7 +273,7 @@ def shard_pieces(segments: jax.Array | np.ndarray, rows: int, count: int) -> tup
     sequence = xp.broadcast_to(number[:, None], (segments.shape[0], count + 2))
     pieces = xp.stack([bounds[:, :-1], bounds[:, 1:], sequence, xp.zeros_like(sequence)], axis=2)
     first, used = number * (count + 2), (end - start)[:, 0] // rows + ((end - start)[:, 0] % rows > 0) + 1
-    entered, left = (xp.stack([x, used], axis=1).astype(np.int32) for x in (first + 1, first))
+    entered, left = (xp.stack([x, used, number], axis=1).astype(np.int32) for x in (first + 1, first))
     return pieces.reshape(-1, 4).astype(np.int32), entered, left
 
 

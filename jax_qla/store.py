@@ -49,9 +49,15 @@ _SOURCES = _read(_KERNELS)
 cubin of the program in memory would be found by all processes to come as that of the new source."""
 _SHARED_SOURCES = ("common.py", "inverse.py", "products.py", "plan.py", "toolchain.py", "build.py")
 _OWN_SOURCES = {  # of other kernels the file of their name
-    "backward": ("backward.py", "gradients.py"),
+    "backward": ("backward.py", "gradients.py", "first_state.py"),
     "gradients": ("gradients.py", "gradients_split.py"),
     "prepare": ("prepare.py", "inversion.py"),
+    "forward": ("forward.py", "uncut.py"),
+    "summaries": ("summaries.py", "uncut.py"),
+    "compose": ("compose.py", "uncut.py"),
+    "states": ("states.py", "first_state.py"),
+    "states_from_vd": ("states_from_vd.py", "first_state.py"),
+    "state_gradients": ("state_gradients.py", "first_state.py"),
     "convolution": ("convolution.py", "sigmoid.py"),
     "convolution_gradients": ("convolution_gradients.py", "convolution.py", "sigmoid.py"),
     "gated_norm": ("gated_norm.py", "sigmoid.py"),

@@ -29,6 +29,10 @@ class _Ended(BaseException):
     """Thrown into the warps of a block that is given up."""
 
 
+class _Returned(BaseException):
+    """Thrown by a warp whose threads return."""
+
+
 class Value:
     """Data, of which nothing is known; as an array it has a shape."""
 
@@ -38,8 +42,10 @@ class Value:
         """Of an operand, once `run` has given it to a program."""
 
     def __getitem__(self, index: Any) -> Any:
-        if self.name and _here.warp.number not in _here.warp.block.aware:
-            _here.warp.block.early.add(self.name)
+        if self.name:
+            _here.warp.block.used.add(self.name)
+            if _here.warp.number not in _here.warp.block.aware:
+                _here.warp.block.early.add(self.name)
         return self if self.numbers is None else int(self.numbers[index])
 
     def __setitem__(self, index: Any, value: Any) -> None:
@@ -114,8 +120,10 @@ class Block:
         """Warps that have waited for the kernel before this one, ..."""
         self.aware: set[int] = set()
         """... and who has gone on behind such a warp: a phase of a barrier is not complete before all have arrived."""
+        self.used: set[str] = set()
+        """Operands of which some warp has used an element, or taken its address, ..."""
         self.early: set[str] = set()
-        """Operands that some warp has used before it was aware of that kernel's end."""
+        """... and before it was aware of that kernel's end."""
         self.hasty: set[int] = set()
         """Warps that let the next kernel begin before that."""
 
@@ -183,7 +191,7 @@ class Warp:
         try:
             if not self._ended:
                 body()
-        except _Ended:
+        except (_Ended, _Returned):
             pass
         except BaseException as error:
             self.block.error = self.block.error or error
@@ -267,6 +275,9 @@ class Language(types.ModuleType):
     def Parallel(self, *_: Any) -> Iterator[Any]:
         return iter(())
 
+    def thread_return(self) -> None:
+        raise _Returned
+
     def get_thread_binding(self) -> int:
         return _here.warp.number * WARP
 
@@ -283,6 +294,10 @@ class Language(types.ModuleType):
         if name == "jax_qla_in_halves":
             operands[0].numbers = (0, 0, self._sizes["half"])
             return 1
+        if name == "jax_qla_uncut":
+            return self._sizes.get("uncut", 0)
+        if name == "jax_qla_either":  # of two tables, of which one is looked into
+            return operands[1 if operands[0] else 2]
         if name == "jax_qla_none_is_zero":  # `compose` has products
             return 0
         return -1 if dtype == "int32" else Value()  # of jax_qla_reach: all chunks matter

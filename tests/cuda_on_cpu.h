@@ -291,7 +291,8 @@ inline void jax_qla_mma(float* c, const unsigned* a, unsigned b0, unsigned b1) {
 // kernels/forward.py: a state [key_dim, 128] by way of shared memory.
 static Barrier jax_qla_state_arrives;
 template <int key_dim>
-inline void jax_qla_begin_state(const float* state, const void* near, const void* far) {
+inline void jax_qla_begin_state(const float* initial, const float* entering, long long corner, bool between, const void* near, const void* far) {
+  const float* state = (between ? entering : initial) + corner;
   jax_qla_state_arrives.init(1);
   jax_qla_state_arrives.expect_transaction(key_dim * 512);
   emulator::load(jax_qla_state_arrives, near, state, key_dim * 256);

@@ -25,8 +25,9 @@ def operands_of(chunks: int, rows: int, ratio: int) -> dict[str, Any]:
     segments = np.array([[0, end]])
     pieces = np.array([[0, end, 0, 0], [end, end, 0, 2]])
     spans = np.array([[0, chunks]])
-    operands: dict[str, Any] = {"ratio": ratio, "heads": ratio, "scale": 1.0, "tokens": end}
+    operands: dict[str, Any] = {"ratio": ratio, "heads": ratio, "scale": 1.0, "tokens": end, "cut_beyond": -1}
     numbers = {"segments": segments, "pieces": pieces, "bounds": segments, "spans": spans, "balanced": np.zeros(1)}
+    numbers |= {"cuts": np.array([[0, 1]]), "chains": np.array([[0, chunks, 0]])}
     return operands | {key: barrier_model.Value(x.shape, "int32", x) for key, x in numbers.items()}
 
 
@@ -100,7 +101,9 @@ def test_no_order_of_events_stops_a_kernel(
             "key_heads": key_heads,
             "value_heads": key_heads * ratio,
             "value_dim": 128,
-            "parts": max(chunks, 2),  # as `compose` takes `spans`
+            "parts": max(chunks, 2),  # as `compose` takes `chains`
+            "places": 1,
+            "chain_places": 1,
             "state_slots": 1,
             "chunk": (0, rows, 0),
             "half": chunks % 2,  # that a block computes, with `halve_long`
@@ -165,6 +168,8 @@ def test_who_has_waited_when_the_next_kernel_may_begin(
         "tokens": 2 * CHUNK,
         "value_dim": 128,
         "parts": 2,
+        "places": 1,
+        "chain_places": 1,
         "state_slots": 1,
         "chunk": (0, CHUNK, 0),
     }
@@ -177,6 +182,55 @@ def test_who_has_waited_when_the_next_kernel_may_begin(
     step = Step(kernel, config, scalars)
     assert overlap.patient(step) == (not ran.hasty)
     assert not {name for name in ran.early if not overlap.uses_early(step, name)}
+
+
+@pytest.mark.parametrize(
+    ("kernel", "options"),
+    [("summaries", {}), ("adjoint_summaries", {}), ("compose", {"reverse": False}), ("compose", {"reverse": True})],
+)
+def test_who_has_waited_when_nothing_is_cut(
+    kernel: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first block, for the others, which may leave at once; it writes nothing, and a patient one triggers nothing
+    before."""
+    module = importlib.import_module(f"jax_qla.kernels.{kernel}")
+    ones = ("initial_states", "final_states", "key_heads", "value_heads", "places", "chain_places", "sequences")
+    sizes = dict.fromkeys(ones, 1)
+    barrier_model.replace_tilelang(monkeypatch, sizes | {"tokens": 2 * CHUNK, "parts": 2})
+    nothing = {"cuts": np.array([[-1, -1]]), "chains": np.zeros((1, 3), int)}
+    tables = {name: barrier_model.Value(x.shape, "int32", x) for name, x in nothing.items()}
+    config = module.Config(**options)
+    ran = barrier_model.run(module.program(config), THREADS[kernel], operands_of(2, CHUNK, 1) | tables)
+    assert ran.waited == set(range(len(ran.warps)))
+    assert overlap.patient(Step(kernel, config, {})) == (not ran.hasty)
+    assert not {name for name in ran.early if not overlap.uses_early(Step(kernel, config, {}), name)}
+    assert all(barrier.phase == 0 for barriers in ran.barriers for barrier in barriers)
+
+
+@pytest.mark.parametrize(
+    ("kernel", "options"),
+    [("summaries", {}), ("compose", {"reverse": False}), ("forward", {}), ("forward", {"value_tile": 64})],
+)
+def test_who_waits_for_what_where_a_block_finds_nothing_cut(
+    kernel: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The two have nothing to do and let the next begin at once, and `forward` waits as without pieces and reads none
+    of their tables."""
+    module = importlib.import_module(f"jax_qla.kernels.{kernel}")
+    ones = ("initial_states", "final_states", "key_heads", "value_heads", "places", "chain_places", "cut_sequences")
+    sizes = dict.fromkeys((*ones, "sequences", "state_slots"), 1) | {"tokens": 2 * CHUNK, "parts": 2, "cut_pieces": 2}
+    barrier_model.replace_tilelang(monkeypatch, sizes | {"uncut": 1})
+    config = module.Config(**options)
+    scalars = {"cut_beyond": 2 * CHUNK, "awaits": forward.STATE}
+    ran = barrier_model.run(module.program(config), THREADS[kernel], operands_of(2, CHUNK, 1) | scalars)
+    assert ran.waited == set(range(len(ran.warps)))
+    if kernel == "forward":
+        step = Step(kernel, config, {"awaits": forward.PREPARED})
+        assert not {name for name in ran.early if not overlap.uses_early(step, name)}
+        assert not {"pieces", "spans"} & ran.used  # of `segments` and `entering` it has the addresses
+    else:
+        assert ran.hasty
+        assert ran.used <= {"bounds"}
 
 
 @pytest.mark.parametrize("arrives_after", [True, False])

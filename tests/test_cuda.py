@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -235,6 +236,51 @@ def test_halves_of_long_sequences_give_the_same_bits(
     expected = battery.run(case, function)
     stand_in.forget_traces()
     assert all(found[name].tobytes() == expected[name].tobytes() for name in expected)
+
+
+@pytest.mark.parametrize("_pieces", ["0"], ids=["whole"], indirect=True)
+@pytest.mark.parametrize("function", [cuda, that_recomputes], ids=["Vd kept", "nothing kept"])
+@pytest.mark.parametrize("case", [ONE_LONG, dataclasses.replace(ONE_LONG, l2norm=True, initial_state=False)], ids=str)
+def test_sequences_that_are_not_cut_have_the_same_bits(
+    case: battery.Case, function: battery.Function, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Beside one that is, they begin with their own states and gradients of these, not with what is between pieces."""
+    assert case.segments
+    monkeypatch.setenv(policy.IN_ONE_OVERRIDE, "0")
+    monkeypatch.setenv(policy.OVERRIDE, "0")
+    expected = battery.run(case, function)
+    monkeypatch.setenv(policy.OVERRIDE, "128")
+    stand_in.forget_traces()
+    found = battery.run(case, function)
+    cut, *others = case.segments
+    assert cut[1] - cut[0] > policy.cut_beyond(128, case.tokens, len(case.segments), case.value_heads)
+    rows = np.concatenate([np.arange(*bounds) for bounds in others])
+    for name in expected:
+        x, y = (a[1:] if name.endswith("state") else a[:, rows] for a in (found[name], expected[name]))
+        assert x.tobytes() == y.tobytes(), name
+        assert not np.array_equal(found[name], expected[name]), name  # for the first is cut
+
+
+@pytest.mark.parametrize("_pieces", ["0"], ids=["whole"], indirect=True)
+@pytest.mark.parametrize("lengths", [[16384], [9000, 0, 0, 6000, 77], [1024] * 16, [0]], ids=str)
+def test_places_that_are_not_taken(lengths: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sixteen of them, most of which are empty, by what the policy cuts them into, and whole."""
+    heads, tokens, places = 8, 16384, 16
+    rows = policy.piece_rows(tokens, places, heads, 128, 128, packed=True)
+    assert rows
+    ends = np.cumsum([*lengths, *[0] * (places - len(lengths))])
+    segments = tuple(itertools.pairwise((0, *ends.tolist())))
+    sizes: Any = {"tokens": tokens, "key_heads": 2, "value_heads": heads, "key_dim": 128, "value_dim": 128}
+    case = battery.Case("places", dtype="bfloat16", segments=segments, **sizes)
+    whole = battery.run(case, cuda)
+    monkeypatch.setenv(policy.OVERRIDE, "")
+    stand_in.forget_traces()
+    found = battery.run(case, cuda)
+    again = battery.run(case, cuda)
+    for name, x in found.items():
+        assert again[name].tobytes() == x.tobytes(), name
+        error = np.linalg.norm(x.astype(np.float64) - whole[name].astype(np.float64))
+        assert error <= 1e-2 * np.linalg.norm(whole[name].astype(np.float64)), name
 
 
 @pytest.mark.parametrize("_pieces", ["0"], ids=["whole"], indirect=True)

@@ -30,7 +30,7 @@ from jax_qla.kernels.common import ALWAYS, BALANCED, UNBALANCED
 from jax_qla.launch import Step
 
 RESULTS = {
-    "layout": ("segments", "pieces", "spans"),
+    "layout": ("segments", "pieces", "spans", "cuts", "chains"),
     "balance": ("balanced",),
     "prepare": ("a", "gamma", "lengths", "query_lengths"),
     "summaries": ("response", "transition", "forgotten"),
@@ -72,8 +72,8 @@ def launch_specifications(
         operands, options = [], {}
         for name, parameter in inspect.signature(specification).parameters.items():
             if parameter.kind == inspect.Parameter.KEYWORD_ONLY:
-                if name == "parts":  # the kernel has it from its results
-                    options[name] = outputs["pieces"].shape[0]
+                if name in OF_TABLES:  # the kernel has it from its results
+                    options[name] = outputs[OF_TABLES[name]].shape[0]
                 elif name == "heads" and name not in step.scalars:  # and this
                     options[name] = outputs[OF_SOME_HEADS[step.kernel]].shape[1]
                 else:
@@ -126,6 +126,9 @@ def _compiled(specification: Any, options: tuple[tuple[str, Any], ...], scan: An
 
 OF_SOME_HEADS = {"states": "h", "states_from_vd": "h", "state_gradients": "dh"}
 """Results that have the heads of a launch only."""
+
+OF_TABLES = {"parts": "pieces", "places": "cuts", "chain_places": "chains"}
+"""Results of `layout` that have so many rows."""
 
 OF_PIECES = ("summaries", "adjoint_summaries")
 """Kernels that go by `pieces`. (Specifications go by chunks; no kernel has a table of these.)"""
@@ -607,7 +610,8 @@ def _named(kernel: str) -> list[str]:
     """Names of what a kernel reads and writes, of its specification."""
     signature = inspect.signature(importlib.import_module(f"jax_qla.kernels.{kernel}").specification)
     read = [name for name, x in signature.parameters.items() if x.kind != inspect.Parameter.KEYWORD_ONLY]
-    unspecified = {"prepare": ["o"]} | {key: ["pieces"] for key in OF_PIECES}
+    unspecified = {"prepare": ["o"]} | {key: ["pieces", "cuts"] for key in OF_PIECES}
+    unspecified |= {"forward": ["bounds"], "compose": ["bounds"], "summaries": ["pieces", "cuts", "bounds"]}
     return [*read, *unspecified.get(kernel, []), *RESULTS[kernel]]
 
 
@@ -913,6 +917,7 @@ def test_no_kernel_writes_early_what_another_may_still_read() -> None:
         awaits["state_gradients"] = state_gradients_kernel.NOTHING
         renamed = {
             "gradients": {"d": "dv"},
+            "state_gradients": {"leaving": "no_states"},
             "compose": {"response": "adjoint_response", "initial_state": "d_final_state", "entering": "leaving"},
         }
         config = compose_kernel.Config(reverse=True)

@@ -42,7 +42,7 @@ from jax_qla.kernels import (
     states,
     states_from_vd,
 )
-from jax_qla.kernels.common import ALWAYS, FAINT, STRETCHES
+from jax_qla.kernels.common import ALWAYS, FAINT, FIRST, LAST, STRETCHES
 from jax_qla.launch import Step
 
 LACKING = store.why_not_buildable()
@@ -126,13 +126,39 @@ def test_whole_and_in_pieces(
 ) -> None:
     used = _used(monkeypatch)
     assert PACKED.segments
-    assert max(end - start for start, end in PACKED.segments) > policy.cut_beyond(128)
+    beyond = policy.cut_beyond(128, PACKED.tokens, len(PACKED.segments), PACKED.value_heads)
+    assert max(end - start for start, end in PACKED.segments) > beyond
     monkeypatch.setenv(policy.OVERRIDE, str(rows))
     monkeypatch.setattr(policy, "room_for_both", lambda blocks: room)
     monkeypatch.setattr(policy, "prepared_together", lambda *sizes: together)
     stand_in.forget_traces()
     battery.check(case, rule, LIMITS)
     assert used.count("compose") == (2 if rows else 0)
+
+
+@only_thorough
+@pytest.mark.parametrize("initial_state", [True, False])
+@pytest.mark.parametrize("pieces", [128, 256])
+def test_sequences_that_are_not_cut_have_the_same_bits(
+    pieces: int, initial_state: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a card (test_cuda.py). In pieces of 256 rows none is cut."""
+    case = dataclasses.replace(PACKED, initial_state=initial_state)
+    assert case.segments
+    longest = max(end - start for start, end in case.segments)
+    some = longest > policy.cut_beyond(pieces, case.tokens, len(case.segments), case.value_heads)
+    assert some == (pieces == 128)
+    results = []
+    for rows in ("0", str(pieces)):
+        monkeypatch.setenv(policy.OVERRIDE, rows)
+        stand_in.forget_traces()
+        results.append(battery.run(case, rule))
+    uncut = [n for n, (start, end) in enumerate(case.segments) if end - start <= 128 or not some]
+    rows_of = np.concatenate([np.arange(*case.segments[n]) for n in uncut])
+    assert 0 < len(uncut) < len(case.segments) or not some
+    for name in results[0]:
+        whole, beside = (a[uncut] if name.endswith("state") else a[:, rows_of] for a in (x[name] for x in results))
+        assert whole.tobytes() == beside.tobytes(), name
 
 
 IN_ONE = [
@@ -196,6 +222,7 @@ def test_a_fence_before_another_block_is_told(fenced: bool) -> None:
     arrays |= {"segments": np.array([[0, tokens]], np.int32), "progress": np.zeros((0, 2), np.int32)}
     arrays["balanced"] = np.zeros(1, np.int32)
     arrays |= {name: np.zeros((0, width), np.int32) for name, width in (("pieces", 4), ("spans", 2))}
+    arrays["leaving"] = np.zeros((0, 2, 128, 128), np.float32)
     scalars = {
         "ratio": 2,
         "scale": 0.1,
@@ -229,7 +256,8 @@ def test_a_fence_before_keys_come_over_a_first_state(fenced: bool) -> None:
     arrays |= {name: rows(1, 1, 128, 128, dtype=np.float32) for name in ("initial_state", "final_state")}
     arrays |= {"a": rows(1, tokens, 64).view(np.int16), "segments": np.array([[0, tokens]], np.int32)}
     arrays |= {name: np.zeros((0, width), np.int32) for name, width in (("pieces", 4), ("spans", 2))}
-    scalars = {"ratio": 1, "scale": 0.1, "first_head": 0, "heads": 1, "awaits": forward.NOTHING}
+    arrays |= {"entering": np.zeros((0, 1, 128, 128), np.float32), "bounds": arrays["spans"]}
+    scalars = {"ratio": 1, "scale": 0.1, "first_head": 0, "heads": 1, "awaits": forward.NOTHING, "cut_beyond": -1}
     scalars |= policy.NO_HALVES._asdict()
     with nullcontext() if fenced else pytest.raises(RuntimeError, match="arrives at a barrier, without a proxy fence"):
         kernel(arrays, scalars, seed=0)
@@ -477,7 +505,8 @@ def test_products_of_prepare_by_how_large_the_matrix_is() -> None:
     ("key_dim", "value_dim", "tile", "dtype"),
     [(128, 128, 128, "bfloat16"), rarely(64, 128, 64, "bfloat16"), rarely(128, 64, 64, "float16")],
 )
-def test_states_from_vd(key_dim: int, value_dim: int, tile: int, dtype: str) -> None:
+@pytest.mark.parametrize("in_pieces", [False, True])
+def test_states_from_vd(key_dim: int, value_dim: int, tile: int, dtype: str, in_pieces: bool) -> None:
     """More chunks than stages, none, one of a few rows; of all heads and of the second half of them."""
     random = np.random.default_rng(tile)
     bounds = np.array([[0, 400], [405, 405], [410, 420], [420, 548]], np.int32)
@@ -489,12 +518,21 @@ def test_states_from_vd(key_dim: int, value_dim: int, tile: int, dtype: str) -> 
         "gamma": gamma,
         "initial_state": random.normal(size=(len(bounds), heads, key_dim, value_dim)).astype(np.float32),
         "segments": bounds,
+        "pieces": np.zeros((0, 4), np.int32),
+        "entering": np.zeros((0, heads, key_dim, value_dim), np.float32),
     }
+    if in_pieces:  # the first is cut behind 256 rows, and the last is a place that no piece has
+        position, sequence = [FIRST, LAST, FIRST + LAST, FIRST + LAST], [0, 0, 1, 1]
+        bounds = np.array([[0, 256], [256, 400], [405, 548], [548, 548]], np.int32)
+        given["segments"] = bounds
+        given["pieces"] = np.concatenate([bounds, np.stack([sequence, position], axis=1)], axis=1).astype(np.int32)
+        given["entering"] = random.normal(size=given["initial_state"].shape).astype(np.float32)
+        given["initial_state"] = given["initial_state"][:2]
     chunks = jnp.asarray(tables.chunk_table(jnp.asarray(bounds), tokens))
     right_states: Any = states_from_vd.specification
     kernel = emulator.emulated("states_from_vd", states_from_vd.Config(key_dim, value_dim, dtype, tile))
     for first, count in ((0, heads), (2, 2)):
-        wide = [jnp.asarray(x, jnp.int32 if x is bounds else jnp.float32) for x in given.values()]
+        wide = [jnp.asarray(x, jnp.int32 if x.dtype == np.int32 else jnp.float32) for x in given.values()]
         expected = right_states(*wide, chunks, ratio=2, first_head=first, heads=count)
         found = np.full(expected.shape, np.nan, dtype)
         kernel(given | {"h": found}, {"ratio": 2, "first_head": first, "awaits": states.EVERYTHING})
@@ -510,9 +548,9 @@ def test_pieces_with_and_without_products(columns: int, reverse: bool) -> None:
     random = np.random.default_rng(columns)
     counts, heads = (6, 1, 2), 3
     parts = sum(counts)
-    spans = np.stack([np.cumsum(counts) - counts, counts], axis=1).astype(np.int32)
+    chains = np.array([[0, 6, 0], [0, 0, 0], [7, 2, 2]], np.int32)  # the second sequence is not cut
     forgotten = np.stack([np.ones(parts), np.zeros(parts), random.integers(0, 2, parts)], axis=1).astype(np.int32)
-    ends = [first + n for first, count in spans for n in (0, count - 1)]
+    ends = [first + n for first, count, _ in chains[::2] for n in (0, count - 1)]
     forgotten[ends] = 1
 
     def normal(*shape: int) -> np.ndarray:
@@ -523,11 +561,11 @@ def test_pieces_with_and_without_products(columns: int, reverse: bool) -> None:
         "response": normal(parts, heads, 64, 64),
         "forgotten": forgotten,
         "initial_state": normal(len(counts), heads, 64, 64),
-        "spans": spans,
+        "chains": chains,
     }
     expected = np.asarray(compose.specification(*map(jnp.asarray, arrays.values()), reverse=reverse))
-    arrays["entering"] = np.full(expected.shape, np.nan, np.float32)
-    emulator.emulated("compose", compose.Config(64, 64, reverse, columns))(arrays, {})
+    arrays |= {"entering": np.full(expected.shape, np.nan, np.float32), "bounds": np.zeros((3, 2), np.int32)}
+    emulator.emulated("compose", compose.Config(64, 64, reverse, columns))(arrays, {"cut_beyond": -1})
     np.testing.assert_allclose(arrays["entering"], expected, rtol=1e-4, atol=1e-4)
 
 
@@ -804,6 +842,8 @@ def _run_states(removed: tuple[str, int] | None, value_dim: int = 64, tokens: in
         "gamma": -random.uniform(size=(tokens, heads)).astype(np.float32),
         "beta": random.uniform(size=(tokens, heads)).astype(np.float32),
         "initial_state": np.zeros((0, heads, 64, value_dim), np.float32),
+        "pieces": np.zeros((0, 4), np.int32),
+        "entering": np.zeros((0, heads, 64, value_dim), np.float32),
         "segments": np.array([[0, tokens]], np.int32),
         "h": np.full((tokens // 64 + 1, heads, 1, value_dim, 64), np.nan, jnp.bfloat16),
         "vd": np.full((tokens, heads, value_dim), np.nan, jnp.bfloat16),

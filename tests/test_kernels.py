@@ -122,17 +122,19 @@ def chain(
     have = {name: x if name in STATES else x.reshape(tokens, *x.shape[2:]) for name, x in given.items()}
     have |= {"bounds": segments, "segments": segments, "chunks": jnp.asarray(tables.chunk_table(segments, tokens))}
     have |= {"pieces": jnp.zeros((0, 4), jnp.int32), "spans": jnp.zeros((0, 2), jnp.int32)}
+    have |= {"entering": have["initial_state"][:0], "leaving": have["d_final_state"][:0]}
     kernels: Sequence[Any] = (
         (prepare, "q k g beta bounds -> a gamma lengths query_lengths"),
         (
             forward,
-            "q k v a gamma beta lengths query_lengths initial_state segments pieces spans chunks -> o final_state",
+            "q k v a gamma beta lengths query_lengths initial_state segments pieces spans entering chunks "
+            "-> o final_state",
         ),
-        (states, "k v a gamma beta lengths initial_state segments chunks -> h vd"),
-        *(() if split else ((states_from_vd, "k vd gamma initial_state segments chunks -> h"),)),
+        (states, "k v a gamma beta lengths initial_state segments pieces entering chunks -> h vd"),
+        *(() if split else ((states_from_vd, "k vd gamma initial_state segments pieces entering chunks -> h"),)),
         (
             state_gradients,
-            "q k do a gamma beta lengths query_lengths d_final_state segments pieces spans chunks "
+            "q k do a gamma beta lengths query_lengths d_final_state segments pieces spans leaving chunks "
             "-> dh dv d_initial_state",
         ),
         (gradients, "q k v g gamma beta lengths query_lengths do vd dv h dh segments -> dq dk dv dg dbeta"),
@@ -157,10 +159,11 @@ def chain(
         outputs = specification(*(have[name] for name in operands), **scalars)
         have |= dict(zip(results, outputs if len(results) > 1 else (outputs,), strict=True))
         if piece_rows is not None and kernel is adjoint_summaries:
-            of = (have["transition"], have["response"], have["forgotten"], have["initial_state"], spans)
-            have["initial_state"] = compose.specification(*of)
-            of = (of[0], have["adjoint_response"], of[2], have["d_final_state"], spans)
-            have["d_final_state"] = compose.specification(*of, reverse=True)
+            chains = tables.chain_table(segments, segments.shape[0], piece_rows)
+            of = (have["transition"], have["response"], have["forgotten"], have["initial_state"], chains)
+            have["entering"] = compose.specification(*of)
+            of = (of[0], have["adjoint_response"], of[2], have["d_final_state"], chains)
+            have["leaving"] = compose.specification(*of, reverse=True)
     return have
 
 

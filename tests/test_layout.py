@@ -60,10 +60,11 @@ inline int __popc(unsigned x) { return __builtin_popcount(x); }
 inline int __ffs(unsigned x) { return __builtin_ffs(static_cast<int>(x)); }
 """
 ENTRY = r"""
-extern "C" void layout(const int* bounds, int* segments, int* pieces, int* spans, int count, int parts, int piece_rows,
-                       int cut_beyond) {
+extern "C" void layout(const int* bounds, int* segments, int* pieces, int* spans, int* cuts, int* chains, int count,
+                       int parts, int places, int chain_places, int piece_rows, int cut_beyond) {
   for (int index = 0; index < parts; ++index)
-    jax_qla_layout(bounds, segments, pieces, spans, count, parts, piece_rows, cut_beyond, index);
+    jax_qla_layout(bounds, segments, pieces, spans, cuts, chains, count, parts, places, chain_places, piece_rows,
+                   cut_beyond, index);
 }
 // What `find(index, out)` says of every `step`th of `count` places, `size` numbers each, to `all`; whether all lanes of
 // a warp say the same.
@@ -115,7 +116,8 @@ def tables_code(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
 @pytest.mark.parametrize("piece_rows", [64, 192, layout.WHOLE])
 def test_pieces_are_the_definition(piece_rows: int, tables_code: ctypes.CDLL) -> None:
     random = np.random.default_rng(piece_rows)
-    specification = jax.jit(layout.specification, static_argnames=("parts", "piece_rows", "cut_beyond"))
+    names = ("parts", "places", "chain_places", "piece_rows", "cut_beyond")
+    specification = jax.jit(layout.specification, static_argnames=names)
     cut = 0
     for index in range(60):
         if index % 10 == 0:  # not for every case: the definition is compiled for each of these
@@ -125,12 +127,15 @@ def test_pieces_are_the_definition(piece_rows: int, tables_code: ctypes.CDLL) ->
             bounds[1:, 0] = bounds[:-1, 1]
             bounds[0, 0], bounds[-1, 1] = 0, tokens
         parts = tables.piece_count(tokens, count, piece_rows)
-        options = {"parts": parts, "piece_rows": piece_rows, "cut_beyond": min(2 * piece_rows, layout.WHOLE)}
+        places = tables.cut_count(tokens, piece_rows)
+        values = (parts, places, min(places, count), piece_rows, min(2 * piece_rows, layout.WHOLE))
+        options = dict(zip(names, values, strict=True))
         cut += int((bounds[:, 1] - bounds[:, 0]).max() > options["cut_beyond"])
-        found = tuple(np.full(x, -1, np.int32) for x in ((parts, 2), (parts, 4), (count, 2)))
+        shapes = ((parts, 2), (parts, 4), (count, 2), (places, 2), (min(places, count), 3))
+        found = tuple(np.full(x, -7, np.int32) for x in shapes)
         tables_code.layout(*device_code.pointers(bounds, *found), count, *options.values())
         right = specification(jnp.asarray(bounds), **options)
-        for name, x, y in zip(("segments", "pieces", "spans"), found, right, strict=True):
+        for name, x, y in zip(("segments", "pieces", "spans", "cuts", "chains"), found, right, strict=True):
             np.testing.assert_array_equal(x, y, err_msg=f"{name} of {bounds.tolist()} in {tokens}")
     assert (cut > 10) == (piece_rows < layout.WHOLE)
 

@@ -106,10 +106,41 @@ def test_piece_table(limit: int, monkeypatch: pytest.MonkeyPatch) -> None:
         assert np.all(unused[:, 3] == FIRST + LAST)
 
 
+@pytest.mark.parametrize("limit", [1024, 3])
+@pytest.mark.parametrize("sequences", [2, 8])
+def test_cuts_and_chains(sequences: int, limit: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every cut of every sequence has a place of its own, and every sequence that is cut one; there are five for cuts,
+    which are more than sequences, or fewer."""
+    monkeypatch.setattr(sg, "_COMPARE_ALL_LIMIT", limit)
+    random = np.random.default_rng(sequences)
+    cuts, parts = sg.cut_count(700, 128), sg.piece_count(700, sequences, 128)
+    chains = min(cuts, sequences)
+    on_device = jax.jit(lambda x: (sg.cut_table(x, cuts, 128), sg.chain_table(x, chains, 128)))
+    most = 0
+    for _ in range(60):
+        segments = _random_segments(random, 700, sequences)
+        tables = sg.cut_table(segments, cuts, 128), sg.chain_table(segments, chains, 128)
+        for ours, traced in zip(tables, on_device(segments), strict=True):
+            np.testing.assert_array_equal(ours, traced)
+            assert ours.dtype == np.int32 == traced.dtype
+        before, after = tables[0][tables[0][:, 0] >= 0].T
+        pieces = sg.piece_table(segments, parts, 128)
+        assert np.all(tables[0][tables[0][:, 0] < 0] == -1)
+        assert before.tolist() == np.flatnonzero(pieces[:, 3] < LAST).tolist()
+        assert after.tolist() == np.flatnonzero(pieces[:, 3] % LAST != FIRST).tolist()
+        count = sg.pieces_of(segments, 128)
+        first = sg.first_piece(segments[:, 0], np.arange(sequences), 128)
+        chained = tables[1][tables[1][:, 1] > 0]
+        assert not np.any(tables[1][tables[1][:, 1] == 0])
+        assert chained.tolist() == [[first[n], count[n], n] for n in np.flatnonzero(count > 1)]
+        most = max(most, len(chained))
+    assert most > 1
+
+
 def test_dense_pieces() -> None:
     """They are those of a packed batch with the same bounds, without unused ones; their number says their length."""
     for batch, tokens, rows in ((1, 1, 64), (2, 200, 64), (3, 256, 128), (2, 320, 192), (4, 100, 100)):
-        pieces, spans = sg.dense_pieces(batch, tokens, rows)
+        pieces, spans, cuts, chains = sg.dense_pieces(batch, tokens, rows)
         segments = sg.dense_segments(batch, tokens)
         table = sg.piece_table(segments, sg.piece_count(batch * tokens, batch, rows), rows)
         first = sg.first_piece(segments[:, 0], np.arange(batch), rows)
@@ -117,7 +148,10 @@ def test_dense_pieces() -> None:
         used = np.concatenate([np.arange(n, n + m) for n, m in zip(first, count, strict=True)])
         np.testing.assert_array_equal(pieces, table[used])
         np.testing.assert_array_equal(spans, np.stack([np.cumsum(count) - count, count], axis=1))
-        assert pieces.dtype == spans.dtype == np.int32
+        ends = np.flatnonzero(pieces[:, 3] < LAST)
+        np.testing.assert_array_equal(cuts, np.stack([ends, ends + 1], axis=1))
+        np.testing.assert_array_equal(chains, np.concatenate([spans, np.arange(batch)[:, None]], axis=1))
+        assert pieces.dtype == spans.dtype == cuts.dtype == chains.dtype == np.int32
         parts = sg.piece_count(batch * tokens, batch, rows, packed=False)
         assert parts == len(pieces)
         if rows % 64 == 0:
@@ -243,8 +277,9 @@ def test_pieces_of_a_shard(bounds: list[tuple[int, int]]) -> None:
     assert not np.any(pieces[:, 3])
     assert np.all(np.diff(pieces[:, :2].reshape(-1)) >= 0)
     for n, (start, end) in enumerate(bounds):
-        first, used = entered[n]
-        assert tuple(left[n]) == (first - 1, used)
+        first, used, sequence = entered[n]
+        assert sequence == n
+        assert tuple(left[n]) == (first - 1, used, n)
         through = pieces[first - 1 : first + used]
         assert np.all(through[:, 2] == n)
         assert tuple(through[0, :2]) == (start, start)

@@ -6,10 +6,10 @@ after it, dS -> M^T dS + N', with the M of kernels/summaries.py:
     adjoint response  N'   the gradient of the state before the piece from none after it; of a sequence's last piece, from that
                            of the final state
 
-by the recurrence of kernels/state_gradients.py. Nothing is needed of a sequence's first piece. As in kernels/summaries.py, gates
+by the recurrence of kernels/state_gradients.py. Nothing is needed of a sequence's first piece: a block is told the cut behind which its piece is. As in kernels/summaries.py, gates
 decide how many chunks are computed, here at the piece's beginning, and which blocks begin first.
 
-Plan, one block per (piece, value head, tile of 64 value columns), three stages of chunk tiles (two of P), as in
+Plan, one block per (cut, value head, tile of 64 value columns), three stages of chunk tiles (two of P), as in
 kernels/state_gradients.py:
 
     warpgroup  registers  work
@@ -72,6 +72,7 @@ def program(config: Config):
     stages = 3
     m = macros()
     tokens, key_heads, value_heads, parts = T.dynamic("tokens, key_heads, value_heads, parts")
+    places = T.dynamic("places")  # for cuts
     final_states = T.dynamic("final_states")  # sequences, or 0: not given
 
     @T.prim_func
@@ -86,21 +87,29 @@ def program(config: Config):
         query_lengths: T.Tensor((tokens, key_heads), "float32"),  # 1 / |q|
         d_final_state: T.Tensor((final_states, value_heads, K, V), "float32"),
         pieces: T.Tensor((parts, 4), "int32"),
+        cuts: T.Tensor((places, 2), "int32"),
         adjoint_response: T.Tensor((parts, value_heads, K, V), "float32"),
         ratio: T.int32,
         scale: T.float32,
     ):
-        with T.Kernel(parts * tiles, value_heads, threads=384, prelude=P_PRELUDE + INVERSE_PRELUDE + REACH_PRELUDE) as (
+        with T.Kernel(
+            places * tiles, value_heads, threads=384, prelude=P_PRELUDE + INVERSE_PRELUDE + REACH_PRELUDE
+        ) as (
             block,
             number,
         ):
             T.annotate_min_blocks_per_sm(1)
             T.pdl_trigger()  # what follows waits by itself
+            piece = T.alloc_var("int32")
+            piece = cuts[block // tiles, 1]
+            if piece < 0:
+                if block + number == 0:
+                    T.pdl_sync()  # as below; one block is enough
+                T.thread_return()
             head = T.alloc_var("int32")
             head = T.call_extern(
                 "int32", "jax_qla_slow_first", T.address_of(gamma[T.min(tokens, C) - 1, 0]), value_heads, number
             )
-            piece = T.alloc_var("int32")
             start = T.alloc_var("int32")
             end = T.alloc_var("int32")
             position = T.alloc_var("int32")
@@ -108,27 +117,24 @@ def program(config: Config):
             count = T.alloc_var("int32")  # chunks that matter, at the beginning of the piece; 0: nothing to do
             key_head = T.alloc_var("int32")
             tile = block % tiles
-            piece = block // tiles
             start = pieces[piece, 0]
             end = pieces[piece, 1]
             position = pieces[piece, 3]
             key_head = T.truncdiv(head, ratio)
             tx = T.get_thread_binding()
             chunks = (end - start + C - 1) // C
-            count = 0
-            if position % LAST != FIRST:
-                count = T.call_extern(
-                    "int32",
-                    "jax_qla_reach<false>",
-                    T.address_of(gamma[0, head]),
-                    value_heads,
-                    start,
-                    end,
-                    chunks,
-                    T.float32(FORGOTTEN),
-                )
-                if count < 0:
-                    count = chunks
+            count = T.call_extern(
+                "int32",
+                "jax_qla_reach<false>",
+                T.address_of(gamma[0, head]),
+                value_heads,
+                start,
+                end,
+                chunks,
+                T.float32(FORGOTTEN),
+            )
+            if count < 0:
+                count = chunks
 
             q_s = T.alloc_shared((stages, C, K), dtype)
             k_s = T.alloc_shared((stages, C, K), dtype)
@@ -259,9 +265,8 @@ def program(config: Config):
                         T.wgmma_gemm(low, k_s[at, :, :], d)
                     T.wait_wgmma(0)
                     T.barrier_arrive(free[at])
-                if position % LAST != FIRST:
-                    for i, j in T.Parallel(64, K):
-                        adjoint_response[piece, head, j, tile * 64 + i] = d[i, j]
+                for i, j in T.Parallel(64, K):
+                    adjoint_response[piece, head, j, tile * 64 + i] = d[i, j]
             T.pdl_sync()  # ends after `summaries`, for `compose` waits for this kernel alone
 
     return adjoint_summaries

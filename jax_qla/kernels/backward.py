@@ -37,7 +37,7 @@ from typing import Any
 
 import jax
 
-from jax_qla.kernels import gradients, state_gradients
+from jax_qla.kernels import first_state, gradients, state_gradients
 from jax_qla.kernels.common import (
     CHUNK,
     FAINT,
@@ -326,7 +326,7 @@ def program(config: Config):
     C, K, V, dtype = CHUNK, config.key_dim, config.value_dim, config.dtype
     ctype = {"bfloat16": "bfloat16_t", "float16": "half_t"}[dtype]
     l2norm, normed = config.l2norm, "true" if config.l2norm else "false"
-    m = macros()
+    m, begin_with = macros(), first_state.macro()
     write_gates = gradients.gate_gradients(dtype, l2norm)
     tokens, key_heads, value_heads, sequences, state_slots = T.dynamic(
         "tokens, key_heads, value_heads, sequences, state_slots"
@@ -396,6 +396,7 @@ def program(config: Config):
         balanced: T.Tensor((1,), "int32"),  # needed unless ALWAYS
         pieces: T.Tensor((cut_pieces, 4), "int32"),
         spans: T.Tensor((cut_sequences, 2), "int32"),
+        leaving: T.Tensor((cut_pieces, value_heads, K, V), "float32"),  # gradients of the states between pieces
         dq: T.Tensor((tokens, key_heads, K), dtype),
         dk: T.Tensor((tokens, key_heads, K), dtype),
         dv: T.Tensor((tokens, value_heads, V), dtype),
@@ -797,11 +798,7 @@ def program(config: Config):
                         T.annotate_layout(
                             {x: accumulator_layout(x.shape[1], wg * 128) for x in (s, products, result, y)}
                         )
-                        if final_states > 0:
-                            for i, j in T.Parallel(64, K):
-                                d[i, j] = d_final_state[n, head, j, part + i]
-                        else:
-                            T.clear(d)
+                        begin_with(d, d_final_state, leaving, pieces, final_states, cut_pieces, n, head, part, True)
                         for c in T.serial(count):
                             at = c % 2
                             lines = T.min(
@@ -1128,6 +1125,7 @@ def specification(
     segments: jax.Array,
     pieces: jax.Array,
     spans: jax.Array,
+    leaving: jax.Array,
     chunks: jax.Array,
     *,
     ratio: int,
@@ -1139,12 +1137,12 @@ def specification(
     only: int = 0,
 ) -> tuple[jax.Array, ...]:
     """(dq, dk [tokens, Hk, K], dv [tokens, Hv, V], dg, dbeta [tokens, Hv], d_initial_state [N, Hv, K, V]): what the two kernels' specifications give, one
-    after the other, of so many value heads from `first_head` on, or of all. `segments` are sequences or, with `pieces` and `spans`, their pieces; without,
+    after the other, of so many value heads from `first_head` on, or of all. `segments` are sequences or, with `pieces`, `spans` and `leaving`, their pieces; without,
     these are empty."""
     del width  # but for roundings, results do not go by it
     scalars: dict[str, Any] = {"ratio": ratio, "scale": scale, "l2norm": l2norm, "first_head": first_head, "only": only}
     of_keys = (gamma, beta, lengths, query_lengths)
-    tables = (segments, pieces, spans, chunks)
+    tables = (segments, pieces, spans, leaving, chunks)
     dh, d, d_initial_state = state_gradients.specification(
         q, k, do, a, *of_keys, d_final_state, *tables, heads=heads, **scalars
     )

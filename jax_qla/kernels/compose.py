@@ -5,13 +5,13 @@
 
 A piece is entered from the side that the recurrence comes from: reversed, entering[p] is the gradient of the state after piece p.
 Pieces that are `forgotten` take no product: those that decay, and a sequence's first (reversed, its last), whose response has been
-computed from its own state.
+computed from its own state. Sequences that are not cut have no part in this: who takes their state finds it where it is given.
 
 Reversed, blocks begin where those of kernels/states.py leave room (jax_qla/overlap.py), some at once and most at the end: those with products
 first, and where no piece takes one, responses are copied, several at a time. Forwards, all are waited for at once by whoever comes next,
 and what finds this out takes longer than it gains.
 
-Plan, one block per (sequence, value head, tile of `columns` value columns), K / 16 + 1 warps, two or three stages of M:
+Plan, one block per (sequence that is cut, value head, tile of `columns` value columns), K / 16 + 1 warps, two or three stages of M:
 
     last warp      loads M, in two bf16 parts, with TMA
     other warps    16 rows each of the state [K, columns], in float32, in accumulators of mma.sync. A product with M is three of bf16
@@ -40,6 +40,7 @@ import jax.numpy as jnp
 
 from jax_qla.kernels.common import MATRIX_PRELUDE, NTH_PRELUDE, PASS_CONFIGS, map_blocks_shape
 from jax_qla.kernels.specification import of_map_blocks
+from jax_qla.kernels.uncut import UNCUT_PRELUDE
 
 __all__ = ["COLUMNS", "PASS_CONFIGS", "Config", "program", "specification"]
 
@@ -61,6 +62,7 @@ class Config:
 PRELUDE = (
     MATRIX_PRELUDE
     + NTH_PRELUDE
+    + UNCUT_PRELUDE
     + r"""
 // What a lane finds from its number, once: ptxas would find it again in every step.
 __device__ __forceinline__ int jax_qla_keep(int x) { return __shfl_sync(0xffffffffu, x, threadIdx.x & 31); }
@@ -229,7 +231,7 @@ def program(config: Config):
     stages = 3 if tile < 64 or K == 64 else 2  # 64 KiB each where K = 128
     size = tile // 2  # elements of a lane
     truth = "true" if reverse else "false"
-    value_heads, parts, sequences = T.dynamic("value_heads, parts, sequences")
+    value_heads, parts, chain_places, sequences = T.dynamic("value_heads, parts, chain_places, sequences")
     initial_states = T.dynamic("initial_states")  # sequences, or 0: not given
 
     @T.macro
@@ -245,25 +247,42 @@ def program(config: Config):
         T.pdl_sync()  # `summaries` has ended, before which the tables and initial states were there
         T.pdl_trigger()  # only now: what follows begins with what the kernels before this one wrote (kernels/forward.py: STATE)
 
+    @T.macro
+    def leave_if_uncut(bounds, sequences, cut_beyond, first_block):
+        """Nothing is to be composed, and the next kernel may begin at once."""
+        if T.call_extern("int32", "jax_qla_uncut", T.address_of(bounds[0, 0]), sequences, cut_beyond) != 0:
+            T.pdl_trigger()
+            if first_block:
+                T.pdl_sync()  # one block is enough
+            T.thread_return()
+
     @T.prim_func
     def compose(
         transition: T.Tensor((parts, value_heads, *map_blocks_shape(K)), "bfloat16"),
         response: T.Tensor((parts, value_heads, K, V), "float32"),
         forgotten: T.Tensor((parts, value_heads), "int32"),
         initial_state: T.Tensor((initial_states, value_heads, K, V), "float32"),
-        spans: T.Tensor((sequences, 2), "int32"),
+        chains: T.Tensor((chain_places, 3), "int32"),  # jax_qla/segments.py: chain_table
+        bounds: T.Tensor((sequences, 2), "int32"),
         entering: T.Tensor((parts, value_heads, K, V), "float32"),
+        cut_beyond: T.int32,  # rows, or -1 (kernels/uncut.py); not reversed
     ):
-        with T.Kernel(sequences * tiles, value_heads, threads=warps * 32 + 32, prelude=PRELUDE) as (block, number):
+        with T.Kernel(chain_places * tiles, value_heads, threads=warps * 32 + 32, prelude=PRELUDE) as (block, number):
             T.annotate_min_blocks_per_sm(1)
             if reverse:
                 T.pdl_trigger()  # what follows waits by itself
+            else:
+                leave_if_uncut(bounds, sequences, cut_beyond, block + number == 0)
             n = T.alloc_var("int32")
             first = T.alloc_var("int32")  # piece that is entered first
             count = T.alloc_var("int32")
-            n = block // tiles
-            first = spans[n, 0]
-            count = spans[n, 1]
+            first = chains[block // tiles, 0]
+            count = chains[block // tiles, 1]
+            if count == 0:
+                if block + number == 0:
+                    T.pdl_sync()  # as below; one block is enough
+                T.thread_return()
+            n = chains[block // tiles, 2]
             part = (block % tiles) * tile
             tx = T.get_thread_binding()
             head = T.alloc_var("int32")
@@ -272,11 +291,11 @@ def program(config: Config):
             head = number
             none = 0
             if reverse:
-                # By a piece in the midst of the first sequence; its last one takes no product.
+                # By a piece in the midst of the sequence; its last one takes no product.
                 head = T.call_extern(
                     "int32",
                     "jax_qla_zero_first",
-                    T.address_of(forgotten[spans[0, 0] + spans[0, 1] // 2, 0]),
+                    T.address_of(forgotten[first + count // 2, 0]),
                     value_heads,
                     number,
                 )
@@ -339,17 +358,16 @@ def program(config: Config):
                 if not reverse:
                     wait()
                 if none != 0:
-                    if count > 0:
-                        T.call_extern(
-                            "handle",
-                            f"jax_qla_copy_responses<{tile}, {V}>",
-                            T.address_of(entering[0, 0, 0, 0]),
-                            T.address_of(response[0, 0, 0, 0]),
-                            piece,
-                            pace,
-                            count,
-                        )
-                        leave(entering, state, piece)
+                    T.call_extern(
+                        "handle",
+                        f"jax_qla_copy_responses<{tile}, {V}>",
+                        T.address_of(entering[0, 0, 0, 0]),
+                        T.address_of(response[0, 0, 0, 0]),
+                        piece,
+                        pace,
+                        count,
+                    )
+                    leave(entering, state, piece)
                 else:
                     if count > 1:
                         fetch(answer, response, piece)
@@ -391,19 +409,19 @@ def specification(
     response: jax.Array,
     forgotten: jax.Array,
     initial_state: jax.Array,
-    spans: jax.Array,
+    chains: jax.Array,
     *,
     reverse: bool = False,
 ) -> jax.Array:
-    """entering [P, Hv, K, V]; that of a piece which no sequence has is not a number here."""
+    """entering [P, Hv, K, V]; that of a piece which no chain has is not a number here."""
     parts = response.shape[0]
-    first, counts = spans[:, 0], spans[:, 1]
+    first, counts, sequence = chains[:, 0], chains[:, 1], chains[:, 2]
     maps = of_map_blocks(transition, response.shape[2], response.dtype)
     if reverse:
         maps = jnp.swapaxes(maps, -1, -2)
-    begin = jnp.zeros((spans.shape[0], *response.shape[1:]), response.dtype)
+    begin = jnp.zeros((chains.shape[0], *response.shape[1:]), response.dtype)
     if initial_state.shape[0]:
-        begin = initial_state
+        begin = initial_state[sequence]
 
     def step(carry, i):
         state, entering = carry

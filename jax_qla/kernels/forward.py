@@ -39,7 +39,9 @@ keys and queries come with the gates, from `prepare`: nobody here has time to me
 The initial state of 128 columns comes by two bulk copies. Its elements, a load each, are requests of 32 bytes, which kept blocks waiting where
 all begin at once. Blocks of 64 columns load elements: where V is 128 they are few (policy.value_tile), and loads as fast.
 
-Where the sequences are pieces of longer ones, only the state after a sequence's last piece is a final state.
+Where the sequences are pieces of longer ones, only the state after a sequence's last piece is a final state, and pieces begin with what kernels/compose.py
+has found, but for those that are whole sequences: these take the initial state, as without pieces. Where all are, blocks look into the table of sequences
+instead, and begin as without pieces, too (kernels/uncut.py).
 
 Whole heads are neighbours on the card by two, which load the same Q and K as a rule (policy.neighbours).
 A block begins while the kernel before it still runs elsewhere (STATE, PREPARED, NOTHING). Where the last round of blocks would leave most of the card idle,
@@ -73,6 +75,8 @@ import jax.numpy as jnp
 from jax_qla.kernels import states
 from jax_qla.kernels.common import (
     CHUNK,
+    FIRST,
+    LAST,
     LENGTH_PRELUDE,
     LOG2_E,
     LONG,
@@ -92,8 +96,10 @@ from jax_qla.kernels.specification import (
     of_heads,
     scan_slots,
     scatter_chunks,
+    states_given,
     unpack_inverses,
 )
+from jax_qla.kernels.uncut import UNCUT_PRELUDE
 
 __all__ = ["NOTHING", "PASS_CONFIGS", "PREPARED", "STATE", "Config", "program", "specification"]
 
@@ -102,12 +108,17 @@ PRELUDE = (
     P_PRELUDE
     + INVERSE_PRELUDE
     + LENGTH_PRELUDE
+    + UNCUT_PRELUDE
     + r"""
+__device__ __forceinline__ const int* jax_qla_either(int condition, const int* one, const int* other) { return condition != 0 ? one : other; }
 #include <tl_templates/cuda/barrier.h>  // fence_barrier_init
-// A state [key_dim, 128] in float32 by way of shared memory, the first half of its rows by way of `near`, the others of `far`. One thread begins ...
+// A state [key_dim, 128] in float32, at `corner` of `initial` or, where `between`, of `entering`, by way of shared memory, the first half of its rows
+// by way of `near`, the others of `far`. One thread begins ...
 __shared__ unsigned long long jax_qla_state_barrier;
 template <int key_dim>
-__device__ __forceinline__ void jax_qla_begin_state(const float* state, const void* near, const void* far) {
+__device__ __forceinline__ void jax_qla_begin_state(const float* initial, const float* entering, long long corner, bool between, const void* near,
+                                                    const void* far) {
+  const float* state = (between ? entering : initial) + corner;
   const unsigned barrier = jax_qla_address(&jax_qla_state_barrier);
   asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(barrier) : "memory");
   tl::fence_barrier_init();
@@ -216,6 +227,9 @@ __device__ __forceinline__ int jax_qla_in_halves(int* item, const int* segments,
 IDLE = -2
 """In place of a final state's number, of a warpgroup without chunks of its own."""
 
+OF_NOTHING, OF_SEQUENCE, OF_PIECE = range(3)
+"""What a block begins with: zero, the initial state of a sequence, or that which enters a piece of one that is cut."""
+
 STATE, PREPARED, NOTHING = range(3)
 """What a block awaits of the kernel launched before. It is `compose`, and has what the state's warpgroups begin with: all else was there before
 that kernel let this one begin. Or `prepare`, and has `a` and gamma, for which only the warps wait that read them. Or this kernel, of other
@@ -261,7 +275,12 @@ def program(config: Config):
     tokens, key_heads, value_heads, sequences = T.dynamic("tokens, key_heads, value_heads, sequences")
     initial_states, final_states = T.dynamic("initial_states, final_states")  # sequences, or 0: not given, not wanted
     state_slots = T.dynamic("state_slots")
-    cut_sequences, cut_pieces = T.dynamic("cut_sequences, cut_pieces")  # or 0: each of `segments` has a final state
+    cut_sequences, cut_pieces = T.dynamic("cut_sequences, cut_pieces")  # or 0: `segments` are sequences
+
+    def either(condition, one, other):
+        """The address of one of two tables."""
+        addresses = T.address_of(one[0, 0]), T.address_of(other[0, 0])
+        return T.call_extern("handle", "jax_qla_either", condition, *addresses)
 
     @T.macro
     def put(operand, part, transposed, tiles, wg):
@@ -309,6 +328,8 @@ def program(config: Config):
         segments: T.Tensor((sequences, 2), "int32"),  # sequences, or their pieces
         pieces: T.Tensor((cut_pieces, 4), "int32"),
         spans: T.Tensor((cut_sequences, 2), "int32"),
+        entering: T.Tensor((cut_pieces, value_heads, K, V), "float32"),  # the states between pieces
+        bounds: T.Tensor((cut_sequences, 2), "int32"),  # of which `segments` are pieces
         o: T.Tensor((tokens, value_heads, V), dtype),
         final_state: T.Tensor((final_states, value_heads, K, V), "float32"),
         h: T.Tensor((state_slots, value_heads, K // 64 * (1 + split), V, 64), dtype),  # where it is kept, and so
@@ -318,6 +339,7 @@ def program(config: Config):
         first_head: T.int32,
         heads: T.int32,  # of this launch, from first_head on
         awaits: T.int32,
+        cut_beyond: T.int32,  # rows, or -1 (kernels/uncut.py)
         share: T.int32,  # with `halve_long` only, and so
         least: T.int32,
         halved: T.int32,  # sequences that may be long, at most
@@ -342,11 +364,24 @@ def program(config: Config):
             count = T.alloc_var("int32")
             key_head = T.alloc_var("int32")
             target = T.alloc_var("int32")  # where the final state goes, if anywhere
+            source = T.alloc_var("int32")  # which state is taken
+            begins = T.alloc_var("int32")  # and of what it is one
+            waits = T.alloc_var("int32")
+            waits = awaits
+            listed = T.alloc_var("int32")  # sequences or pieces
+            listed = sequences
+            uncut = T.alloc_var("int32")  # 1: of pieces, all are whole sequences
+            uncut = 0
+            if cut_pieces > 0:
+                uncut = T.call_extern("int32", "jax_qla_uncut", T.address_of(bounds[0, 0]), cut_sequences, cut_beyond)
+                if uncut != 0:
+                    waits = PREPARED
+                    listed = cut_sequences
             if halve_long:
                 found = T.call_extern(
                     "int32",
                     "jax_qla_in_halves",
-                    *(item.data, T.address_of(segments[0, 0]), sequences, heads, share, least, block),
+                    *(item.data, either(uncut, bounds, segments), listed, heads, share, least, block),
                 )
                 if found == 0:  # there are blocks for as many long sequences as there can be
                     T.thread_return()
@@ -354,16 +389,32 @@ def program(config: Config):
                 head = first_head + item[1]
                 half = item[2]
             else:
-                n = T.call_extern("int32", "jax_qla_long_first", T.address_of(segments[0, 0]), sequences, tokens, place)
-            start = segments[n, 0]
-            end = segments[n, 1]
+                if place >= listed:
+                    T.thread_return()
+                n = T.call_extern("int32", "jax_qla_long_first", either(uncut, bounds, segments), listed, tokens, place)
+            if uncut != 0:
+                start = bounds[n, 0]
+                end = bounds[n, 1]
+            else:
+                start = segments[n, 0]
+                end = segments[n, 1]
             count = (end - start + C - 1) // C
             key_head = T.truncdiv(head, ratio)
             first = 0 if halve_long else (of_place % tiles) * W  # first value column of this block
             target = n
-            if cut_pieces > 0:  # only the state after a sequence's last piece
-                target = pieces[n, 2]
-                target = T.Select(n == spans[target, 0] + spans[target, 1] - 1, target, -1)
+            source = n
+            begins = T.Select(initial_states > 0, OF_SEQUENCE, OF_NOTHING)
+            if cut_pieces > 0 and uncut == 0:  # only the state after a sequence's last piece
+                source = pieces[n, 2]
+                target = T.Select(n == spans[source, 0] + spans[source, 1] - 1, source, -1)
+                if pieces[n, 3] != FIRST + LAST:
+                    source = n
+                    begins = OF_PIECE
+            if count == 0:
+                if final_states == 0 or target < 0:  # nothing to do
+                    if block == 0:
+                        T.pdl_sync()  # as below; one block is enough
+                    T.thread_return()
             tx = T.get_thread_binding()
 
             q_s = T.alloc_shared((stages, C, K), dtype)
@@ -422,7 +473,7 @@ def program(config: Config):
                     for c in T.serial(count):
                         at = c % stages
                         if W == 128:
-                            if initial_states > 0:
+                            if begins != OF_NOTHING:
                                 if c == 1:
                                     T.barrier_wait(taken[0], 0)
                         if c >= stages:
@@ -438,7 +489,7 @@ def program(config: Config):
                                 eviction_policy=passed,
                             )
                         if c == 0:
-                            if awaits == PREPARED:
+                            if waits == PREPARED:
                                 T.pdl_sync()
                         rows = T.min(end - (start + c * C), C)
                         m.load_inverse(a, head, start + c * C, rows, 0, a_s, at, loaded, passed)
@@ -449,7 +500,7 @@ def program(config: Config):
                     row = tx - (S + 160)
                     fetched = T.alloc_local((3,), "float32")  # gates of the chunk to come
                     of_rows = T.alloc_local((2,), "float32")  # and 1 / |k|, 1 / |q|
-                    if awaits == PREPARED:
+                    if waits == PREPARED:
                         T.pdl_sync()
                     m.fetch_gates(gamma, beta, start, T.min(end - start, C), head, row, fetched)
                     if l2norm:
@@ -496,7 +547,7 @@ def program(config: Config):
                 T.set_max_nreg(72, 0)
                 p = T.alloc_fragment((C, C), "float32")
                 T.annotate_layout({p: accumulator_layout(C, S)})
-                if awaits == PREPARED:
+                if waits == PREPARED:
                     T.pdl_sync()
                 T.pdl_trigger()  # another launch, of other heads, may begin where blocks of this end
                 m.zero_above(a_s, low_s if split else None, stages, tx - S, 128)
@@ -548,15 +599,18 @@ def program(config: Config):
                     low_vk = T.alloc_fragment((W, C), dtype)
                 T.annotate_layout({acc: accumulator_layout(C, 0, W)})
                 whole = T.alloc_var("float32")
-                if awaits == STATE:
+                if waits == STATE:
                     T.pdl_sync()
-                if initial_states > 0:
+                if begins != OF_NOTHING:
                     if W == 128:
                         if tx == 0:
                             T.call_extern(
                                 "handle",
                                 f"jax_qla_begin_state<{K}>",
-                                T.address_of(initial_state[n, head, 0, 0]),
+                                T.address_of(initial_state[0, 0, 0, 0]),
+                                T.address_of(entering[0, 0, 0, 0]),
+                                T.cast(source * value_heads + head, "int64") * (K * V),
+                                begins == OF_PIECE,
                                 T.access_ptr(k_s[1, 0, 0], "r"),
                                 T.access_ptr(q_s[1, 0, 0], "r"),
                             )
@@ -574,8 +628,12 @@ def program(config: Config):
                         T.fence_proxy_async()
                         T.barrier_arrive(taken[0])
                     else:
-                        for i, j in T.Parallel(W, K):
-                            state[i, j] = initial_state[n, head, j, first + i]
+                        if begins == OF_PIECE:
+                            for i, j in T.Parallel(W, K):
+                                state[i, j] = entering[source, head, j, first + i]
+                        else:
+                            for i, j in T.Parallel(W, K):
+                                state[i, j] = initial_state[source, head, j, first + i]
                 else:
                     T.clear(state)
                 if not split:
@@ -756,6 +814,7 @@ def specification(
     segments: jax.Array,
     pieces: jax.Array,
     spans: jax.Array,
+    entering: jax.Array,
     chunks: jax.Array,
     *,
     ratio: int,
@@ -768,7 +827,7 @@ def specification(
     """(o [tokens, Hv, V] in v's dtype, final_state [N, Hv, K, V]) and, as `keep` says, Vd, or Vd and h, of `states`; not a number in other heads than
     `heads` from `first_head` on.
 
-    `segments` are sequences or, with `pieces` and `spans`, their pieces; without, these are empty.
+    `segments` are sequences or, with `pieces`, `spans` and `entering`, their pieces; without, these are empty.
     """
     keys, queries = (jnp.repeat(gather_chunks(x, chunks), ratio, axis=2) for x in (k, q))
     values, gates, strength = (gather_chunks(x, chunks) for x in (v, gamma, beta))
@@ -791,7 +850,7 @@ def specification(
         return jnp.exp(end)[:, None, None] * state + update, o
 
     xs = (queries, keys, values, inverse, p, gates, strength, scales, end)
-    final_state, o = scan_slots(step, initial_state, segments, chunks, xs)
+    final_state, o = scan_slots(step, states_given(initial_state, entering, pieces), segments, chunks, xs)
     if pieces.shape[0] > 0:
         final_state = final_state[jnp.sum(spans, axis=1) - 1]
     o = scatter_chunks(o, chunks, v.shape[0], v.dtype)
@@ -799,6 +858,8 @@ def specification(
     results = [of_heads(x, first_head, computed) for x in (o, final_state)]
     if keep != "nothing":
         scalars = {"ratio": ratio, "l2norm": l2norm, "first_head": first_head, "heads": computed}
-        h, vd = states.specification(k, v, a, gamma, beta, lengths, initial_state, segments, chunks, **scalars)
+        h, vd = states.specification(
+            k, v, a, gamma, beta, lengths, initial_state, segments, pieces, entering, chunks, **scalars
+        )
         results += [vd, h] if keep == "states" else [vd]
     return tuple(among_heads(x, first_head, v.shape[1]) for x in results)

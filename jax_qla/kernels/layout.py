@@ -1,10 +1,10 @@
 """Where the pieces of a packed batch lie, from the sequences' bounds.
 
-What `piece_table` of jax_qla/segments.py says, which is the definition, in one small kernel instead of several operations of XLA.
+What `piece_table`, `cut_table` and `chain_table` of jax_qla/segments.py say, the definitions, in one small kernel instead of several operations of XLA.
 Whether sequences are cut at all is decided here, where lengths are known: only if the longest has more than
 `cut_beyond` rows; otherwise all pieces are whole sequences.
 
-Plan: one thread per piece and sequence; a thread finds its sequence by bisection. Every block finds the longest sequence for
+Plan: one thread per piece, sequence, cut and chain; a thread finds its sequence by bisection. Every block finds the longest sequence for
 itself.
 """
 
@@ -36,15 +36,23 @@ struct JaxQlaSequences {
   __device__ int first_piece(int n) const { return start(n) / rows + n; }
   __device__ int pieces(int n) const { return max((end(n) - start(n) + rows - 1) / rows, 1); }
 
-  // The last sequence whose first piece is not beyond `piece`; -1 if there is none.
-  __device__ int at(int piece) const {
+  // The last sequence of which `key`, which does not decrease, is not beyond `limit`; -1 if there is none.
+  template <typename F>
+  __device__ int last(int limit, const F& key) const {
     int below = -1, above = count;
     while (above - below > 1) {
       const int middle = (below + above) / 2;
-      if (first_piece(middle) <= piece) below = middle;
+      if (key(middle) <= limit) below = middle;
       else above = middle;
     }
     return below;
+  }
+  __device__ int at(int piece) const {
+    return last(piece, [this](int n) { return first_piece(n); });
+  }
+  // The sequence that may be cut at place `cut` for cuts, of which it has those from start / rows on.
+  __device__ int cut_at(int cut) const {
+    return last(cut, [this](int n) { return start(n) / rows; });
   }
 };
 
@@ -57,9 +65,9 @@ __device__ __forceinline__ int4 jax_qla_piece(const JaxQlaSequences& s, int piec
   return make_int4(start, end, n, (number == 0 ? kFirst : 0) + (number == pieces - 1 ? kLast : 0));
 }
 
-// All three tables, each 16-byte aligned; `index` is this thread's piece and sequence.
-__device__ __forceinline__ void jax_qla_layout(const int* bounds, int* segments, int* pieces, int* spans, int count, int parts,
-                                               int piece_rows, int cut_beyond, int index) {
+// All five tables, but for `chains` 8-byte aligned and `pieces` 16; `index` is this thread's piece, sequence, cut and chain.
+__device__ __forceinline__ void jax_qla_layout(const int* bounds, int* segments, int* pieces, int* spans, int* cuts, int* chains, int count,
+                                               int parts, int places, int chain_places, int piece_rows, int cut_beyond, int index) {
   int longest = 0;
   for (int n = threadIdx.x; n < count; n += blockDim.x) longest = max(longest, bounds[2 * n + 1] - bounds[2 * n]);
   const bool cut = __syncthreads_or(longest > cut_beyond);
@@ -70,6 +78,22 @@ __device__ __forceinline__ void jax_qla_layout(const int* bounds, int* segments,
     reinterpret_cast<int2*>(segments)[index] = make_int2(piece.x, piece.y);
   }
   if (index < count) reinterpret_cast<int2*>(spans)[index] = make_int2(s.first_piece(index), s.pieces(index));
+  int n = -1, number = -1;  // sequence and number of this place's cut
+  if (index < places) {
+    n = s.cut_at(index);
+    number = n < 0 ? -1 : index - s.start(n) / s.rows;
+    const bool is_cut = number >= 0 && number < s.pieces(n) - 1;
+    const int piece = is_cut ? s.first_piece(n) + number : -1;
+    reinterpret_cast<int2*>(cuts)[index] = make_int2(piece, is_cut ? piece + 1 : -1);
+  }
+  if (index < chain_places) {
+    if (chain_places == count) n = index;
+    else if (number != 0) n = -1;
+    const bool is_cut = n >= 0 && s.pieces(n) > 1;
+    chains[3 * index] = is_cut ? s.first_piece(n) : 0;
+    chains[3 * index + 1] = is_cut ? s.pieces(n) : 0;
+    chains[3 * index + 2] = is_cut ? n : 0;
+  }
 }
 """
 )
@@ -85,7 +109,7 @@ def program(config: Config):
     import tilelang.language as T
 
     del config
-    sequences, parts = T.dynamic("sequences, parts")
+    sequences, parts, places, chain_places = T.dynamic("sequences, parts, places, chain_places")
 
     @T.prim_func
     def layout(
@@ -93,6 +117,8 @@ def program(config: Config):
         segments: T.Tensor((parts, 2), "int32"),
         pieces: T.Tensor((parts, 4), "int32"),
         spans: T.Tensor((sequences, 2), "int32"),
+        cuts: T.Tensor((places, 2), "int32"),
+        chains: T.Tensor((chain_places, 3), "int32"),
         piece_rows: T.int32,
         cut_beyond: T.int32,
     ):
@@ -105,8 +131,12 @@ def program(config: Config):
                 T.address_of(segments[0, 0]),
                 T.address_of(pieces[0, 0]),
                 T.address_of(spans[0, 0]),
+                T.address_of(cuts[0, 0]),
+                T.address_of(chains[0, 0]),
                 sequences,
                 parts,
+                places,
+                chain_places,
                 piece_rows,
                 cut_beyond,
                 block * _THREADS + T.get_thread_binding(),
@@ -117,9 +147,10 @@ def program(config: Config):
 
 
 def specification(
-    bounds: jax.Array, *, parts: int, piece_rows: int, cut_beyond: int
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """(segments [P, 2], pieces [P, 4], spans [N, 2]) of the sequences' bounds [N, 2], all int32, for P = `parts`.
+    bounds: jax.Array, *, parts: int, places: int, chain_places: int, piece_rows: int, cut_beyond: int
+) -> tuple[jax.Array, ...]:
+    """(segments [P, 2], pieces [P, 4], spans [N, 2], cuts [`places`, 2], chains [`chain_places`, 3]) of the sequences' bounds [N, 2], all int32, for
+    P = `parts`.
 
     spans: the number of the first piece of each sequence, and how many it has.
     """
@@ -129,4 +160,5 @@ def specification(
     rows = jnp.where(jnp.max(bounds[:, 1] - bounds[:, 0]) > cut_beyond, piece_rows, WHOLE)
     pieces = tables.piece_table(bounds, parts, rows)
     spans = jnp.stack([tables.first_piece(bounds[:, 0], number, rows), tables.pieces_of(bounds, rows)], axis=1)
-    return pieces[:, :2], pieces, spans
+    cuts, chains = tables.cut_table(bounds, places, rows), tables.chain_table(bounds, chain_places, rows)
+    return pieces[:, :2], pieces, spans, cuts, chains

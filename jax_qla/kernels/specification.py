@@ -12,7 +12,16 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_qla import l2norm as l2norm_module
-from jax_qla.kernels.common import CHUNK, FORGOTTEN, STRETCHES, map_block, map_blocks_shape, state_tile_rows
+from jax_qla.kernels.common import (
+    CHUNK,
+    FIRST,
+    FORGOTTEN,
+    LAST,
+    STRETCHES,
+    map_block,
+    map_blocks_shape,
+    state_tile_rows,
+)
 
 
 def gather_chunks(x: jax.Array, chunks: jax.Array) -> jax.Array:
@@ -108,6 +117,15 @@ def of_heads(x: jax.Array, first: int, count: int) -> jax.Array:
 def among_heads(x: jax.Array, first: int, heads: int) -> jax.Array:
     """`of_heads` undone, to so many heads; not a number in others."""
     return jnp.full((x.shape[0], heads, *x.shape[2:]), jnp.nan, x.dtype).at[:, first : first + x.shape[1]].set(x)
+
+
+def states_given(state: jax.Array, between: jax.Array, pieces: jax.Array) -> jax.Array:
+    """Of every segment the state that a kernel begins with, [segments, heads, K, V]: `state` where these are sequences; where they are `pieces` [P, 4] of
+    such, `between` [P, ...], but `state`, of their sequence, of those that are whole sequences."""
+    if not pieces.shape[0]:
+        return state
+    of_sequence = state[pieces[:, 2]] if state.shape[0] else jnp.zeros_like(between)
+    return jnp.where((pieces[:, 3] == FIRST + LAST)[:, None, None, None], of_sequence, between)
 
 
 def part_columns(x: jax.Array) -> jax.Array:

@@ -36,8 +36,8 @@ dX is not needed as such outside: kernels/gradients.py takes dv, and writes the 
 |k| V, so that dv = diag(beta / |k|) dX.
 
 A launch computes as many value heads as dh has room for, from `first_head` on (policy.head_groups). Where the sequences are pieces of
-longer ones, only the gradient before a sequence's first piece is one of an initial state, and blocks begin, but for the state's warpgroups,
-while `compose` still runs (STATE).
+longer ones, only the gradient before a sequence's first piece is one of an initial state, and pieces begin with what kernels/compose.py has found, but
+for those that are whole sequences; blocks begin, but for the state's warpgroups, while that still runs (STATE).
 
 The diagonal of a^T dVd is dVd itself, which stays in the accumulator in float32.
 
@@ -51,6 +51,7 @@ from types import SimpleNamespace
 import jax
 import jax.numpy as jnp
 
+from jax_qla.kernels import first_state
 from jax_qla.kernels.common import (
     CHUNK,
     FAINT,
@@ -74,6 +75,7 @@ from jax_qla.kernels.specification import (
     scan_slots,
     scatter_chunks,
     state_tiles,
+    states_given,
     unpack_inverses,
 )
 
@@ -113,7 +115,7 @@ def program(config: Config):
     stages = 2 if split and K > 64 else 3
     sends = W == 64  # a warp of its own sends dh and dv
     S = 2 * W  # threads that hold the gradient: one warpgroup for every 64 value columns
-    m = macros()
+    m, begin_with = macros(), first_state.macro()
     by_rows = T.GemmWarpPolicy.FullRow  # a warpgroup has 64 rows, not columns, of a product
     tokens, key_heads, value_heads, sequences, state_slots = T.dynamic(
         "tokens, key_heads, value_heads, sequences, state_slots"
@@ -137,6 +139,7 @@ def program(config: Config):
         balanced: T.Tensor((1,), "int32"),  # needed unless ALWAYS
         pieces: T.Tensor((cut_pieces, 4), "int32"),
         spans: T.Tensor((cut_sequences, 2), "int32"),
+        leaving: T.Tensor((cut_pieces, value_heads, K, V), "float32"),  # gradients of the states between pieces
         dh: T.Tensor((state_slots, heads, K // 64 * (1 + split) + split, V, 64), dtype),
         dv: T.Tensor((tokens, value_heads, V), dtype),
         d_initial_state: T.Tensor((initial_states, value_heads, K, V), "float32"),
@@ -289,11 +292,18 @@ def program(config: Config):
                 slot = T.alloc_var("int32")
                 if awaits == STATE:
                     T.pdl_sync()
-                if final_states > 0:
-                    for i, j in T.Parallel(W, K):
-                        d[i, j] = d_final_state[n, head, j, first + i]
-                else:
-                    T.clear(d)
+                begin_with(
+                    d,
+                    d_final_state,
+                    leaving,
+                    pieces,
+                    final_states,
+                    cut_pieces,
+                    n,
+                    head,
+                    first,
+                    count > 0 or target >= 0,
+                )
                 for c in T.serial(count):
                     at = c % stages
                     line = start + (count - 1 - c) * C
@@ -405,6 +415,7 @@ def specification(
     segments: jax.Array,
     pieces: jax.Array,
     spans: jax.Array,
+    leaving: jax.Array,
     chunks: jax.Array,
     *,
     ratio: int,
@@ -417,13 +428,14 @@ def specification(
     """(dh [slots - 1, heads, K / 64, V, 64], or where `a` has two parts [.., 2 K / 64 + 1, V, 64], in do's dtype, dv [tokens, Hv, V] in do's dtype, d_initial_state [N, Hv, K, V]), of so many value heads from
     `first_head` on, or of all; dv and d_initial_state are not a number in others.
 
-    `segments` are sequences or, with `pieces` and `spans`, their pieces; without, these are empty. dh of a slot without rows is not defined.
+    `segments` are sequences or, with `pieces`, `spans` and `leaving`, their pieces; without, these are empty. dh of a slot without rows is not defined.
     """
     all_heads = do.shape[1]
     heads = all_heads if heads is None else heads
     q, k = (of_heads(x, first_head // ratio, heads // ratio) for x in (q, k))
     inverse = unpack_inverses(a, chunks, k.dtype)[:, :, first_head : first_head + heads]
-    do, gamma, beta, d_final_state = (of_heads(x, first_head, heads) for x in (do, gamma, beta, d_final_state))
+    do, gamma, beta = (of_heads(x, first_head, heads) for x in (do, gamma, beta))
+    begin = of_heads(states_given(d_final_state, leaving, pieces), first_head, heads)
     keys, queries = (jnp.repeat(gather_chunks(x, chunks), ratio, axis=2) for x in (k, q))
     output, gates, strength = (gather_chunks(x, chunks) for x in (do, gamma, beta))
     factor, scales = jnp.where(jnp.abs(strength) < FAINT, 1, strength), jnp.full_like(strength, scale)
@@ -445,7 +457,7 @@ def specification(
         return jnp.exp(end)[:, None, None] * ds + update, (state_tiles(ds), factor[..., None] * dx)
 
     xs = (queries, keys, output, inverse, p, gates, strength, factor, scales, last_row(gates, chunks))
-    d_initial_state, (dh, dv) = scan_slots(step, d_final_state, segments, chunks, xs, reverse=True)
+    d_initial_state, (dh, dv) = scan_slots(step, begin, segments, chunks, xs, reverse=True)
     if pieces.shape[0] > 0:
         d_initial_state = d_initial_state[spans[:, 0]]
     if a.shape[-1] > CHUNK:

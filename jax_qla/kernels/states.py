@@ -30,6 +30,7 @@ from types import SimpleNamespace
 import jax
 import jax.numpy as jnp
 
+from jax_qla.kernels import first_state
 from jax_qla.kernels.common import (
     CHUNK,
     LENGTH_PRELUDE,
@@ -51,6 +52,7 @@ from jax_qla.kernels.specification import (
     scan_slots,
     scatter_chunks,
     state_tiles,
+    states_given,
     unpack_inverses,
 )
 
@@ -90,13 +92,14 @@ def program(config: Config):
     stages = 3
     sends = W == 64  # a warp of its own sends h and Vd
     S = 2 * W  # threads that hold the state: one warpgroup for every 64 value columns
-    m = macros()
+    m, begin_with = macros(), first_state.macro()
     by_rows = T.GemmWarpPolicy.FullRow  # a warpgroup has 64 rows, not columns, of a product
     tokens, key_heads, value_heads, sequences, state_slots = T.dynamic(
         "tokens, key_heads, value_heads, sequences, state_slots"
     )
     heads = T.dynamic("heads")  # of this launch, from first_head on
     initial_states = T.dynamic("initial_states")  # sequences, or 0: not given
+    cut_pieces = T.dynamic("cut_pieces")  # or 0: each of `segments` has an initial state
 
     @T.prim_func
     def states(
@@ -107,7 +110,9 @@ def program(config: Config):
         beta: T.Tensor((tokens, value_heads), "float32"),
         lengths: T.Tensor((tokens, key_heads), "float32"),  # 1 / |k|, with `l2norm` only
         initial_state: T.Tensor((initial_states, value_heads, K, V), "float32"),
-        segments: T.Tensor((sequences, 2), "int32"),
+        segments: T.Tensor((sequences, 2), "int32"),  # sequences, or their pieces
+        pieces: T.Tensor((cut_pieces, 4), "int32"),
+        entering: T.Tensor((cut_pieces, value_heads, K, V), "float32"),  # the states between pieces
         h: T.Tensor((state_slots, heads, K // 64 * (1 + split), V, 64), dtype),
         vd: T.Tensor((tokens, heads, V * (1 + split)), dtype),
         ratio: T.int32,
@@ -242,11 +247,9 @@ def program(config: Config):
                 line = T.alloc_var("int32")
                 lines = T.alloc_var("int32")
                 slot = T.alloc_var("int32")
-                if initial_states > 0:
-                    for i, j in T.Parallel(W, K):
-                        state[i, j] = initial_state[n, head, j, first + i]
-                else:
-                    T.clear(state)
+                begin_with(
+                    state, initial_state, entering, pieces, initial_states, cut_pieces, n, head, first, count > 0
+                )
                 for c in T.serial(count):
                     at = c % stages
                     line = start + c * C
@@ -335,6 +338,8 @@ def specification(
     lengths: jax.Array,
     initial_state: jax.Array,
     segments: jax.Array,
+    pieces: jax.Array,
+    entering: jax.Array,
     chunks: jax.Array,
     *,
     ratio: int,
@@ -347,7 +352,8 @@ def specification(
     heads = v.shape[1] if heads is None else heads
     k = of_heads(k, first_head // ratio, heads // ratio)
     inverse = unpack_inverses(a, chunks, k.dtype)[:, :, first_head : first_head + heads]
-    v, gamma, beta, initial_state = (of_heads(x, first_head, heads) for x in (v, gamma, beta, initial_state))
+    v, gamma, beta = (of_heads(x, first_head, heads) for x in (v, gamma, beta))
+    begin = of_heads(states_given(initial_state, entering, pieces), first_head, heads)
     keys = jnp.repeat(gather_chunks(k, chunks), ratio, axis=2)
     values, gates, strength = (gather_chunks(x, chunks) for x in (v, gamma, beta))
     if l2norm:
@@ -362,7 +368,7 @@ def specification(
         return jnp.exp(end)[:, None, None] * state + update, (state_tiles(state), vd)
 
     xs = (keys, values, inverse, gates, strength, last_row(gates, chunks))
-    _, (h, vd) = scan_slots(step, initial_state, segments, chunks, xs)
+    _, (h, vd) = scan_slots(step, begin, segments, chunks, xs)
     if a.shape[-1] > CHUNK:
         h, vd = part_tiles(h), part_columns(vd)
     h = of_chunk_slots(h).astype(v.dtype)

@@ -30,8 +30,17 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 
+from jax_qla.kernels import first_state
 from jax_qla.kernels.common import CHUNK, LENGTH_PRELUDE, LOG2_E, LONG, PASS_CONFIGS, TILE_PRELUDE, macros
-from jax_qla.kernels.specification import gather_chunks, last_row, of_chunk_slots, of_heads, scan_slots, state_tiles
+from jax_qla.kernels.specification import (
+    gather_chunks,
+    last_row,
+    of_chunk_slots,
+    of_heads,
+    scan_slots,
+    state_tiles,
+    states_given,
+)
 from jax_qla.kernels.states import EVERYTHING, NOTHING
 
 __all__ = ["EVERYTHING", "NOTHING", "PASS_CONFIGS", "Config", "program", "specification"]
@@ -61,13 +70,14 @@ def program(config: Config):
     parts = W // 64  # warpgroups that hold the state
     stages = 4
     S = 128 * parts  # their threads
-    m = macros()
+    m, begin_with = macros(), first_state.macro()
     by_rows = T.GemmWarpPolicy.FullRow  # a warpgroup has 64 rows, not columns, of a product
     tokens, key_heads, value_heads, sequences, state_slots = T.dynamic(
         "tokens, key_heads, value_heads, sequences, state_slots"
     )
     heads = T.dynamic("heads")  # of this launch, from first_head on
     initial_states = T.dynamic("initial_states")  # sequences, or 0: not given
+    cut_pieces = T.dynamic("cut_pieces")  # or 0: each of `segments` has an initial state
 
     @T.prim_func
     def states_from_vd(
@@ -75,7 +85,9 @@ def program(config: Config):
         vd: T.Tensor((tokens, value_heads, V), dtype),
         gamma: T.Tensor((tokens, value_heads), "float32"),
         initial_state: T.Tensor((initial_states, value_heads, K, V), "float32"),
-        segments: T.Tensor((sequences, 2), "int32"),
+        segments: T.Tensor((sequences, 2), "int32"),  # sequences, or their pieces
+        pieces: T.Tensor((cut_pieces, 4), "int32"),
+        entering: T.Tensor((cut_pieces, value_heads, K, V), "float32"),  # the states between pieces
         h: T.Tensor((state_slots, heads, K // 64, V, 64), dtype),
         ratio: T.int32,
         first_head: T.int32,
@@ -167,11 +179,9 @@ def program(config: Config):
                 v_t = T.alloc_fragment((W, C), dtype)
                 vk_b = T.alloc_fragment((W, C), dtype)
                 whole = T.alloc_var("float32")
-                if initial_states > 0:
-                    for i, j in T.Parallel(W, K):
-                        state[i, j] = initial_state[n, head, j, first + i]
-                else:
-                    T.clear(state)
+                begin_with(
+                    state, initial_state, entering, pieces, initial_states, cut_pieces, n, head, first, count > 0
+                )
                 for c in T.serial(count):
                     at = c % stages
                     T.copy(state, state_b)
@@ -203,6 +213,8 @@ def specification(
     gamma: jax.Array,
     initial_state: jax.Array,
     segments: jax.Array,
+    pieces: jax.Array,
+    entering: jax.Array,
     chunks: jax.Array,
     *,
     ratio: int,
@@ -213,7 +225,8 @@ def specification(
     defined. vd: [tokens, Hv, V]."""
     heads = vd.shape[1] if heads is None else heads
     k = of_heads(k, first_head // ratio, heads // ratio)
-    vd, gamma, initial_state = (of_heads(x, first_head, heads) for x in (vd, gamma, initial_state))
+    vd, gamma = (of_heads(x, first_head, heads) for x in (vd, gamma))
+    begin = of_heads(states_given(initial_state, entering, pieces), first_head, heads)
     keys = jnp.repeat(gather_chunks(k, chunks), ratio, axis=2)
     values, gates = (gather_chunks(x, chunks) for x in (vd, gamma))
 
@@ -222,5 +235,5 @@ def specification(
         update = jnp.einsum("ihk,ihv->hkv", keys, jnp.exp(end - gates)[..., None] * values)
         return jnp.exp(end)[:, None, None] * state + update, state_tiles(state)
 
-    _, h = scan_slots(step, initial_state, segments, chunks, (keys, values, gates, last_row(gates, chunks)))
+    _, h = scan_slots(step, begin, segments, chunks, (keys, values, gates, last_row(gates, chunks)))
     return of_chunk_slots(h).astype(vd.dtype)

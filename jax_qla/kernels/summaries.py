@@ -6,14 +6,16 @@ recurrence, of which both follow):
     response    N    the state after the piece from a state of zero; of a sequence's first piece, from its initial state
     transition  M    column c is the state after the piece from the c-th unit vector, without values (V = 0)
 
-kernels/compose.py puts them together. Nothing is needed of a sequence's last piece, and no transition of its first.
+kernels/compose.py puts them together. Nothing is needed of a sequence's last piece, and no transition of its first: so a block is told the cut
+(jax_qla/segments.py: cut_table) before which its piece is. Places for cuts that no sequence has are left at once, and where none is cut the next kernel
+may begin at once (kernels/uncut.py).
 
 Gates decide how much is computed. Where the bounds of the chunks' effect on the state (kernels/prepare.py) add up to less than
 FORGOTTEN over the whole piece, M counts as zero, and N is computed from as many chunks at the piece's end as these bounds leave to
 matter. Heads that do not decay take the exact way. `forgotten` is 1 where no product with M is to be taken: there, and at both ends of
 a sequence.
 
-Plan, one block per (piece, value head, tile of 64 columns of [N | M]), two blocks an SM or, where those of heads that do not decay are few, one
+Plan, one block per (cut, value head, tile of 64 columns of [N | M]), two blocks an SM or, where those of heads that do not decay are few, one
 (policy.summarised_alone), three stages of chunk tiles; the recurrence is that of kernels/states.py, in registers and transposed:
 
     warpgroup  registers  work
@@ -56,12 +58,13 @@ from jax_qla.kernels.specification import (
     scan_slots,
     unpack_inverses,
 )
+from jax_qla.kernels.uncut import UNCUT_PRELUDE
 
 __all__ = ["PASS_CONFIGS", "Config", "program", "specification"]
 
 
 ITEM_PRELUDE = r"""
-// What the block that is launched as the `index`-th computes: head, piece, and tile of 64 columns, of which a piece has `value_tiles` of N and then
+// What the block that is launched as the `index`-th computes: head, which of so many pieces, and tile of 64 columns, of which a piece has `value_tiles` of N and then
 // `map_tiles` of M. First come heads that are slow by `sums` (more than kSlow), whose blocks take longest; then N of the others; and last their M,
 // of which nothing is computed as a rule. To be called by whole warps.
 __device__ __forceinline__ void jax_qla_item(int* item, const float* sums, int heads, int pieces, int value_tiles, int map_tiles, int index) {
@@ -120,6 +123,8 @@ def program(config: Config):
     stages = 3
     m = macros()
     tokens, key_heads, value_heads, parts = T.dynamic("tokens, key_heads, value_heads, parts")
+    places = T.dynamic("places")  # for cuts
+    sequences = T.dynamic("sequences")
     initial_states = T.dynamic("initial_states")  # sequences, or 0: not given
 
     @T.prim_func
@@ -132,17 +137,25 @@ def program(config: Config):
         lengths: T.Tensor((tokens, key_heads), "float32"),  # 1 / |k|, with `l2norm` only
         initial_state: T.Tensor((initial_states, value_heads, K, V), "float32"),
         pieces: T.Tensor((parts, 4), "int32"),
+        cuts: T.Tensor((places, 2), "int32"),
+        bounds: T.Tensor((sequences, 2), "int32"),
         response: T.Tensor((parts, value_heads, K, V), "float32"),
         transition: T.Tensor((parts, value_heads, *map_blocks_shape(K)), "bfloat16"),
         forgotten: T.Tensor((parts, value_heads), "int32"),
         ratio: T.int32,
+        cut_beyond: T.int32,  # rows, or -1 (kernels/uncut.py)
     ):
         with T.Kernel(
-            parts * tiles * value_heads,
+            places * tiles * value_heads,
             threads=256,
-            prelude=PRELUDE + INVERSE_PRELUDE + REACH_PRELUDE + ITEM_PRELUDE + MAP_PRELUDE,
+            prelude=PRELUDE + INVERSE_PRELUDE + REACH_PRELUDE + ITEM_PRELUDE + UNCUT_PRELUDE + MAP_PRELUDE,
         ) as block:
             T.annotate_min_blocks_per_sm(2)
+            if T.call_extern("int32", "jax_qla_uncut", T.address_of(bounds[0, 0]), sequences, cut_beyond) != 0:
+                T.pdl_trigger()
+                if block == 0:
+                    T.pdl_sync()  # one block is enough
+                T.thread_return()
             T.pdl_sync()  # `prepare` has ended
             T.pdl_trigger()  # what follows waits by itself
             head = T.alloc_var("int32")
@@ -161,13 +174,15 @@ def program(config: Config):
                 item.data,
                 T.address_of(gamma[T.min(tokens, C) - 1, 0]),
                 value_heads,
-                parts,
+                places,
                 value_tiles,
                 tiles - value_tiles,
                 block,
             )
             head = item[0]
-            piece = item[1]
+            piece = cuts[item[1], 0]
+            if piece < 0:
+                T.thread_return()
             tile = item[2]
             start = pieces[piece, 0]
             end = pieces[piece, 1]
@@ -175,28 +190,25 @@ def program(config: Config):
             key_head = T.truncdiv(head, ratio)
             tx = T.get_thread_binding()
             chunks = (end - start + C - 1) // C
-            count = 0
-            if position >= LAST:
-                if tile == 0 and tx == 0:
-                    forgotten[piece, head] = 1
+            count = T.call_extern(
+                "int32",
+                "jax_qla_reach<true>",
+                T.address_of(gamma[0, head]),
+                value_heads,
+                start,
+                end,
+                chunks,
+                T.float32(FORGOTTEN),
+            )
+            if tile == 0 and tx == 0:
+                forgotten[piece, head] = T.Select(count < 0 and position != FIRST, 0, 1)
+                if pieces[cuts[item[1], 1], 3] >= LAST:  # of which nobody else says it
+                    forgotten[cuts[item[1], 1], head] = 1
+            if tile >= value_tiles and (count >= 0 or position == FIRST):
+                count = 0
             else:
-                count = T.call_extern(
-                    "int32",
-                    "jax_qla_reach<true>",
-                    T.address_of(gamma[0, head]),
-                    value_heads,
-                    start,
-                    end,
-                    chunks,
-                    T.float32(FORGOTTEN),
-                )
-                if tile == 0 and tx == 0:
-                    forgotten[piece, head] = T.Select(count < 0 and position != FIRST, 0, 1)
-                if tile >= value_tiles and (count >= 0 or position == FIRST):
-                    count = 0
-                else:
-                    if count < 0:
-                        count = chunks
+                if count < 0:
+                    count = chunks
             start = start + (chunks - count) * C
 
             k_s = T.alloc_shared((stages, C, K), dtype)
@@ -319,9 +331,8 @@ def program(config: Config):
                     T.wait_wgmma(0)
                     T.barrier_arrive(free[at])
                 if tile < value_tiles:
-                    if position < LAST:
-                        for i, j in T.Parallel(64, K):
-                            response[piece, head, j, tile * 64 + i] = state[i, j]
+                    for i, j in T.Parallel(64, K):
+                        response[piece, head, j, tile * 64 + i] = state[i, j]
                 else:
                     if count > 0:
                         T.call_extern(
@@ -380,7 +391,9 @@ def specification(
     identity = jnp.broadcast_to(jnp.eye(columns, dtype=begin.dtype), (*begin.shape[:2], columns, columns))
     xs = (keys, jnp.zeros_like(keys), *xs[2:])
     transition, _ = scan_slots(step, identity, pieces, chunks, xs)
-    forgotten = jnp.maximum(forgotten, (first | last)[:, None].astype(jnp.int32))
+    forgotten = jnp.maximum(
+        forgotten, (first | last)[:, None].astype(jnp.int32)
+    )  # of sequences that are not cut nobody asks
     transition = jnp.where(forgotten[..., None, None] != 0, jnp.nan, transition)
     response = jnp.where(last[:, None, None, None], jnp.nan, response)
     return response, map_blocks(transition), forgotten

@@ -1,0 +1,23 @@
+"""Whether a packed batch is cut into pieces at all, found by whoever asks from the sequences' bounds, before kernels/layout.py has said it.
+
+Where none is, kernels/summaries.py and compose.py have nothing to do but to wait, and kernels/forward.py goes through the sequences as if the call had no
+pieces: it begins while kernels/prepare.py runs, not when these have ended one after the other.
+"""
+
+UNCUT_PRELUDE = r"""
+// Whether none of `count` sequences (first row and end of each) has more than `cut_beyond` rows; false where that is negative: not to be asked. To be
+// called by whole warps.
+__device__ __forceinline__ int jax_qla_uncut(const int* bounds, int count, int cut_beyond) {
+  if (cut_beyond < 0) return 0;
+  for (int first = 0; first < count; first += 128) {
+    bool longer = false;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const int n = first + 32 * i + (threadIdx.x & 31);
+      if (n < count) longer |= bounds[2 * n + 1] - bounds[2 * n] > cut_beyond;
+    }
+    if (__any_sync(0xffffffffu, longer)) return 0;
+  }
+  return 1;
+}
+"""
