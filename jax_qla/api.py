@@ -116,11 +116,11 @@ def chunk_gated_delta_rule(
             it takes. Results differ by rounding only: of what gates leave of an earlier state, less than 4e-8 counts as
             nothing between pieces (float32 rounds by 6e-8), and 0 is the strict setting, which leaves nothing out. It
             is static, and for both passes. Dense sequences are cut into pieces of at most so many tokens, as equal as
-            may be; packed ones of at most two pieces stay whole where all of a batch are so short. The model knows how
-            many packed sequences there may be, not how many are empty: give it where few long ones stand in places for
-            many (`segment_ids` without `max_segments` has no places, and needs none). Where devices share a sequence,
-            each cuts its part, 0 being one piece. No other implementation has pieces, so with `piece_rows` none but
-            "cuda" is taken.
+            may be; packed ones stay whole where none of a batch is long enough that cutting takes less time (for up to
+            eight sequences, longer than two pieces). The model knows how many packed sequences there may be, not how
+            many are empty, and takes most of up to eight for taken: give it where one of these has nearly all tokens.
+            Where devices share a sequence, each cuts its part, 0 being one piece. No other implementation has pieces,
+            so with `piece_rows` none but "cuda" is taken.
         save_chunk_states: what the forward pass of "cuda", where it is differentiated, keeps for the backward pass of
             what that else computes again. None: what each token writes to the state, 2 V bytes per token and value head
             (256 at V = 128), from which the backward pass computes the states before all chunks of 64 tokens; nothing
@@ -371,7 +371,7 @@ def chunk_gated_delta_rule_fwd(
             unless save_chunk_states is False. (With precision "high" in bfloat16 [B, T, Hv, 2 V], only with h.)
             between: where one card computes the sequences in P pieces, (entering, transition, forgotten), the state
             before each piece [P, Hv, K, V] float32, what multiplies it [P, Hv, K K / 128, 256] bfloat16, in the
-            kernels' own order, and whether that is zero [P, Hv] int32.
+            kernels' own order, and whether that is zero [P, Hv] int32; anything of sequences that are not cut.
             h: where save_chunk_states is True and has an effect, the state before each chunk in tiles
             [C, Hv, ceil(K / 64), V, min(K, 64)] in v's dtype, C places for the chunks of all pieces. (With precision
             "high" in bfloat16 [C, Hv, 2 K / 64, V, 64], of its high and low parts.)
