@@ -78,10 +78,7 @@ _ROWS_OF_MEMORY = 512
 """Tokens for every piece at the least: what is kept of a piece and head then is no more than its part of v and o."""
 
 _ROWS_COMPOSED = 512
-"""Of a sequence, computed in the time from the end of `summaries` to that of `compose`."""
-
-_ROWS_OF_PLACES = 384
-"""The same where there are many places for sequences, of which what is kept is less: none is of the first."""
+"""Tokens of a sequence that take as long as `compose` of a chain of pieces and what goes before and after it."""
 
 _LENGTHS = tuple(n << shift for shift in range(10) for n in (8, 12))
 """Chunks of a piece that are considered."""
@@ -632,8 +629,7 @@ def _fits(length: int, tokens: int, sequences: int, packed: bool) -> bool:
     if packed and length & (length - 1):  # few batches are a multiple of such pieces (`kept_rows`)
         return False
     parts = piece_count(tokens, sequences, length * CHUNK, packed=packed)
-    rows = _ROWS_OF_MEMORY if sequences <= _ALL_TAKEN else _ROWS_OF_PLACES
-    return rows * (parts - packed) <= tokens  # of a packed batch, at least one is empty
+    return _ROWS_OF_MEMORY * (parts - packed) <= tokens  # of a packed batch, at least one is empty
 
 
 def _best(
