@@ -758,8 +758,9 @@ def _override(asked_rows: int | None) -> int | None:
 def cut_beyond(rows: int, tokens: int, sequences: int, heads: int) -> int:
     """Packed sequences are cut into pieces of `rows` rows if any is longer than this, which the device finds out.
 
-    Where there are few, so that most have tokens, it is supposed, than two pieces. Else than what a multiprocessor has
-    to do if all do as much, or than a piece, and, in both cases, what it takes to summarise a piece, and to compose.
+    Of few, most of which have tokens, it is supposed, that is two pieces. Many may be uneven anyway: one is worth
+    cutting if it is longer than a piece, and than what a multiprocessor has to do if all do as much, by what it takes
+    to summarise a piece, and to compose.
 
     Args:
         rows: of a piece.
@@ -783,8 +784,8 @@ def _time(
 ) -> float:
     """Microseconds of the forward recurrence of sequences of `chunks` chunks, in pieces of `length` or whole.
 
-    Of the `places` for packed sequences no more than these are taken. Where places are few, so that most are, it is
-    supposed, what a cut costs that finds nothing to do counts twice.
+    Of the `places` for packed sequences no more than these are taken. Of few places most are, it is supposed, so what
+    pieces cost that find nothing to cut counts twice there.
     """
     if length is None or (length >= chunks and not packed):
         return max(1.0, _whole(chunks, sequences * heads, value_dim))
