@@ -588,8 +588,8 @@ class _Call:
         """How the sequences, of a dense batch, are cut if their pieces have been summarised before."""
         self.cut = rows is not None or shard is not None
         self.parts = self.sequences
-        self.cuts = self.chains = 0
-        """Places for cuts between pieces, and for sequences that are cut (segments.cut_table, chain_table)."""
+        self.chains = 0
+        """Places for sequences that are cut (segments.chain_table)."""
         self.asked_beyond = -1
         """Rows beyond which sequences are cut, where kernels find out themselves whether any is (kernels/uncut.py)."""
         if rows is not None:
@@ -618,15 +618,15 @@ class _Call:
             scalars = {"piece_rows": rows, "cut_beyond": beyond}
             if not backward and self.sequences <= policy.ASKED_AMONG:
                 self.asked_beyond = beyond
-            self.cuts = tables.cut_count(self.tokens, rows)
-            self.chains = min(self.sequences, self.cuts)
+            places = tables.cut_count(self.tokens, rows)
+            self.chains = min(self.sequences, places)
             shapes = {"segments": (self.parts, 2), "pieces": (self.parts, 4), "spans": (self.sequences, 2)}
-            shapes |= {"cuts": (self.cuts, 2), "chains": (self.chains, 3)}
+            shapes |= {"cuts": (places, 2), "chains": (self.chains, 3)}
             self.table_steps = [Step("layout", layout_kernel.Config(), scalars)]
             self.table_shapes = {name: jax.ShapeDtypeStruct(shape, jnp.int32) for name, shape in shapes.items()}
         else:
             pieces, spans, cuts, chains = tables.dense_pieces(self.batch, self.length, rows)
-            self.cuts, self.chains = len(cuts), len(chains)
+            self.chains = len(chains)
             constants = {"segments": pieces[:, :2], "pieces": pieces, "spans": spans, "cuts": cuts, "chains": chains}
             self.tables |= {name: jnp.asarray(x, jnp.int32) for name, x in constants.items()}
 
@@ -644,17 +644,15 @@ class _Call:
 
     def no_pieces(self) -> dict[str, jax.Array]:
         """What kernels that go through sequences have as operands where they have no pieces of these."""
-        shape = (0, self.value_heads, self.key_dim, self.value_dim)
-        found = {"no_states": jnp.zeros(shape, jnp.float32)}
-        if self.shard is not None or not self.cut:
-            found |= {"pieces": jnp.zeros((0, 4), jnp.int32), "spans": jnp.zeros((0, 2), jnp.int32)}
-            found["no_bounds"] = found["spans"]
-        return found
+        if self.cut and self.shard is None:
+            return {}
+        empty = {"pieces": jnp.zeros((0, 4), jnp.int32), "spans": jnp.zeros((0, 2), jnp.int32)}
+        return empty | {"no_states": self.states(None)}
 
     def of_pieces(self, of_sequences: str, between: str) -> dict[str, str]:
         """What these kernels begin with, by their names for it: states `of_sequences` and, where these are cut, those
         `between` their pieces; only those where pieces, of a shard, are to be taken for sequences."""
-        without = {between: "no_states", "bounds": "no_bounds"}
+        without = {between: "no_states", "bounds": "spans"}  # which are empty there
         if self.shard is not None:
             return without | {of_sequences: between}
         return {} if self.cut else without

@@ -112,12 +112,12 @@ def dense_segments(batch: int, tokens: int) -> np.ndarray:
 def piece_count(tokens: int, sequences: int, rows: int, *, packed: bool = True) -> int:
     """Number of pieces of at most `rows` rows that any packing of `sequences` segments into `tokens` rows fits into, or
     that a dense batch of `sequences` rows has."""
-    return tokens // rows + sequences if packed else sequences * -(-tokens // (sequences * rows))
+    return cut_count(tokens, rows) + sequences if packed else sequences * -(-tokens // (sequences * rows))
 
 
 def cut_count(tokens: int, rows: int) -> int:
-    """Number of places for cuts, between pieces of at most `rows` rows of a packed batch; one at the least."""
-    return max(tokens // rows, 1)
+    """Number of places for cuts, between pieces of at most `rows` rows of a packed batch."""
+    return tokens // rows
 
 
 def rows_of_pieces(tokens: int, sequences: int, parts: int, *, packed: bool) -> int:
@@ -152,6 +152,15 @@ def first_piece(start: Any, n: Any, rows: Any) -> Any:
     return start // rows + n
 
 
+def _last_begun(first: Any, places: Any) -> Any:
+    """Number of the last of `first`, which do not decrease, that is not beyond each of `places`; -1 where none is."""
+    if isinstance(first, np.ndarray):
+        return np.searchsorted(first, places, side="right") - 1
+    if first.shape[0] <= _COMPARE_ALL_LIMIT:
+        return jnp.sum(first <= places[:, None], axis=1, dtype=jnp.int32) - 1
+    return jnp.searchsorted(first, places, side="right", method="sort") - 1
+
+
 def pieces_of(segments: Any, rows: Any) -> Any:
     """Number of pieces of every sequence, int32 [N]; an empty one has one piece, which is empty."""
     xp: ModuleType = np if isinstance(segments, np.ndarray) else jnp
@@ -178,12 +187,7 @@ def piece_table(segments: jax.Array | np.ndarray, parts: int, rows: Any) -> Any:
     start, end = (xp.concatenate([xp.zeros((1,), np.int32), segments[:, i]]) for i in range(2))
     first = xp.concatenate([xp.zeros((1,), np.int32), first_piece(segments[:, 0], xp.arange(sequences), rows)])
     count = xp.concatenate([xp.zeros((1,), np.int32), pieces_of(segments, rows)])
-    if xp is np:
-        entry = np.searchsorted(first, piece, side="right") - 1
-    elif sequences <= _COMPARE_ALL_LIMIT:
-        entry = jnp.sum(first <= piece[:, None], axis=1, dtype=jnp.int32) - 1
-    else:
-        entry = jnp.searchsorted(first, piece, side="right", method="sort") - 1
+    entry = _last_begun(first, piece)
     start, end, count, number = start[entry], end[entry], count[entry], piece - first[entry]
     begins = xp.minimum(start + xp.minimum(number, count) * rows, end)
     ends = xp.minimum(begins + rows, end)
@@ -240,12 +244,7 @@ def _cuts(segments: Any, places: int, rows: Any) -> tuple[Any, Any]:
     """Sequence, and number among its cuts, of every place for a cut; -1 instead of the number where there is none."""
     xp: ModuleType = np if isinstance(segments, np.ndarray) else jnp
     place, first = xp.arange(places, dtype=np.int32), segments[:, 0] // rows
-    if xp is np:
-        n = np.searchsorted(first, place, side="right") - 1
-    elif segments.shape[0] <= _COMPARE_ALL_LIMIT:
-        n = jnp.sum(first <= place[:, None], axis=1, dtype=jnp.int32) - 1
-    else:
-        n = jnp.searchsorted(first, place, side="right", method="sort").astype(jnp.int32) - 1
+    n = _last_begun(first, place)
     found = xp.maximum(n, 0)
     number = place - first[found]
     return found, xp.where((n >= 0) & (number < pieces_of(segments, rows)[found] - 1), number, -1)
@@ -319,12 +318,7 @@ def chunk_table(segments: jax.Array | np.ndarray, tokens: int) -> Any:
     end = xp.concatenate([nothing, segments[:, 1]])
     gap_end = xp.concatenate([segments[:, 0], xp.full((1,), tokens, np.int32)])
     first = xp.concatenate([nothing, first_slot(segments[:, 0], xp.arange(sequences, dtype=np.int32))])
-    if xp is np:
-        entry = np.searchsorted(first, slot, side="right") - 1
-    elif sequences <= _COMPARE_ALL_LIMIT:
-        entry = jnp.sum(first[None] <= slot[:, None], axis=1, dtype=jnp.int32) - 1
-    else:
-        entry = jnp.searchsorted(first, slot, side="right", method="sort") - 1
+    entry = _last_begun(first, slot)
     start, end, gap_end, first = start[entry], end[entry], gap_end[entry], first[entry]
     chunk = slot - first
     last_chunk = xp.maximum((end - start + CHUNK - 1) // CHUNK, 1) - 1
