@@ -157,7 +157,7 @@ def _last_begun(first: Any, places: Any) -> Any:
     if isinstance(first, np.ndarray):
         return np.searchsorted(first, places, side="right") - 1
     if first.shape[0] <= _COMPARE_ALL_LIMIT:
-        return jnp.sum(first <= places[:, None], axis=1, dtype=jnp.int32) - 1
+        return jnp.sum(first[None] <= places[:, None], axis=1, dtype=jnp.int32) - 1
     return jnp.searchsorted(first, places, side="right", method="sort") - 1
 
 
