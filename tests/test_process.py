@@ -29,7 +29,8 @@ def import_and_fork() -> None:
     jax.config.update("jax_num_cpu_devices", 2)  # Raises if JAX has started its backends.
     print(json.dumps([heavy, "libcuda.so" in mapped]), flush=True)
     child = os.fork()
-    print(json.dumps(_forward(jax_qla)), flush=True)
+    # In one write: print's own line feed is a second one where PYTHONUNBUFFERED is set, and both processes write here.
+    os.write(sys.stdout.fileno(), f"{json.dumps(_forward(jax_qla))}\n".encode())
     if child == 0:
         os._exit(0)
     print(os.waitpid(child, 0)[1], flush=True)
