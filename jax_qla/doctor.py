@@ -82,6 +82,8 @@ def _environment() -> Section:
 
 def _extension(problems: list[str]) -> Section:
     if reason := launch.unavailable():
+        if not launch.ON_THIS_SYSTEM:
+            return {"none": reason}
         problems.append(reason)
         return {"error": reason}
     from jax_qla import _ffi
@@ -155,7 +157,7 @@ def _cache(problems: list[str]) -> Section:
     folder = store.cache_directory()
     section: Section = {"folder": str(folder), "count": 0}
     try:
-        if folder.exists():
+        if launch.ON_THIS_SYSTEM and folder.exists():
             store.check_trust(folder)
             section["count"] = len(list(folder.glob("*.cubin")))
     except OSError as error:

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -35,6 +36,9 @@ TARGET = "jax_qla.launch.v1"
 
 EXPORT_SAFETY_CHECKS = (jax.export.DisabledSafetyCheck.custom_call(TARGET),)
 """For `jax.export.export(..., disabled_checks=...)`: the target's interface is versioned by its name."""
+
+ON_THIS_SYSTEM = sys.platform == "linux"
+"""Whether jax_qla has its extension here (pyproject.toml). JAX for CUDA is for Linux."""
 
 _PLAN_VERSION = 1
 _OPERATORS: dict[str, Callable[[int, int], int]] = {
@@ -145,7 +149,8 @@ def register() -> None:
     """Registers the extension's handler with JAX, once, and says where kernels lie by now. Needs no GPU.
 
     Raises:
-        RuntimeError: the extension cannot be imported, or a folder of kernels has a name that it cannot read.
+        RuntimeError: the extension is not for this system or cannot be imported, or a folder of kernels has a name that
+            it cannot read.
     """
     with _registration:
         _register_once()
@@ -154,6 +159,8 @@ def register() -> None:
 
 @functools.cache
 def _register_once() -> None:
+    if not ON_THIS_SYSTEM:
+        raise RuntimeError(f"the kernels of 'cuda' need Linux, and this is {sys.platform}")
     try:
         from jax_qla import _ffi
     except ImportError as error:

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import fcntl
 import functools
 import hashlib
 import importlib.metadata
@@ -351,6 +350,8 @@ def _build_into(cache: Path, name: str, config: Any, settings: str) -> Kernel:
 @contextlib.contextmanager
 def _locked(path: Path) -> Iterator[None]:
     """Keeps other processes of this machine out; they wait. The lock ends with its process, however that ends."""
+    import fcntl  # which Windows has not, where nothing is built
+
     try:
         file = os.open(path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, _CACHE_MODE)
     except OSError as error:

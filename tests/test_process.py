@@ -1,4 +1,4 @@
-"""jax_qla and the life of a process: import without a GPU, fork after import, exit while a call runs.
+"""jax_qla and the life of a process: import without a GPU or extension, fork after import, exit while a call runs.
 
 Each happens in a new Python: a function of SCENARIOS.
 """
@@ -44,6 +44,27 @@ def _forward(jax_qla: Any) -> list[float]:
     g = jnp.full((1, 3, 2), -0.1)
     o, _ = jax.jit(lambda *x: jax_qla.chunk_gated_delta_rule(*x, implementation="xla"))(q, q, q, g, -g)
     return [float(x) for x in o[0, 2].ravel()]
+
+
+def elsewhere() -> None:
+    """Takes away from Python what Windows has not, and the extension, which is built on Linux only; prints what
+    `python -m jax_qla` ends with, and an error. From jax_qla alone: JAX is imported before."""
+    import jax.numpy as jnp
+
+    os.environ["JAX_QLA_CACHE"] = tempfile.mkdtemp()
+    sys.platform = "win32"
+    sys.modules |= {"fcntl": None, "jax_qla._ffi": None}  # type: ignore[dict-item]
+    del os.getuid
+    import jax_qla
+    from jax_qla import doctor
+
+    doctor.text = lambda report: json.dumps([report["extension"], report["self_test"][1]["passed"]])
+    print(doctor.main([]))
+    q, g = jnp.zeros((1, 64, 2, 64), jnp.bfloat16), jnp.zeros((1, 64, 2))
+    try:
+        jax_qla.chunk_gated_delta_rule(q, q, q, g, g, implementation="cuda")
+    except NotImplementedError as error:
+        print(error)
 
 
 def exit_during_a_call() -> None:
@@ -100,7 +121,8 @@ def exit_with_calls_on_the_device() -> None:
 
 
 SCENARIOS = {
-    function.__name__: function for function in (import_and_fork, exit_during_a_call, exit_with_calls_on_the_device)
+    function.__name__: function
+    for function in (import_and_fork, elsewhere, exit_during_a_call, exit_with_calls_on_the_device)
 }
 
 
@@ -123,6 +145,13 @@ def test_import_opens_no_driver_and_survives_a_fork() -> None:
     assert one == other
     assert any(json.loads(one))
     assert status == "0"
+
+
+def test_systems_that_jax_for_cuda_is_not_for() -> None:
+    reason = "the kernels of 'cuda' need Linux, and this is win32"
+    report, code, error = in_new_process("elsewhere")
+    assert (json.loads(report), code) == ([{"none": reason}, True], "0")
+    assert error == f"implementation='cuda' cannot take these inputs: {reason}"
 
 
 def test_exit_while_a_call_runs() -> None:
