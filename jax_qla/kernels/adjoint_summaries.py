@@ -28,7 +28,6 @@ import jax.numpy as jnp
 from jax_qla.kernels.common import (
     CHUNK,
     FIRST,
-    FORGOTTEN,
     LAST,
     P_PRELUDE,
     PASS_CONFIGS,
@@ -123,16 +122,7 @@ def program(config: Config):
             key_head = T.truncdiv(head, ratio)
             tx = T.get_thread_binding()
             chunks = (end - start + C - 1) // C
-            count = T.call_extern(
-                "int32",
-                "jax_qla_reach<false>",
-                T.address_of(gamma[0, head]),
-                value_heads,
-                start,
-                end,
-                chunks,
-                T.float32(FORGOTTEN),
-            )
+            count = m.chunks_that_matter(gamma, value_heads, head, start, end, chunks, from_end=False)
             if count < 0:
                 count = chunks
 

@@ -327,7 +327,7 @@ def program(config: Config):
     ctype = {"bfloat16": "bfloat16_t", "float16": "half_t"}[dtype]
     l2norm, normed = config.l2norm, "true" if config.l2norm else "false"
     m, begin_with = macros(), first_state.macro()
-    write_gates = gradients.gate_gradients(dtype, l2norm)
+    write_gates, allocate_parts = gradients.gate_gradients(dtype, l2norm), gradients.gate_parts()
     tokens, key_heads, value_heads, sequences, state_slots = T.dynamic(
         "tokens, key_heads, value_heads, sequences, state_slots"
     )
@@ -480,33 +480,10 @@ def program(config: Config):
                 key_s=key_s,
                 faint_s=faint_s,
             )
-            q_dots_s = T.alloc_shared((2, C), "float32")
-            z_dots_s = T.alloc_shared((2, C), "float32")
-            y_dots_s = T.alloc_shared((2, C), "float32")
-            rows_q_s = T.alloc_shared((2, C), "float32")
-            rows_k_s = T.alloc_shared((2, C), "float32")
-            columns_q_s = T.alloc_shared((2, 4, C), "float32")
-            columns_k_s = T.alloc_shared((2, 4, C), "float32")
-            halves_s = T.alloc_shared((2,), "float32")
-            states_dot_s = T.alloc_shared((2, 4), "float32")
-            dot_s = T.alloc_shared((2, C), "float32")
-            dot_v_s = T.alloc_shared((2, C), "float32")
+            parts = allocate_parts()
             bounds_s = T.alloc_shared(
                 (6,), "int32"
             )  # first row of the last chunk, row behind it, the head's number in h; its place among the key head's, and in `progress`; its number in Vd
-            parts = SimpleNamespace(
-                rows_k_s=rows_k_s,
-                rows_q_s=rows_q_s,
-                z_dots_s=z_dots_s,
-                q_dots_s=q_dots_s,
-                y_dots_s=y_dots_s,
-                columns_q_s=columns_q_s,
-                columns_k_s=columns_k_s,
-                dot_s=dot_s,
-                dot_v_s=dot_v_s,
-                halves_s=halves_s,
-                states_dot_s=states_dot_s,
-            )
             keys_loaded = T.alloc_barrier([32] * 2)
             keys_free = T.alloc_barrier([256] * 2)
             do_loaded = T.alloc_barrier([32])
@@ -627,7 +604,7 @@ def program(config: Config):
                                 T.address_of(v[row_v, head, 0]),
                                 rows_v,
                                 value_heads,
-                                T.access_ptr(dot_v_s[at_v, 0], "r"),
+                                T.access_ptr(parts.dot_v_s[at_v, 0], "r"),
                             )
                             for y in T.serial(rows_v * (V // 32)):
                                 column = y % (V // 32) * 32 + tx - 480
@@ -686,7 +663,7 @@ def program(config: Config):
                             f"jax_qla_inner<{ctype}, {V}, {K}>",
                             T.access_ptr(h_s[0, 0], "r"),
                             T.access_ptr(dh_s[0, 0], "r"),
-                            T.access_ptr(states_dot_s[(turn + 1) % 2, 0], "r"),
+                            T.access_ptr(parts.states_dot_s[(turn + 1) % 2, 0], "r"),
                         )
                         T.barrier_arrive(h_free[0])
                         T.barrier_arrive(dh_free[0])
@@ -895,8 +872,8 @@ def program(config: Config):
                                     "handle",
                                     "jax_qla_write_sums",
                                     T.address_of(sums[0]),
-                                    T.access_ptr(rows_q_s[at2, 0], "r"),
-                                    T.access_ptr(columns_q_s[at2, 0, 0], "r"),
+                                    T.access_ptr(parts.rows_q_s[at2, 0], "r"),
+                                    T.access_ptr(parts.columns_q_s[at2, 0, 0], "r"),
                                 )
                                 T.barrier_wait(h_loaded[0], c % 2)
                                 T.wgmma_gemm(do_s[0, :, :], h_s, result, clear_accum=True)  # dO h^T
@@ -929,7 +906,7 @@ def program(config: Config):
                                     "handle",
                                     "jax_qla_write_rows",
                                     T.address_of(dots[0]),
-                                    T.access_ptr(q_dots_s[at2, 0], "r"),
+                                    T.access_ptr(parts.q_dots_s[at2, 0], "r"),
                                 )
                                 T.wait_wgmma(0)
                                 if l2norm:
@@ -978,7 +955,7 @@ def program(config: Config):
                                     "handle",
                                     "jax_qla_put_diagonal",
                                     T.address_of(s[0, 0]),
-                                    T.access_ptr(dot_s[at2, 0], "r"),
+                                    T.access_ptr(parts.dot_s[at2, 0], "r"),
                                 )
                                 T.call_extern(
                                     "handle",
@@ -1010,8 +987,8 @@ def program(config: Config):
                                     "handle",
                                     "jax_qla_write_sums",
                                     T.address_of(sums[0]),
-                                    T.access_ptr(rows_k_s[at2, 0], "r"),
-                                    T.access_ptr(columns_k_s[at2, 0, 0], "r"),
+                                    T.access_ptr(parts.rows_k_s[at2, 0], "r"),
+                                    T.access_ptr(parts.columns_k_s[at2, 0, 0], "r"),
                                 )
                                 for x in T.unroll(4):
                                     dots[x] = 0.0
@@ -1059,13 +1036,13 @@ def program(config: Config):
                                     "handle",
                                     "jax_qla_write_rows",
                                     T.address_of(dots[0]),
-                                    T.access_ptr(z_dots_s[at2, 0], "r"),
+                                    T.access_ptr(parts.z_dots_s[at2, 0], "r"),
                                 )
                                 T.call_extern(
                                     "handle",
                                     "jax_qla_write_rows",
                                     T.address_of(dots[2]),
-                                    T.access_ptr(y_dots_s[at2, 0], "r"),
+                                    T.access_ptr(parts.y_dots_s[at2, 0], "r"),
                                 )
                                 T.barrier_arrive(parts_ready[at2])
                                 T.wgmma_gemm(f_s, k_s[at2, :, :], result)

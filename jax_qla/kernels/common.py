@@ -477,6 +477,13 @@ def macros():
                 T.pdl_sync()
                 T.thread_return()
 
+    def chunks_that_matter(gamma, heads, head, start, end, chunks, from_end):
+        """Of a piece's `chunks`, how many at its end, or its beginning, may matter to the state after it, or the gradient before it: -1, all of them."""
+        name = f"jax_qla_reach<{'true' if from_end else 'false'}>"
+        return T.call_extern(
+            "int32", name, T.address_of(gamma[0, head]), heads, start, end, chunks, T.float32(FORGOTTEN)
+        )
+
     @T.macro
     def fetch_gates(gamma, beta, row, rows, head, thread, fetched):
         """Threads 0..63 read gamma of their row and of the last, and beta, into `fetched` [3] (registers): nothing here waits for them."""
@@ -913,6 +920,7 @@ def macros():
 
     return SimpleNamespace(
         leave_unless=leave_unless,
+        chunks_that_matter=chunks_that_matter,
         fetch_gates=fetch_gates,
         fetch_lengths=fetch_lengths,
         store_gates=store_gates,

@@ -38,9 +38,9 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 
+from jax_qla.kernels import uncut
 from jax_qla.kernels.common import MATRIX_PRELUDE, NTH_PRELUDE, PASS_CONFIGS, map_blocks_shape
 from jax_qla.kernels.specification import of_map_blocks
-from jax_qla.kernels.uncut import UNCUT_PRELUDE
 
 __all__ = ["COLUMNS", "PASS_CONFIGS", "Config", "program", "specification"]
 
@@ -62,7 +62,7 @@ class Config:
 PRELUDE = (
     MATRIX_PRELUDE
     + NTH_PRELUDE
-    + UNCUT_PRELUDE
+    + uncut.UNCUT_PRELUDE
     + r"""
 // What a lane finds from its number, once: ptxas would find it again in every step.
 __device__ __forceinline__ int jax_qla_keep(int x) { return __shfl_sync(0xffffffffu, x, threadIdx.x & 31); }
@@ -231,6 +231,7 @@ def program(config: Config):
     stages = 3 if tile < 64 or K == 64 else 2  # 64 KiB each where K = 128
     size = tile // 2  # elements of a lane
     truth = "true" if reverse else "false"
+    leave_if_uncut = uncut.macro()
     value_heads, parts, chain_places, sequences = T.dynamic("value_heads, parts, chain_places, sequences")
     initial_states = T.dynamic("initial_states")  # sequences, or 0: not given
 
@@ -246,15 +247,6 @@ def program(config: Config):
     def wait():
         T.pdl_sync()  # `summaries` has ended, before which the tables and initial states were there
         T.pdl_trigger()  # only now: what follows begins with what the kernels before this one wrote (kernels/forward.py: STATE)
-
-    @T.macro
-    def leave_if_uncut(bounds, sequences, cut_beyond, first_block):
-        """Nothing is to be composed, and the next kernel may begin at once."""
-        if T.call_extern("int32", "jax_qla_uncut", T.address_of(bounds[0, 0]), sequences, cut_beyond) != 0:
-            T.pdl_trigger()
-            if first_block:
-                T.pdl_sync()  # one block is enough
-            T.thread_return()
 
     @T.prim_func
     def compose(

@@ -482,6 +482,103 @@ class Config:
     split: bool = False
 
 
+def chunk_of_block():
+    """A macro of both: which rows a block computes."""
+    import tilelang.language as T
+
+    @T.macro
+    def find_chunk(segments, sequences, tokens, slot):
+        """First row, rows (0: none) and, behind them, rows of no sequence of chunk slot `slot`, once what the kernel awaits has ended."""
+        # One warp for all, and by way of shared memory: registers are few.
+        chunk_s = T.alloc_shared((4,), "int32")
+        if T.get_thread_binding() < 32:
+            T.call_extern(
+                "handle",
+                "jax_qla_find_chunk",
+                T.access_ptr(chunk_s[0], "r"),
+                T.address_of(segments[0, 0]),
+                sequences,
+                tokens,
+                slot,
+            )
+        T.pdl_sync()  # `state_gradients` has ended, and with it `states`
+        T.sync_threads()
+        return chunk_s[0], chunk_s[1], chunk_s[2]
+
+    return find_chunk
+
+
+def gate_vectors(l2norm: bool):
+    """A macro of both: tiles for what the rows of a chunk are multiplied by, two stages of each."""
+    import tilelang.language as T
+
+    C = CHUNK
+
+    @T.macro
+    def allocate_vectors():
+        gamma_s = T.alloc_shared((2, C), "float32")
+        rise_s = T.alloc_shared((2, C), "float32")
+        fall_s = T.alloc_shared((2, C), "float32")
+        beta_s = T.alloc_shared((2, C), "float32")
+        weight_s = T.alloc_shared((2, C), "float32")  # w: 1, or beta of faint rows
+        drop_s = T.alloc_shared((2, C), "float32")  # -exp(gamma) w
+        # Of a key head; gates of the head after the next may be those of the key head after the next, and those of the last be needed still.
+        query_s = T.alloc_shared((4, C), "float32") if l2norm else gamma_s  # 1 / |q|, else not needed
+        key_s = T.alloc_shared((4, C), "float32") if l2norm else gamma_s  # 1 / |k|
+        faint_s = T.alloc_shared((2, 2), "int32")  # whether a row of a warp's is
+        return SimpleNamespace(
+            gamma_s=gamma_s,
+            rise_s=rise_s,
+            fall_s=fall_s,
+            beta_s=beta_s,
+            weight_s=weight_s,
+            drop_s=drop_s,
+            query_s=query_s,
+            key_s=key_s,
+            faint_s=faint_s,
+        )
+
+    return allocate_vectors
+
+
+def gate_parts(dots_of_v: int = 1, dots_of_states: int = 4):
+    """A macro of this kernel, of kernels/gradients_split.py and of kernels/backward.py: tiles for what the gradients of a head's gates and beta are summed
+    from, two stages of each. <D_i, V_i> and <dh, h> are sums of so many."""
+    import tilelang.language as T
+
+    C = CHUNK
+
+    @T.macro
+    def allocate_parts():
+        # inner products of rows, row sums and column sums
+        q_dots_s = T.alloc_shared((2, C), "float32")
+        z_dots_s = T.alloc_shared((2, C), "float32")
+        y_dots_s = T.alloc_shared((2, C), "float32")
+        rows_q_s = T.alloc_shared((2, C), "float32")
+        rows_k_s = T.alloc_shared((2, C), "float32")
+        columns_q_s = T.alloc_shared((2, 4, C), "float32")  # column sums over the 16 rows of each warp
+        columns_k_s = T.alloc_shared((2, 4, C), "float32")
+        halves_s = T.alloc_shared((2,), "float32")  # sums over rows: of <Y, K> of 0..31, of dgamma of 32..63
+        states_dot_s = T.alloc_shared((2, dots_of_states), "float32")  # <dh, h>
+        dot_s = T.alloc_shared((2, C), "float32")  # <D_i, Vd_i>
+        dot_v_s = T.alloc_shared((2, dots_of_v * C), "float32")  # <D_i, V_i>
+        return SimpleNamespace(
+            q_dots_s=q_dots_s,
+            z_dots_s=z_dots_s,
+            y_dots_s=y_dots_s,
+            rows_q_s=rows_q_s,
+            rows_k_s=rows_k_s,
+            columns_q_s=columns_q_s,
+            columns_k_s=columns_k_s,
+            halves_s=halves_s,
+            states_dot_s=states_dot_s,
+            dot_s=dot_s,
+            dot_v_s=dot_v_s,
+        )
+
+    return allocate_parts
+
+
 def gate_gradients(dtype: str, l2norm: bool, dots_of_v: int = 1):
     """A macro of this kernel, of kernels/gradients_split.py and of kernels/backward.py, for q and k of `dtype`, to be normalised or not; <D_i, V_i> is the
     sum of so many."""
@@ -631,6 +728,37 @@ def gate_warps(dtype: str, l2norm: bool, dots_of_v: int = 1):
     return compute_gates
 
 
+def key_head_writer(config: "Config"):
+    """A macro of both: dQ or dK of a key head is complete."""
+    import tilelang.language as T
+
+    K, ctype = config.key_dim, {"bfloat16": "bfloat16_t", "float16": "half_t"}[config.dtype]
+
+    @T.macro
+    def write_key_head(total, tiles, stage, lengths, free, target, row, rows, first, key, key_heads):
+        """One warpgroup writes its `total`, of key head `first + key`, the `key`-th of the block, to `target`, and frees the tile of Q or K, which it may
+        still have to be projected by."""
+        if config.l2norm:
+            T.call_extern(
+                "handle",
+                f"jax_qla_project<{ctype}, {K // 64}>",
+                T.address_of(total[0, 0]),
+                T.access_ptr(tiles[stage, 0, 0], "r"),
+                T.access_ptr(lengths[key % 4, 0], "r"),
+            )
+        T.barrier_arrive(free[stage])
+        T.call_extern(
+            "handle",
+            f"jax_qla_write_tile<{ctype}, {K}>",
+            T.address_of(total[0, 0]),
+            T.access_ptr(target[row, first + key, 0], "r"),
+            rows,
+            key_heads * K,
+        )
+
+    return write_key_head
+
+
 def gap_rows(config: "Config"):
     """A macro of both: rows of no sequence become zero in all results."""
     import tilelang.language as T
@@ -671,8 +799,9 @@ def program(config: Config):
     ctype = {"bfloat16": "bfloat16_t", "float16": "half_t"}[dtype]
     m = macros()
     l2norm, normed = config.l2norm, "true" if config.l2norm else "false"
-    compute_gates = gate_warps(dtype, l2norm)
-    zero_gaps = gap_rows(config)
+    compute_gates, allocate_parts = gate_warps(dtype, l2norm), gate_parts()
+    find_chunk, allocate_vectors = chunk_of_block(), gate_vectors(l2norm)
+    zero_gaps, write_key_head = gap_rows(config), key_head_writer(config)
     tokens, key_heads, value_heads, sequences, state_slots = T.dynamic(
         "tokens, key_heads, value_heads, sequences, state_slots"
     )
@@ -727,23 +856,7 @@ def program(config: Config):
         ):
             T.annotate_min_blocks_per_sm(1)
             m.leave_unless(only, balanced)
-            # One warp for all, and by way of shared memory: registers are few.
-            chunk_s = T.alloc_shared((4,), "int32")
-            if T.get_thread_binding() < 32:
-                T.call_extern(
-                    "handle",
-                    "jax_qla_find_chunk",
-                    T.access_ptr(chunk_s[0], "r"),
-                    T.address_of(segments[0, 0]),
-                    sequences,
-                    tokens,
-                    slot,
-                )
-            T.pdl_sync()  # `state_gradients` has ended, and with it `states`
-            T.sync_threads()
-            row = chunk_s[0]
-            rows = chunk_s[1]
-            fill = chunk_s[2]
+            row, rows, fill = find_chunk(segments, sequences, tokens, slot)
             first = T.alloc_var("int32")  # first key head of this block
             keys = T.alloc_var("int32")  # their number
             heads = T.alloc_var("int32")  # and that of their value heads
@@ -767,58 +880,14 @@ def program(config: Config):
             dh_s = T.alloc_shared((V, K), dtype)
             e_s = T.alloc_shared((C, C), dtype)  # scale (dO Vd^T o G)
             f_s = T.alloc_shared((C, C), dtype)  # M + M^T, M = -w (D Vd^T o G) strictly lower
-            gamma_s = T.alloc_shared((2, C), "float32")
-            rise_s = T.alloc_shared((2, C), "float32")
-            fall_s = T.alloc_shared((2, C), "float32")
-            beta_s = T.alloc_shared((2, C), "float32")
-            weight_s = T.alloc_shared((2, C), "float32")  # w: 1, or beta of faint rows
-            drop_s = T.alloc_shared((2, C), "float32")  # -exp(gamma) w
-            # Of a key head; gates of the head after the next may be those of the key head after the next, and those of the last be needed still.
-            query_s = T.alloc_shared((4, C), "float32") if l2norm else gamma_s  # 1 / |q|, else not needed
-            key_s = T.alloc_shared((4, C), "float32") if l2norm else gamma_s  # 1 / |k|
-            faint_s = T.alloc_shared((2, 2), "int32")  # whether a row of a warp's is
-            vectors = SimpleNamespace(
-                gamma_s=gamma_s,
-                rise_s=rise_s,
-                fall_s=fall_s,
-                beta_s=beta_s,
-                weight_s=weight_s,
-                drop_s=drop_s,
-                faint_s=faint_s,
-                query_s=query_s,
-                key_s=key_s,
-            )
-            # parts of dgamma and dbeta, by stage: inner products of rows, row sums and column sums
-            q_dots_s = T.alloc_shared((2, C), "float32")
-            z_dots_s = T.alloc_shared((2, C), "float32")
-            y_dots_s = T.alloc_shared((2, C), "float32")
-            rows_q_s = T.alloc_shared((2, C), "float32")
-            rows_k_s = T.alloc_shared((2, C), "float32")
-            columns_q_s = T.alloc_shared((2, 4, C), "float32")  # column sums over the 16 rows of each warp
-            columns_k_s = T.alloc_shared((2, 4, C), "float32")
-            halves_s = T.alloc_shared((2,), "float32")  # sums over rows: of <Y, K> of 0..31, of dgamma of 32..63
-            states_dot_s = T.alloc_shared((2, 4), "float32")  # <dh, h> by warp
-            dot_s = T.alloc_shared((2, C), "float32")
-            dot_v_s = T.alloc_shared((2, C), "float32")
+            vectors = allocate_vectors()
+            parts = allocate_parts()  # <dh, h> by warp
             k_loaded = T.alloc_barrier([32] * 2)
             k_ready = T.alloc_barrier([128] * 2)
             k_free = T.alloc_barrier([256] * 2)
             q_loaded = T.alloc_barrier([32])
             q_ready = T.alloc_barrier([128])
             q_free = T.alloc_barrier([256])
-            parts = SimpleNamespace(
-                rows_k_s=rows_k_s,
-                rows_q_s=rows_q_s,
-                z_dots_s=z_dots_s,
-                q_dots_s=q_dots_s,
-                y_dots_s=y_dots_s,
-                columns_q_s=columns_q_s,
-                columns_k_s=columns_k_s,
-                dot_s=dot_s,
-                dot_v_s=dot_v_s,
-                halves_s=halves_s,
-                states_dot_s=states_dot_s,
-            )
             do_loaded = T.alloc_barrier([32])
             do_free = T.alloc_barrier([128])
             rows_loaded = T.alloc_barrier([32] * 2)
@@ -911,7 +980,7 @@ def program(config: Config):
                                 f"jax_qla_inner<{ctype}, {V}, {K}>",
                                 T.address_of(h_s[0, 0]),
                                 T.address_of(dh_s[0, 0]),
-                                T.address_of(states_dot_s[at, 0]),
+                                T.address_of(parts.states_dot_s[at, 0]),
                             )
                             T.barrier_arrive(h_free[0])
                             T.barrier_arrive(dh_free[0])
@@ -921,14 +990,14 @@ def program(config: Config):
                                 f"jax_qla_row_dots<{ctype}, {V}>",
                                 T.address_of(dv_s[at, 0, 0]),
                                 T.address_of(vd_s[at, 0, 0]),
-                                T.address_of(dot_s[at, 0]),
+                                T.address_of(parts.dot_s[at, 0]),
                             )
-                            if faint_s[at, 0] + faint_s[at, 1] > 0:
+                            if vectors.faint_s[at, 0] + vectors.faint_s[at, 1] > 0:
                                 T.call_extern(
                                     "handle",
                                     f"jax_qla_scale_faint_rows<{ctype}, {V}>",
                                     T.address_of(dv_s[at, 0, 0]),
-                                    T.address_of(beta_s[at, 0]),
+                                    T.address_of(vectors.beta_s[at, 0]),
                                     rows,
                                     value_heads,
                                     T.address_of(dv[row, head, 0]),
@@ -940,7 +1009,7 @@ def program(config: Config):
                                     T.address_of(v[row, head, 0]),
                                     rows,
                                     value_heads,
-                                    T.address_of(dot_v_s[at, 0]),
+                                    T.address_of(parts.dot_v_s[at, 0]),
                                 )
                             T.barrier_arrive(rows_free[at])
                             T.barrier_arrive(dots_ready[at])
@@ -985,9 +1054,9 @@ def program(config: Config):
                                 f"jax_qla_decayed<true, {normed}>",
                                 T.address_of(s_k[0, 0]),
                                 T.address_of(kk[0, 0]),
-                                T.address_of(gamma_s[at_k, 0]),
-                                T.address_of(weight_s[at_k, 0]),
-                                T.address_of(key_s[key_k % 4, 0]),
+                                T.address_of(vectors.gamma_s[at_k, 0]),
+                                T.address_of(vectors.weight_s[at_k, 0]),
+                                T.address_of(vectors.key_s[key_k % 4, 0]),
                                 T.float32(-1),
                                 rows,
                                 T.address_of(sums_k[0]),
@@ -996,8 +1065,8 @@ def program(config: Config):
                                 "handle",
                                 f"jax_qla_store_symmetric<{ctype}, {normed}>",
                                 T.address_of(s_k[0, 0]),
-                                T.address_of(weight_s[at_k, 0]),
-                                T.address_of(key_s[key_k % 4, 0]),
+                                T.address_of(vectors.weight_s[at_k, 0]),
+                                T.address_of(vectors.key_s[key_k % 4, 0]),
                                 T.address_of(f_s[0, 0]),
                             )
                             T.fence_proxy_async()
@@ -1015,8 +1084,8 @@ def program(config: Config):
                                 "handle",
                                 "jax_qla_write_sums",
                                 T.address_of(sums_k[0]),
-                                T.access_ptr(rows_k_s[at_k, 0], "r"),
-                                T.access_ptr(columns_k_s[at_k, 0, 0], "r"),
+                                T.access_ptr(parts.rows_k_s[at_k, 0], "r"),
+                                T.access_ptr(parts.columns_k_s[at_k, 0, 0], "r"),
                             )
                             for part in tuple(range(K // 64)):
                                 T.call_extern(
@@ -1031,8 +1100,8 @@ def program(config: Config):
                                     f"jax_qla_add_rows<{ctype}, {normed}>",
                                     T.address_of(dk_f[0, part * 64]),
                                     T.address_of(z_k[0, 0]),
-                                    T.access_ptr(drop_s[at_k, 0], "r"),
-                                    T.access_ptr(key_s[key_k % 4, 0], "r"),
+                                    T.access_ptr(vectors.drop_s[at_k, 0], "r"),
+                                    T.access_ptr(vectors.key_s[key_k % 4, 0], "r"),
                                     T.float32(1),
                                     T.address_of(key_pairs[0]),
                                     T.address_of(dots[0]),
@@ -1047,8 +1116,8 @@ def program(config: Config):
                                     f"jax_qla_add_rows<{ctype}, false>",
                                     T.address_of(dk_f[0, part * 64]),
                                     T.address_of(y_k[0, 0]),
-                                    T.access_ptr(fall_s[at_k, 0], "r"),
-                                    T.access_ptr(key_s[key_k % 4, 0], "r"),
+                                    T.access_ptr(vectors.fall_s[at_k, 0], "r"),
+                                    T.access_ptr(vectors.key_s[key_k % 4, 0], "r"),
                                     T.float32(1),
                                     T.address_of(key_pairs[0]),
                                     T.address_of(dots[2]),
@@ -1061,13 +1130,13 @@ def program(config: Config):
                                 "handle",
                                 "jax_qla_write_rows",
                                 T.address_of(dots[0]),
-                                T.access_ptr(z_dots_s[at_k, 0], "r"),
+                                T.access_ptr(parts.z_dots_s[at_k, 0], "r"),
                             )
                             T.call_extern(
                                 "handle",
                                 "jax_qla_write_rows",
                                 T.address_of(dots[2]),
-                                T.access_ptr(y_dots_s[at_k, 0], "r"),
+                                T.access_ptr(parts.y_dots_s[at_k, 0], "r"),
                             )
                             T.barrier_arrive(parts_ready[at_k])
                             T.barrier_arrive(rows_free[at_k])  # what follows reads neither rows nor gates
@@ -1079,22 +1148,8 @@ def program(config: Config):
                             T.wait_wgmma(0)
                             T.barrier_arrive(e_free[0])
                         T.barrier_arrive(q_free[0])
-                        if l2norm:
-                            T.call_extern(
-                                "handle",
-                                f"jax_qla_project<{ctype}, {K // 64}>",
-                                T.address_of(dk_f[0, 0]),
-                                T.access_ptr(k_s[key_k % 2, 0, 0], "r"),
-                                T.access_ptr(key_s[key_k % 4, 0], "r"),
-                            )
-                        T.barrier_arrive(k_free[key_k % 2])
-                        T.call_extern(
-                            "handle",
-                            f"jax_qla_write_tile<{ctype}, {K}>",
-                            T.address_of(dk_f[0, 0]),
-                            T.access_ptr(dk[row, first + key_k, 0], "r"),
-                            rows,
-                            key_heads * K,
+                        write_key_head(
+                            dk_f, k_s, key_k % 2, vectors.key_s, k_free, dk, row, rows, first, key_k, key_heads
                         )
             else:
                 T.set_max_nreg(184, 1)
@@ -1129,9 +1184,9 @@ def program(config: Config):
                                 f"jax_qla_decayed<false, {normed}>",
                                 T.address_of(s_q[0, 0]),
                                 T.address_of(p[0, 0]),
-                                T.address_of(gamma_s[at_q, 0]),
-                                T.address_of(beta_s[at_q, 0]),
-                                T.address_of(query_s[key_q % 4, 0]),
+                                T.address_of(vectors.gamma_s[at_q, 0]),
+                                T.address_of(vectors.beta_s[at_q, 0]),
+                                T.address_of(vectors.query_s[key_q % 4, 0]),
                                 scale,
                                 rows,
                                 T.address_of(sums_q[0]),
@@ -1149,8 +1204,8 @@ def program(config: Config):
                                 "handle",
                                 "jax_qla_write_sums",
                                 T.address_of(sums_q[0]),
-                                T.access_ptr(rows_q_s[at_q, 0], "r"),
-                                T.access_ptr(columns_q_s[at_q, 0, 0], "r"),
+                                T.access_ptr(parts.rows_q_s[at_q, 0], "r"),
+                                T.access_ptr(parts.columns_q_s[at_q, 0, 0], "r"),
                             )
                             T.barrier_wait(h_loaded[0], at_q)
                             T.wgmma_gemm(do_s[0, :, :], h_s, t_q, clear_accum=True)
@@ -1171,8 +1226,8 @@ def program(config: Config):
                                     f"jax_qla_add_rows<{ctype}, {normed}>",
                                     T.address_of(dq_f[0, part_q * 64]),
                                     T.address_of(t_q[0, part_q * 64]),
-                                    T.access_ptr(rise_s[at_q, 0], "r"),
-                                    T.access_ptr(query_s[key_q % 4, 0], "r"),
+                                    T.access_ptr(vectors.rise_s[at_q, 0], "r"),
+                                    T.access_ptr(vectors.query_s[key_q % 4, 0], "r"),
                                     scale,
                                     T.address_of(queries[0]),
                                     T.address_of(dots_q[0]),
@@ -1181,27 +1236,11 @@ def program(config: Config):
                                 "handle",
                                 "jax_qla_write_rows",
                                 T.address_of(dots_q[0]),
-                                T.access_ptr(q_dots_s[at_q, 0], "r"),
+                                T.access_ptr(parts.q_dots_s[at_q, 0], "r"),
                             )
                             T.barrier_arrive(parts_ready[at_q])
                         T.barrier_arrive(k_free[key_q % 2])
-                        if l2norm:
-                            T.call_extern(
-                                "handle",
-                                f"jax_qla_project<{ctype}, {K // 64}>",
-                                T.address_of(dq_f[0, 0]),
-                                T.access_ptr(q_s[0, 0, 0], "r"),
-                                T.access_ptr(query_s[key_q % 4, 0], "r"),
-                            )
-                        T.barrier_arrive(q_free[0])
-                        T.call_extern(
-                            "handle",
-                            f"jax_qla_write_tile<{ctype}, {K}>",
-                            T.address_of(dq_f[0, 0]),
-                            T.access_ptr(dq[row, first + key_q, 0], "r"),
-                            rows,
-                            key_heads * K,
-                        )
+                        write_key_head(dq_f, q_s, 0, vectors.query_s, q_free, dq, row, rows, first, key_q, key_heads)
 
     return gradients
 

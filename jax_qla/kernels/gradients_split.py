@@ -25,7 +25,15 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
 from jax_qla.kernels.common import CHUNK, SHORT, accumulator_layout, macros
-from jax_qla.kernels.gradients import PRELUDE, gap_rows, gate_warps
+from jax_qla.kernels.gradients import (
+    PRELUDE,
+    chunk_of_block,
+    gap_rows,
+    gate_parts,
+    gate_vectors,
+    gate_warps,
+    key_head_writer,
+)
 
 if TYPE_CHECKING:
     from jax_qla.kernels.gradients import Config
@@ -60,8 +68,9 @@ def program(config: "Config"):
     m = macros()
     l2norm, normed = config.l2norm, "true" if config.l2norm else "false"
     of_k, of_v = K // 64, V // 64  # parts of 64
-    compute_gates = gate_warps(dtype, l2norm, of_v)
-    zero_gaps = gap_rows(config)
+    compute_gates, allocate_parts = gate_warps(dtype, l2norm, of_v), gate_parts(of_v, 12 * of_k * of_v)
+    find_chunk, allocate_vectors = chunk_of_block(), gate_vectors(l2norm)
+    zero_gaps, write_key_head = gap_rows(config), key_head_writer(config)
     tokens, key_heads, value_heads, sequences, state_slots = T.dynamic(
         "tokens, key_heads, value_heads, sequences, state_slots"
     )
@@ -147,23 +156,7 @@ def program(config: "Config"):
         ):
             T.annotate_min_blocks_per_sm(1)
             m.leave_unless(only, balanced)
-            # One warp for all, and by way of shared memory: registers are few.
-            chunk_s = T.alloc_shared((4,), "int32")
-            if T.get_thread_binding() < 32:
-                T.call_extern(
-                    "handle",
-                    "jax_qla_find_chunk",
-                    T.access_ptr(chunk_s[0], "r"),
-                    T.address_of(segments[0, 0]),
-                    sequences,
-                    tokens,
-                    slot,
-                )
-            T.pdl_sync()  # `state_gradients` has ended, and with it `states`
-            T.sync_threads()
-            row = chunk_s[0]
-            rows = chunk_s[1]
-            fill = chunk_s[2]
+            row, rows, fill = find_chunk(segments, sequences, tokens, slot)
             first = T.alloc_var("int32")  # first key head of this block
             keys = T.alloc_var("int32")  # their number
             heads = T.alloc_var("int32")  # and that of their value heads
@@ -189,53 +182,8 @@ def program(config: "Config"):
             dh_s = T.alloc_shared((4, 64, 64), dtype)
             e_s = T.alloc_shared((C, C), dtype)  # scale (dO Vd^T o G)
             f_s = T.alloc_shared((C, C), dtype)  # M + M^T, M = -w (D Vd^T o G) strictly lower
-            gamma_s = T.alloc_shared((2, C), "float32")
-            rise_s = T.alloc_shared((2, C), "float32")
-            fall_s = T.alloc_shared((2, C), "float32")
-            beta_s = T.alloc_shared((2, C), "float32")
-            weight_s = T.alloc_shared((2, C), "float32")  # w: 1, or beta of faint rows
-            drop_s = T.alloc_shared((2, C), "float32")  # -exp(gamma) w
-            query_s = T.alloc_shared((4, C), "float32") if l2norm else gamma_s  # 1 / |q|, else not needed
-            key_s = T.alloc_shared((4, C), "float32") if l2norm else gamma_s  # 1 / |k|
-            faint_s = T.alloc_shared((2, 2), "int32")  # whether a row of a warp's is
-            vectors = SimpleNamespace(
-                gamma_s=gamma_s,
-                rise_s=rise_s,
-                fall_s=fall_s,
-                beta_s=beta_s,
-                weight_s=weight_s,
-                drop_s=drop_s,
-                faint_s=faint_s,
-                query_s=query_s,
-                key_s=key_s,
-            )
-            # parts of dgamma and dbeta, by stage: inner products of rows, row sums and column sums
-            q_dots_s = T.alloc_shared((2, C), "float32")
-            z_dots_s = T.alloc_shared((2, C), "float32")
-            y_dots_s = T.alloc_shared((2, C), "float32")
-            rows_q_s = T.alloc_shared((2, C), "float32")
-            rows_k_s = T.alloc_shared((2, C), "float32")
-            columns_q_s = T.alloc_shared((2, 4, C), "float32")  # column sums over the 16 rows of each warp
-            columns_k_s = T.alloc_shared((2, 4, C), "float32")
-            halves_s = T.alloc_shared((2,), "float32")  # sums over rows: of <Y, K> of 0..31, of dgamma of 32..63
-            states_dot_s = T.alloc_shared(
-                (2, 12 * of_k * of_v), "float32"
-            )  # <dh, h> by warp, tile and product of parts
-            dot_s = T.alloc_shared((2, C), "float32")
-            dot_v_s = T.alloc_shared((2, of_v * C), "float32")
-            parts = SimpleNamespace(
-                rows_k_s=rows_k_s,
-                rows_q_s=rows_q_s,
-                z_dots_s=z_dots_s,
-                q_dots_s=q_dots_s,
-                y_dots_s=y_dots_s,
-                columns_q_s=columns_q_s,
-                columns_k_s=columns_k_s,
-                dot_s=dot_s,
-                dot_v_s=dot_v_s,
-                halves_s=halves_s,
-                states_dot_s=states_dot_s,
-            )
+            vectors = allocate_vectors()
+            parts = allocate_parts()  # <dh, h> by warp, tile and product of parts
             k_loaded = T.alloc_barrier([32] * 2)
             k_ready = T.alloc_barrier([128] * 2)
             k_free = T.alloc_barrier([256] * 2)
@@ -344,17 +292,17 @@ def program(config: "Config"):
                                             f"jax_qla_inner<{ctype}, 64, 64>",
                                             T.address_of(h_s[turn_i % 2 * 2 + of_h, 0, 0]),
                                             T.address_of(dh_s[turn_i % 2 * 2 + of_dh, 0, 0]),
-                                            T.address_of(states_dot_s[at, 12 * (v_i * of_k + k_i) + 4 * product]),
+                                            T.address_of(parts.states_dot_s[at, 12 * (v_i * of_k + k_i) + 4 * product]),
                                         )
                                     T.barrier_arrive(h_free[turn_i % 2])
                                     T.barrier_arrive(dh_free[turn_i % 2])
                                 T.barrier_wait(rows_loaded[turn_of_v % 2], turn_of_v // 2 % 2)
-                                if faint_s[at, 0] + faint_s[at, 1] > 0:
+                                if vectors.faint_s[at, 0] + vectors.faint_s[at, 1] > 0:
                                     T.call_extern(
                                         "handle",
                                         f"jax_qla_scale_faint_rows<{ctype}, 64>",
                                         T.address_of(d_s[turn_of_v % 2, 0, 0]),
-                                        T.address_of(beta_s[at, 0]),
+                                        T.address_of(vectors.beta_s[at, 0]),
                                         rows,
                                         value_heads * of_v,
                                         T.address_of(dv[row, head, v_i * 64]),
@@ -366,7 +314,7 @@ def program(config: "Config"):
                                         T.address_of(v[row, head, v_i * 64]),
                                         rows,
                                         value_heads * of_v,
-                                        T.address_of(dot_v_s[at, v_i * C]),
+                                        T.address_of(parts.dot_v_s[at, v_i * C]),
                                     )
                                 T.barrier_arrive(rows_free[turn_of_v % 2])
                             T.barrier_arrive(dots_ready[at])
@@ -422,13 +370,13 @@ def program(config: "Config"):
                                     T.wait_wgmma(3)
                                     T.barrier_arrive(h_free[turn_k % 2])
                                     add_rows(
-                                        *(dk_f, k_k, z_k, drop_s, at_k, key_s, key_k % 4, T.float32(1)),
+                                        *(dk_f, k_k, z_k, vectors.drop_s, at_k, vectors.key_s, key_k % 4, T.float32(1)),
                                         *(key_pairs, dots, 0, normed),
                                     )
                                     T.wait_wgmma(0)
                                     T.barrier_arrive(dh_free[turn_k % 2])
                                     add_rows(
-                                        *(dk_f, k_k, y_k, fall_s, at_k, key_s, key_k % 4, T.float32(1)),
+                                        *(dk_f, k_k, y_k, vectors.fall_s, at_k, vectors.key_s, key_k % 4, T.float32(1)),
                                         *(key_pairs, dots, 2, "false"),
                                     )
                                 T.barrier_arrive(rows_free[stage_k])
@@ -439,7 +387,7 @@ def program(config: "Config"):
                                 "handle",
                                 "jax_qla_write_diagonal",
                                 T.address_of(s_k[0, 0]),
-                                T.access_ptr(dot_s[at_k, 0], "r"),
+                                T.access_ptr(parts.dot_s[at_k, 0], "r"),
                             )
                             T.wait_wgmma(0)
                             # A warp writes rows of M + M^T that another reads: none may be at work on the last head's any more.
@@ -450,9 +398,9 @@ def program(config: "Config"):
                                 f"jax_qla_decayed<true, {normed}>",
                                 T.address_of(s_k[0, 0]),
                                 T.address_of(kk[0, 0]),
-                                T.address_of(gamma_s[at_k, 0]),
-                                T.address_of(weight_s[at_k, 0]),
-                                T.address_of(key_s[key_k % 4, 0]),
+                                T.address_of(vectors.gamma_s[at_k, 0]),
+                                T.address_of(vectors.weight_s[at_k, 0]),
+                                T.address_of(vectors.key_s[key_k % 4, 0]),
                                 T.float32(-1),
                                 rows,
                                 T.address_of(sums_k[0]),
@@ -461,8 +409,8 @@ def program(config: "Config"):
                                 "handle",
                                 f"jax_qla_store_symmetric<{ctype}, {normed}>",
                                 T.address_of(s_k[0, 0]),
-                                T.address_of(weight_s[at_k, 0]),
-                                T.address_of(key_s[key_k % 4, 0]),
+                                T.address_of(vectors.weight_s[at_k, 0]),
+                                T.address_of(vectors.key_s[key_k % 4, 0]),
                                 T.address_of(f_s[0, 0]),
                             )
                             T.fence_proxy_async()
@@ -472,11 +420,11 @@ def program(config: "Config"):
                                 "handle",
                                 "jax_qla_write_sums",
                                 T.address_of(sums_k[0]),
-                                T.access_ptr(rows_k_s[at_k, 0], "r"),
-                                T.access_ptr(columns_k_s[at_k, 0, 0], "r"),
+                                T.access_ptr(parts.rows_k_s[at_k, 0], "r"),
+                                T.access_ptr(parts.columns_k_s[at_k, 0, 0], "r"),
                             )
-                            write_rows(dots, 0, z_dots_s, at_k)
-                            write_rows(dots, 2, y_dots_s, at_k)
+                            write_rows(dots, 0, parts.z_dots_s, at_k)
+                            write_rows(dots, 2, parts.y_dots_s, at_k)
                             T.barrier_arrive(parts_ready[at_k])
                             T.barrier_wait(e_ready[0], at_k)
                             if r_k == 0:
@@ -485,22 +433,8 @@ def program(config: "Config"):
                             T.wait_wgmma(0)
                             T.barrier_arrive(e_free[0])
                         T.barrier_arrive(q_free[0])
-                        if l2norm:
-                            T.call_extern(
-                                "handle",
-                                f"jax_qla_project<{ctype}, {of_k}>",
-                                T.address_of(dk_f[0, 0]),
-                                T.access_ptr(k_s[key_k % 2, 0, 0], "r"),
-                                T.access_ptr(key_s[key_k % 4, 0], "r"),
-                            )
-                        T.barrier_arrive(k_free[key_k % 2])
-                        T.call_extern(
-                            "handle",
-                            f"jax_qla_write_tile<{ctype}, {K}>",
-                            T.address_of(dk_f[0, 0]),
-                            T.access_ptr(dk[row, first + key_k, 0], "r"),
-                            rows,
-                            key_heads * K,
+                        write_key_head(
+                            dk_f, k_s, key_k % 2, vectors.key_s, k_free, dk, row, rows, first, key_k, key_heads
                         )
             else:
                 T.set_max_nreg(184, 1)
@@ -543,7 +477,7 @@ def program(config: "Config"):
                                     T.wait_wgmma(0)
                                     T.barrier_arrive(h_free[turn_q % 2])
                                     add_rows(
-                                        *(dq_f, k_q, t_q, rise_s, at_q, query_s, key_q % 4, scale),
+                                        *(dq_f, k_q, t_q, vectors.rise_s, at_q, vectors.query_s, key_q % 4, scale),
                                         *(queries, dots_q, 0, normed),
                                     )
                                 T.barrier_arrive(rows_free[stage_q])
@@ -556,9 +490,9 @@ def program(config: "Config"):
                                 f"jax_qla_decayed<false, {normed}>",
                                 T.address_of(s_q[0, 0]),
                                 T.address_of(p[0, 0]),
-                                T.address_of(gamma_s[at_q, 0]),
-                                T.address_of(beta_s[at_q, 0]),
-                                T.address_of(query_s[key_q % 4, 0]),
+                                T.address_of(vectors.gamma_s[at_q, 0]),
+                                T.address_of(vectors.beta_s[at_q, 0]),
+                                T.address_of(vectors.query_s[key_q % 4, 0]),
                                 scale,
                                 rows,
                                 T.address_of(sums_q[0]),
@@ -581,29 +515,13 @@ def program(config: "Config"):
                                 "handle",
                                 "jax_qla_write_sums",
                                 T.address_of(sums_q[0]),
-                                T.access_ptr(rows_q_s[at_q, 0], "r"),
-                                T.access_ptr(columns_q_s[at_q, 0, 0], "r"),
+                                T.access_ptr(parts.rows_q_s[at_q, 0], "r"),
+                                T.access_ptr(parts.columns_q_s[at_q, 0, 0], "r"),
                             )
-                            write_rows(dots_q, 0, q_dots_s, at_q)
+                            write_rows(dots_q, 0, parts.q_dots_s, at_q)
                             T.barrier_arrive(parts_ready[at_q])
                             T.wait_wgmma(0)
                         T.barrier_arrive(k_free[key_q % 2])
-                        if l2norm:
-                            T.call_extern(
-                                "handle",
-                                f"jax_qla_project<{ctype}, {of_k}>",
-                                T.address_of(dq_f[0, 0]),
-                                T.access_ptr(q_s[0, 0, 0], "r"),
-                                T.access_ptr(query_s[key_q % 4, 0], "r"),
-                            )
-                        T.barrier_arrive(q_free[0])
-                        T.call_extern(
-                            "handle",
-                            f"jax_qla_write_tile<{ctype}, {K}>",
-                            T.address_of(dq_f[0, 0]),
-                            T.access_ptr(dq[row, first + key_q, 0], "r"),
-                            rows,
-                            key_heads * K,
-                        )
+                        write_key_head(dq_f, q_s, 0, vectors.query_s, q_free, dq, row, rows, first, key_q, key_heads)
 
     return gradients

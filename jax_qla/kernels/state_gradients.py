@@ -292,18 +292,8 @@ def program(config: Config):
                 slot = T.alloc_var("int32")
                 if awaits == STATE:
                     T.pdl_sync()
-                begin_with(
-                    d,
-                    d_final_state,
-                    leaving,
-                    pieces,
-                    final_states,
-                    cut_pieces,
-                    n,
-                    head,
-                    first,
-                    count > 0 or target >= 0,
-                )
+                wanted = count > 0 or target >= 0
+                begin_with(d, d_final_state, leaving, pieces, final_states, cut_pieces, n, head, first, wanted)
                 for c in T.serial(count):
                     at = c % stages
                     line = start + (count - 1 - c) * C

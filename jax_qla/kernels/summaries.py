@@ -36,10 +36,10 @@ from types import SimpleNamespace
 import jax
 import jax.numpy as jnp
 
+from jax_qla.kernels import uncut
 from jax_qla.kernels.common import (
     CHUNK,
     FIRST,
-    FORGOTTEN,
     LAST,
     PASS_CONFIGS,
     PRELUDE,
@@ -58,7 +58,6 @@ from jax_qla.kernels.specification import (
     scan_slots,
     unpack_inverses,
 )
-from jax_qla.kernels.uncut import UNCUT_PRELUDE
 
 __all__ = ["PASS_CONFIGS", "Config", "program", "specification"]
 
@@ -121,7 +120,7 @@ def program(config: Config):
     tiles = value_tiles + K // 64  # blocks a piece and head
     l2norm, split = config.l2norm, config.split
     stages = 3
-    m = macros()
+    m, leave_if_uncut = macros(), uncut.macro()
     tokens, key_heads, value_heads, parts = T.dynamic("tokens, key_heads, value_heads, parts")
     places = T.dynamic("places")  # for cuts
     sequences = T.dynamic("sequences")
@@ -148,14 +147,10 @@ def program(config: Config):
         with T.Kernel(
             places * tiles * value_heads,
             threads=256,
-            prelude=PRELUDE + INVERSE_PRELUDE + REACH_PRELUDE + ITEM_PRELUDE + UNCUT_PRELUDE + MAP_PRELUDE,
+            prelude=PRELUDE + INVERSE_PRELUDE + REACH_PRELUDE + ITEM_PRELUDE + uncut.UNCUT_PRELUDE + MAP_PRELUDE,
         ) as block:
             T.annotate_min_blocks_per_sm(2)
-            if T.call_extern("int32", "jax_qla_uncut", T.address_of(bounds[0, 0]), sequences, cut_beyond) != 0:
-                T.pdl_trigger()
-                if block == 0:
-                    T.pdl_sync()  # one block is enough
-                T.thread_return()
+            leave_if_uncut(bounds, sequences, cut_beyond, block == 0)
             T.pdl_sync()  # `prepare` has ended
             T.pdl_trigger()  # what follows waits by itself
             head = T.alloc_var("int32")
@@ -190,16 +185,7 @@ def program(config: Config):
             key_head = T.truncdiv(head, ratio)
             tx = T.get_thread_binding()
             chunks = (end - start + C - 1) // C
-            count = T.call_extern(
-                "int32",
-                "jax_qla_reach<true>",
-                T.address_of(gamma[0, head]),
-                value_heads,
-                start,
-                end,
-                chunks,
-                T.float32(FORGOTTEN),
-            )
+            count = m.chunks_that_matter(gamma, value_heads, head, start, end, chunks, from_end=True)
             if tile == 0 and tx == 0:
                 forgotten[piece, head] = T.Select(count < 0 and position != FIRST, 0, 1)
                 if pieces[cuts[item[1], 1], 3] >= LAST:  # of which nobody else says it

@@ -21,3 +21,19 @@ __device__ __forceinline__ int jax_qla_uncut(const int* bounds, int count, int c
   return 1;
 }
 """
+
+
+def macro():
+    """The macro `leave_if_uncut`, built on demand so that importing this needs no TileLang."""
+    import tilelang.language as T
+
+    @T.macro
+    def leave_if_uncut(bounds, sequences, cut_beyond, first_block):
+        """Of a kernel that computes what lies between pieces: where there are none, all blocks return, and the next kernel may begin at once."""
+        if T.call_extern("int32", "jax_qla_uncut", T.address_of(bounds[0, 0]), sequences, cut_beyond) != 0:
+            T.pdl_trigger()
+            if first_block:
+                T.pdl_sync()  # one block is enough
+            T.thread_return()
+
+    return leave_if_uncut
