@@ -20,7 +20,6 @@ kernels/state_gradients.py:
 """
 
 from dataclasses import dataclass
-from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -126,47 +125,9 @@ def program(config: Config):
             if count < 0:
                 count = chunks
 
-            q_s = T.alloc_shared((stages, C, K), dtype)
-            k_s = T.alloc_shared((stages, C, K), dtype)
-            do_s = T.alloc_shared((stages, C, 64), dtype)
-            T.annotate_layout({do_s: make_full_bank_swizzled_layout(do_s)})  # which nothing else here asks for
-            a_s = T.alloc_shared((stages, C, C), dtype)  # without its diagonal
-            if split:
-                low_s = T.alloc_shared((stages, C, C), dtype)  # its low part
-            p_s = T.alloc_shared((2, C, C), dtype)
-            gamma_s = T.alloc_shared((stages, C), "float32")
-            rise_s = T.alloc_shared((stages, C), "float32")
-            fall_s = T.alloc_shared((stages, C), "float32")
-            beta_s = T.alloc_shared((stages, C), "float32")
-            drop_s = T.alloc_shared((stages, C), "float32")  # -exp(gamma) beta, over |k|^2 if keys are normalised
-            lift_s = T.alloc_shared((stages, C), "float32")  # scale exp(gamma), over |q| if queries are normalised
-            query_s = T.alloc_shared((stages, C), "float32") if l2norm else gamma_s  # 1 / |q|, else not needed
-            loaded = T.alloc_barrier([64] * stages)
-            gated = T.alloc_barrier([64] * stages)
-            ready = T.alloc_barrier([128] * stages)
-            free = T.alloc_barrier([128] * stages)
-            taken = T.alloc_barrier([128] * 2)
-            shared = SimpleNamespace(
-                q_s=q_s,
-                k_s=k_s,
-                a_s=a_s,
-                low_s=low_s if split else None,
-                do_s=do_s,
-                p_s=p_s,
-                gamma_s=gamma_s,
-                rise_s=rise_s,
-                fall_s=fall_s,
-                beta_s=beta_s,
-                drop_s=drop_s,
-                lift_s=lift_s,
-                out_s=None,
-                query_s=query_s,
-                loaded=loaded,
-                taken=taken,
-                gated=gated,
-                ready=ready,
-                free=free,
-            )
+            shared = m.tiles_last_first(K, 64, stages, dtype, split, l2norm, False, 128)
+            # a layout that nothing else here asks for
+            T.annotate_layout({shared.do_s: make_full_bank_swizzled_layout(shared.do_s)})
 
             if tx >= 256:
                 T.set_max_nreg(24, 0)
@@ -217,44 +178,46 @@ def program(config: Config):
                     at = c % stages
                     if not split:
                         T.copy(d, d_b)
-                    T.barrier_wait(ready[at], (c // stages) % 2)
+                    T.barrier_wait(shared.ready[at], (c // stages) % 2)
                     # dVd = exp(gamma_C - gamma) K dS + P^T dO
-                    T.call_extern("handle", "jax_qla_load_transposed", do_t.data, T.access_ptr(do_s[at, 0, 0], "r"))
-                    m.multiply_lower(do_t, p_s, c % 2, from_output)
+                    T.call_extern(
+                        "handle", "jax_qla_load_transposed", do_t.data, T.access_ptr(shared.do_s[at, 0, 0], "r")
+                    )
+                    m.multiply_lower(do_t, shared.p_s, c % 2, from_output)
                     if split:
-                        m.multiply_state_split(d, d_b, k_s, at, u, None)
+                        m.multiply_state_split(d, d_b, shared.k_s, at, u, None)
                     else:
                         m.forget(u)
-                        T.wgmma_gemm(d_b, k_s[at, :, :], u, transpose_B=True, clear_accum=True)
+                        T.wgmma_gemm(d_b, shared.k_s[at, :, :], u, transpose_B=True, clear_accum=True)
                     for i, j in T.Parallel(64, C):
-                        do_b[i, j] = T.cast(do_t[i, j], "float32") * lift_s[at, j]
+                        do_b[i, j] = T.cast(do_t[i, j], "float32") * shared.lift_s[at, j]
                     T.wait_wgmma(0)
-                    T.barrier_arrive(taken[c % 2])
+                    T.barrier_arrive(shared.taken[c % 2])
                     for i, j in T.Parallel(64, C):
-                        u[i, j] = u[i, j] * fall_s[at, j] + from_output[i, j]
+                        u[i, j] = u[i, j] * shared.fall_s[at, j] + from_output[i, j]
                     T.copy(u, dvd_b)
                     # dX = A^T dVd, on the diagonal (of ones), which a_s lacks, without the rounding of dVd
                     if split:
                         m.keep_low(u, dvd_b, low)
-                    m.multiply_inverse(dvd_b, a_s, at, u, True, False)
+                    m.multiply_inverse(dvd_b, shared.a_s, at, u, True, False)
                     if split:
-                        m.multiply_inverse(low, a_s, at, u, True, False)
-                        m.multiply_inverse(dvd_b, low_s, at, u, True, False)
-                    whole = rise_s[at, T.min(end - (start + (count - 1 - c) * C), C) - 1]
+                        m.multiply_inverse(low, shared.a_s, at, u, True, False)
+                        m.multiply_inverse(dvd_b, shared.low_s, at, u, True, False)
+                    whole = shared.rise_s[at, T.min(end - (start + (count - 1 - c) * C), C) - 1]
                     for i, j in T.Parallel(64, K):
                         d[i, j] = d[i, j] * whole
                     # dS = exp(gamma_C) dS + Q^T scale exp(gamma) dO - K^T exp(gamma) beta dX
-                    T.wgmma_gemm(do_b, q_s[at, :, :], d)
+                    T.wgmma_gemm(do_b, shared.q_s[at, :, :], d)
                     T.wait_wgmma(1)
                     for i, j in T.Parallel(64, C):
-                        dw_b[i, j] = T.cast(u[i, j] * drop_s[at, j], dtype)
-                    T.wgmma_gemm(dw_b, k_s[at, :, :], d)
+                        dw_b[i, j] = T.cast(u[i, j] * shared.drop_s[at, j], dtype)
+                    T.wgmma_gemm(dw_b, shared.k_s[at, :, :], d)
                     if split:
                         for i, j in T.Parallel(64, C):
-                            low[i, j] = T.cast(u[i, j] * drop_s[at, j] - T.cast(dw_b[i, j], "float32"), dtype)
-                        T.wgmma_gemm(low, k_s[at, :, :], d)
+                            low[i, j] = T.cast(u[i, j] * shared.drop_s[at, j] - T.cast(dw_b[i, j], "float32"), dtype)
+                        T.wgmma_gemm(low, shared.k_s[at, :, :], d)
                     T.wait_wgmma(0)
-                    T.barrier_arrive(free[at])
+                    T.barrier_arrive(shared.free[at])
                 for i, j in T.Parallel(64, K):
                     adjoint_response[piece, head, j, tile * 64 + i] = d[i, j]
             T.pdl_sync()  # ends after `summaries`, for `compose` waits for this kernel alone

@@ -730,6 +730,37 @@ def macros():
                 T.barrier_arrive(sent.rows_free[c % 2])
 
     @T.macro
+    def tiles_in_order(key_dim, value_columns, stages, dtype, split, loaders, readers):
+        """A kernel's tiles, vectors and barriers for `prepare_in_order`: so many threads arrive when tiles are `loaded`, and free them."""
+        k_s = T.alloc_shared((stages, C, key_dim), dtype)
+        v_s = T.alloc_shared((stages, C, value_columns), dtype)
+        a_s = T.alloc_shared((stages, C, C), dtype)
+        if split:
+            low_s = T.alloc_shared((stages, C, C), dtype)  # the low part of a
+        gamma_s = T.alloc_shared((stages, C), "float32")
+        rise_s = T.alloc_shared((stages, C), "float32")
+        fall_s = T.alloc_shared((stages, C), "float32")
+        beta_s = T.alloc_shared((stages, C), "float32")  # over |k| if keys are normalised
+        drop_s = T.alloc_shared((stages, C), "float32")  # -exp(gamma) beta, over |k|^2 if they are
+        loaded = T.alloc_barrier([loaders] * stages)
+        ready = T.alloc_barrier([64] * stages)
+        free = T.alloc_barrier([readers] * stages)
+        return SimpleNamespace(
+            k_s=k_s,
+            v_s=v_s,
+            a_s=a_s,
+            low_s=low_s if split else None,
+            gamma_s=gamma_s,
+            rise_s=rise_s,
+            fall_s=fall_s,
+            beta_s=beta_s,
+            drop_s=drop_s,
+            loaded=loaded,
+            ready=ready,
+            free=free,
+        )
+
+    @T.macro
     def prepare_in_order(
         gamma, beta, lengths, start, end, count, head, key_head, thread, stages, normed, halfway, shared
     ):
@@ -777,6 +808,53 @@ def macros():
                 zero_beyond(shared.a_s, shared.low_s, at, rows, thread, 64)
                 T.fence_proxy_async()
             T.barrier_arrive(shared.ready[at])
+
+    @T.macro
+    def tiles_last_first(key_dim, value_columns, stages, dtype, split, l2norm, gives_dv, readers):
+        """A kernel's tiles, vectors and barriers for `load_last_first`, `load_inverses`, `gates_last_first` and `prepare_last_first`: so many threads free
+        them."""
+        q_s = T.alloc_shared((stages, C, key_dim), dtype)
+        k_s = T.alloc_shared((stages, C, key_dim), dtype)
+        do_s = T.alloc_shared((stages, C, value_columns), dtype)
+        a_s = T.alloc_shared((stages, C, C), dtype)  # without its diagonal
+        if split:
+            low_s = T.alloc_shared((stages, C, C), dtype)  # its low part
+        p_s = T.alloc_shared((2, C, C), dtype)  # a third would not fit
+        gamma_s = T.alloc_shared((stages, C), "float32")
+        rise_s = T.alloc_shared((stages, C), "float32")
+        fall_s = T.alloc_shared((stages, C), "float32")
+        beta_s = T.alloc_shared((stages, C), "float32")
+        drop_s = T.alloc_shared((stages, C), "float32")  # -exp(gamma) beta, over |k|^2 if keys are normalised
+        query_s = T.alloc_shared((stages, C), "float32") if l2norm else gamma_s  # 1 / |q|, else not needed
+        lift_s = T.alloc_shared((stages, C), "float32")  # scale exp(gamma), over |q| if queries are normalised
+        if gives_dv:
+            out_s = T.alloc_shared((stages, C), "float32")  # factor of dX in dv
+        loaded = T.alloc_barrier([64] * stages)
+        gated = T.alloc_barrier([64] * stages)
+        ready = T.alloc_barrier([128] * stages)
+        free = T.alloc_barrier([readers] * stages)
+        taken = T.alloc_barrier([readers] * 2)
+        return SimpleNamespace(
+            q_s=q_s,
+            k_s=k_s,
+            a_s=a_s,
+            low_s=low_s if split else None,
+            do_s=do_s,
+            p_s=p_s,
+            gamma_s=gamma_s,
+            rise_s=rise_s,
+            fall_s=fall_s,
+            beta_s=beta_s,
+            drop_s=drop_s,
+            lift_s=lift_s,
+            out_s=out_s if gives_dv else None,
+            query_s=query_s,
+            loaded=loaded,
+            taken=taken,
+            gated=gated,
+            ready=ready,
+            free=free,
+        )
 
     @T.macro
     def load_last_first(q, k, do, start, count, key_head, head, first, stages, shared):
@@ -942,7 +1020,9 @@ def macros():
         put_rows=put_rows,
         send_state=send_state,
         send_results=send_results,
+        tiles_in_order=tiles_in_order,
         prepare_in_order=prepare_in_order,
+        tiles_last_first=tiles_last_first,
         load_last_first=load_last_first,
         gates_last_first=gates_last_first,
         prepare_last_first=prepare_last_first,

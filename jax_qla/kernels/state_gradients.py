@@ -176,49 +176,10 @@ def program(config: Config):
                 target = T.Select(n == spans[target, 0], target, -1)
             tx = T.get_thread_binding()
 
-            q_s = T.alloc_shared((stages, C, K), dtype)
-            k_s = T.alloc_shared((stages, C, K), dtype)
-            do_s = T.alloc_shared((stages, C, W), dtype)  # dO, then, unless it `sends`, dv on its way out
-            T.annotate_layout({do_s: make_full_bank_swizzled_layout(do_s)})  # which nothing else here asks for
-            a_s = T.alloc_shared((stages, C, C), dtype)  # without its diagonal
-            if split:
-                low_s = T.alloc_shared((stages, C, C), dtype)  # its low part
-            p_s = T.alloc_shared((2, C, C), dtype)  # a third would not fit
+            shared = m.tiles_last_first(K, W, stages, dtype, split, l2norm, True, S)
+            # dO, then, unless it `sends`, dv on its way out; nothing else here asks for this layout
+            T.annotate_layout({shared.do_s: make_full_bank_swizzled_layout(shared.do_s)})
             dh_s = T.alloc_shared((W // 64 * (1 + split), 64, K), dtype)
-            gamma_s = T.alloc_shared((stages, C), "float32")
-            rise_s = T.alloc_shared((stages, C), "float32")
-            fall_s = T.alloc_shared((stages, C), "float32")
-            beta_s = T.alloc_shared((stages, C), "float32")
-            drop_s = T.alloc_shared((stages, C), "float32")  # -exp(gamma) beta, over |k|^2 if keys are normalised
-            query_s = T.alloc_shared((stages, C), "float32") if l2norm else gamma_s  # 1 / |q|, else not needed
-            out_s = T.alloc_shared((stages, C), "float32")  # factor of dX in dv
-            lift_s = T.alloc_shared((stages, C), "float32")  # scale exp(gamma), over |q| if queries are normalised
-            loaded = T.alloc_barrier([64] * stages)
-            gated = T.alloc_barrier([64] * stages)
-            ready = T.alloc_barrier([128] * stages)
-            free = T.alloc_barrier([S] * stages)
-            taken = T.alloc_barrier([S] * 2)
-            shared = SimpleNamespace(
-                q_s=q_s,
-                k_s=k_s,
-                a_s=a_s,
-                low_s=low_s if split else None,
-                do_s=do_s,
-                p_s=p_s,
-                gamma_s=gamma_s,
-                rise_s=rise_s,
-                fall_s=fall_s,
-                beta_s=beta_s,
-                drop_s=drop_s,
-                lift_s=lift_s,
-                out_s=out_s,
-                query_s=query_s,
-                loaded=loaded,
-                taken=taken,
-                gated=gated,
-                ready=ready,
-                free=free,
-            )
 
             if sends:
                 dh_full = T.alloc_barrier([128])
@@ -299,7 +260,7 @@ def program(config: Config):
                     line = start + (count - 1 - c) * C
                     lines = T.min(end - line, C)
                     slot = start // C + n + (count - 1 - c)
-                    T.barrier_wait(ready[at], (c // stages) % 2)
+                    T.barrier_wait(shared.ready[at], (c // stages) % 2)
                     # dVd = exp(gamma_C - gamma) K dS + P^T dO
                     if not split:
                         T.copy(d, d_b)
@@ -307,16 +268,16 @@ def program(config: Config):
                         "handle",
                         "jax_qla_load_transposed",
                         do_t.data,
-                        T.access_ptr(do_s[at, 0, part], "r"),
+                        T.access_ptr(shared.do_s[at, 0, part], "r"),
                     )
-                    m.multiply_lower(do_t, p_s, c % 2, from_output)
+                    m.multiply_lower(do_t, shared.p_s, c % 2, from_output)
                     if split:
                         if c > 0:
                             T.barrier_wait(sent.state_free[0], (c - 1) % 2)
-                        m.multiply_state_split(d, d_b, k_s, at, u, dh_s)
+                        m.multiply_state_split(d, d_b, shared.k_s, at, u, dh_s)
                     else:
                         m.forget(u)
-                        T.wgmma_gemm(d_b, k_s[at, :, :], u, transpose_B=True, clear_accum=True, policy=by_rows)
+                        T.wgmma_gemm(d_b, shared.k_s[at, :, :], u, transpose_B=True, clear_accum=True, policy=by_rows)
                     # the gradient of the state after the chunk leaves while the product runs; the one before has left
                     if sends:
                         if not split:
@@ -335,33 +296,33 @@ def program(config: Config):
                         # by now the previous chunk's dv has left too, and its stage may be overwritten
                         T.tma_store_wait(K // 64)
                         if c > 0:
-                            T.barrier_arrive(free[(c - 1) % stages])
+                            T.barrier_arrive(shared.free[(c - 1) % stages])
                     for i, j in T.Parallel(W, C):
-                        do_b[i, j] = T.cast(do_t[i, j], "float32") * lift_s[at, j]
-                    whole = rise_s[at, lines - 1]
+                        do_b[i, j] = T.cast(do_t[i, j], "float32") * shared.lift_s[at, j]
+                    whole = shared.rise_s[at, lines - 1]
                     for i, j in T.Parallel(W, K):
                         d[i, j] = d[i, j] * whole
                     T.wait_wgmma(0)
-                    T.barrier_arrive(taken[c % 2])
+                    T.barrier_arrive(shared.taken[c % 2])
                     for i, j in T.Parallel(W, C):
-                        u[i, j] = u[i, j] * fall_s[at, j] + from_output[i, j]
+                        u[i, j] = u[i, j] * shared.fall_s[at, j] + from_output[i, j]
                     T.copy(u, dvd_b)
                     # dX = A^T dVd, on the diagonal (of ones), which a_s lacks, without the rounding of dVd
                     if split:
                         m.keep_low(u, dvd_b, low)
-                    m.multiply_inverse(dvd_b, a_s, at, u, True, False)
+                    m.multiply_inverse(dvd_b, shared.a_s, at, u, True, False)
                     if split:
-                        m.multiply_inverse(low, a_s, at, u, True, False)
-                        m.multiply_inverse(dvd_b, low_s, at, u, True, False)
+                        m.multiply_inverse(low, shared.a_s, at, u, True, False)
+                        m.multiply_inverse(dvd_b, shared.low_s, at, u, True, False)
                     for j in T.Parallel(C):
-                        of_column[j] = drop_s[at, j]
+                        of_column[j] = shared.drop_s[at, j]
                     # dS = exp(gamma_C) dS + Q^T scale exp(gamma) dO - K^T exp(gamma) beta dX
-                    T.wgmma_gemm(do_b, q_s[at, :, :], d, policy=by_rows)
+                    T.wgmma_gemm(do_b, shared.q_s[at, :, :], d, policy=by_rows)
                     T.wait_wgmma(1)
-                    m.begin_update(d, u, of_column, dw_b, k_s, at, low if split else None)
+                    m.begin_update(d, u, of_column, dw_b, shared.k_s, at, low if split else None)
                     if sends:
                         for i, j in T.Parallel(W, C):
-                            u[i, j] = u[i, j] * out_s[at, j]
+                            u[i, j] = u[i, j] * shared.out_s[at, j]
                         m.put_rows(u, sent.rows_s, c % 2, 0)
                         if split:
                             T.wait_wgmma(0)  # no product reads `low` any more
@@ -370,16 +331,16 @@ def program(config: Config):
                             m.put_state(low, d_low_s, c % 2)
                         T.barrier_arrive(sent.rows_full[c % 2])
                         T.wait_wgmma(0)
-                        T.barrier_arrive(free[at])
+                        T.barrier_arrive(shared.free[at])
                     else:
                         T.wait_wgmma(1)  # dO is no longer needed
                         for i, j in T.Parallel(W, C):
-                            u[i, j] = u[i, j] * out_s[at, j]
+                            u[i, j] = u[i, j] * shared.out_s[at, j]
                         T.sync_threads(4 + wg, 128)
-                        m.put_rows(u, do_s, at, part)
+                        m.put_rows(u, shared.do_s, at, part)
                         T.fence_proxy_async()
                         T.sync_threads(4 + wg, 128)
-                        m.send_rows(do_s, at, part, dv, line, lines, head, first + part, tx - wg * 128, SHORT)
+                        m.send_rows(shared.do_s, at, part, dv, line, lines, head, first + part, tx - wg * 128, SHORT)
                         if lines < C:
                             T.tma_store_wait(0)  # one group less than the waits above count on
                         T.wait_wgmma(0)

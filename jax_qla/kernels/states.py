@@ -142,37 +142,12 @@ def program(config: Config):
             first = (of_place % tiles) * W  # first value column of this block
             tx = T.get_thread_binding()
 
-            k_s = T.alloc_shared((stages, C, K), dtype)
-            v_s = T.alloc_shared((stages, C, W), dtype)  # V, then, unless it `sends`, Vd on its way out
-            T.annotate_layout({v_s: make_full_bank_swizzled_layout(v_s)})  # with `split` nothing else here asks for it
-            a_s = T.alloc_shared((stages, C, C), dtype)
-            if split:
-                low_s = T.alloc_shared((stages, C, C), dtype)  # the low part of a
+            shared = m.tiles_in_order(K, W, stages, dtype, split, 64, S)
+            # V, then, unless it `sends`, Vd on its way out; with `split` nothing else here asks for this layout
+            T.annotate_layout({shared.v_s: make_full_bank_swizzled_layout(shared.v_s)})
             h_s = T.alloc_shared((W // 64 * (1 + split), 64, K), dtype)
-            gamma_s = T.alloc_shared((stages, C), "float32")
-            rise_s = T.alloc_shared((stages, C), "float32")
-            fall_s = T.alloc_shared((stages, C), "float32")
-            beta_s = T.alloc_shared((stages, C), "float32")
-            drop_s = T.alloc_shared((stages, C), "float32")  # -exp(gamma) beta
-            loaded = T.alloc_barrier([64] * stages)
-            ready = T.alloc_barrier([64] * stages)
-            free = T.alloc_barrier([S] * stages)  # all of a stage, but V's tile where `left` says that
             if not sends:
                 left = T.alloc_barrier([S] * stages)  # V's tile
-            shared = SimpleNamespace(
-                k_s=k_s,
-                v_s=v_s,
-                a_s=a_s,
-                low_s=low_s if split else None,
-                gamma_s=gamma_s,
-                rise_s=rise_s,
-                fall_s=fall_s,
-                beta_s=beta_s,
-                drop_s=drop_s,
-                loaded=loaded,
-                ready=ready,
-                free=free,
-            )
 
             if sends:
                 h_full = T.alloc_barrier([128])
@@ -203,13 +178,13 @@ def program(config: Config):
                 if tx < S + 32:
                     for step in T.serial(count):
                         if step >= stages:
-                            T.barrier_wait(free[step % stages], (step // stages + 1) % 2)
-                        m.load_rows(k, start + step * C, key_head, 0, K, k_s, step % stages, loaded, LONG)
+                            T.barrier_wait(shared.free[step % stages], (step // stages + 1) % 2)
+                        m.load_rows(k, start + step * C, key_head, 0, K, shared.k_s, step % stages, shared.loaded, LONG)
                         if not sends:
                             if step >= stages:
                                 T.barrier_wait(left[step % stages], (step // stages + 1) % 2)
-                        m.load_rows(v, start + step * C, head, first, W, v_s, step % stages, loaded, LONG)
-                        T.barrier_arrive(loaded[step % stages])
+                        m.load_rows(v, start + step * C, head, first, W, shared.v_s, step % stages, shared.loaded, LONG)
+                        T.barrier_arrive(shared.loaded[step % stages])
                 elif tx < S + 64:
                     m.load_inverses(a, start, end, count, head, False, stages, shared)
                 else:
@@ -257,20 +232,22 @@ def program(config: Config):
                     slot = start // C + n + c
                     if not split:
                         T.copy(state, state_b)
-                    T.barrier_wait(ready[at], (c // stages) % 2)
+                    T.barrier_wait(shared.ready[at], (c // stages) % 2)
                     # U = S^T K^T
                     if split:
                         if c > 0:
                             T.barrier_wait(sent.state_free[0], (c - 1) % 2)
-                        m.multiply_state_split(state, state_b, k_s, at, u, h_s)
+                        m.multiply_state_split(state, state_b, shared.k_s, at, u, h_s)
                     else:
                         m.forget(u)
-                        T.wgmma_gemm(state_b, k_s[at, :, :], u, transpose_B=True, clear_accum=True, policy=by_rows)
+                        T.wgmma_gemm(
+                            state_b, shared.k_s[at, :, :], u, transpose_B=True, clear_accum=True, policy=by_rows
+                        )
                     T.call_extern(
                         "handle",
                         "jax_qla_load_transposed",
                         v_t.data,
-                        T.access_ptr(v_s[at, 0, part], "r"),
+                        T.access_ptr(shared.v_s[at, 0, part], "r"),
                     )
                     # the state before the chunk leaves while the product runs; the one before has left
                     if sends:
@@ -292,22 +269,20 @@ def program(config: Config):
                         if c > 0:
                             T.barrier_arrive(left[(c - 1) % stages])
                     for i, j in T.Parallel(W, C):
-                        v_beta[i, j] = T.cast(v_t[i, j], "float32") * beta_s[at, j]
+                        v_beta[i, j] = T.cast(v_t[i, j], "float32") * shared.beta_s[at, j]
                     for j in T.Parallel(C):
-                        of_column[j] = drop_s[at, j]
-                    whole = rise_s[at, lines - 1]
+                        of_column[j] = shared.drop_s[at, j]
+                    whole = shared.rise_s[at, lines - 1]
                     for i, j in T.Parallel(W, K):
                         state[i, j] = state[i, j] * whole
                     T.wait_wgmma(0)
                     # X = beta V^T - beta exp(gamma) U, Vd = X A^T
-                    m.begin_correction(
-                        u, v_beta, of_column, x_b, a_s, at, low if split else None, low_s if split else None
-                    )
+                    m.begin_correction(u, v_beta, of_column, x_b, shared.a_s, at, low if split else None, shared.low_s)
                     for j in T.Parallel(C):
-                        of_column[j] = fall_s[at, j]
+                        of_column[j] = shared.fall_s[at, j]
                     T.wait_wgmma(0)
                     # S = exp(gamma_C) S + (exp(gamma_C - gamma) Vd) K
-                    m.begin_update(state, u, of_column, vk_b, k_s, at, low if split else None)
+                    m.begin_update(state, u, of_column, vk_b, shared.k_s, at, low if split else None)
                     if sends:
                         m.put_rows(u, sent.rows_s, c % 2, 0)
                         if split:
@@ -317,12 +292,12 @@ def program(config: Config):
                         T.barrier_arrive(sent.rows_full[c % 2])
                     else:
                         T.sync_warp()  # V was read by other lanes
-                        m.put_rows(u, v_s, at, part)
+                        m.put_rows(u, shared.v_s, at, part)
                         T.fence_proxy_async()
                         T.sync_threads(4 + wg, 128)
-                        m.send_rows(v_s, at, part, vd, line, lines, number, first + part, tx - wg * 128, SHORT)
+                        m.send_rows(shared.v_s, at, part, vd, line, lines, number, first + part, tx - wg * 128, SHORT)
                     T.wait_wgmma(0)
-                    T.barrier_arrive(free[at])
+                    T.barrier_arrive(shared.free[at])
                 T.tma_store_wait(0)
             T.pdl_sync()  # ends after what came before, for what follows waits for this kernel alone
 

@@ -31,7 +31,6 @@ M leaves as the sum of two bf16 numbers, 16 bits of mantissa, in the order in wh
 """
 
 from dataclasses import dataclass
-from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -197,49 +196,24 @@ def program(config: Config):
                     count = chunks
             start = start + (chunks - count) * C
 
-            k_s = T.alloc_shared((stages, C, K), dtype)
-            v_s = T.alloc_shared((stages, C, 64), dtype)
-            T.annotate_layout({v_s: make_full_bank_swizzled_layout(v_s)})  # which nothing else here asks for
-            a_s = T.alloc_shared((stages, C, C), dtype)
-            if split:
-                low_s = T.alloc_shared((stages, C, C), dtype)  # the low part of a
-            gamma_s = T.alloc_shared((stages, C), "float32")
-            rise_s = T.alloc_shared((stages, C), "float32")
-            fall_s = T.alloc_shared((stages, C), "float32")
-            beta_s = T.alloc_shared((stages, C), "float32")  # over |k| if keys are normalised
-            drop_s = T.alloc_shared((stages, C), "float32")  # -exp(gamma) beta, over |k|^2 if they are
-            loaded = T.alloc_barrier([32] * stages)
-            ready = T.alloc_barrier([64] * stages)
-            free = T.alloc_barrier([128] * stages)
-            shared = SimpleNamespace(
-                k_s=k_s,
-                v_s=v_s,
-                a_s=a_s,
-                low_s=low_s if split else None,
-                gamma_s=gamma_s,
-                rise_s=rise_s,
-                fall_s=fall_s,
-                beta_s=beta_s,
-                drop_s=drop_s,
-                loaded=loaded,
-                ready=ready,
-                free=free,
-            )
+            shared = m.tiles_in_order(K, 64, stages, dtype, split, 32, 128)
+            # a layout that nothing else here asks for
+            T.annotate_layout({shared.v_s: make_full_bank_swizzled_layout(shared.v_s)})
 
             if tx >= 128:
                 T.set_max_nreg(40, 0)
                 if tx < 160:
                     for c in T.serial(count):
                         if c >= stages:
-                            T.barrier_wait(free[c % stages], (c // stages + 1) % 2)
-                        m.load_rows(k, start + c * C, key_head, 0, K, k_s, c % stages, loaded)
+                            T.barrier_wait(shared.free[c % stages], (c // stages + 1) % 2)
+                        m.load_rows(k, start + c * C, key_head, 0, K, shared.k_s, c % stages, shared.loaded)
                         rows = T.min(end - (start + c * C), C)
-                        m.load_inverse(a, head, start + c * C, rows, 0, a_s, c % stages, loaded)
+                        m.load_inverse(a, head, start + c * C, rows, 0, shared.a_s, c % stages, shared.loaded)
                         if split:
-                            m.load_inverse(a, head, start + c * C, rows, 1, low_s, c % stages, loaded)
+                            m.load_inverse(a, head, start + c * C, rows, 1, shared.low_s, c % stages, shared.loaded)
                         if tile < value_tiles:
-                            m.load_rows(v, start + c * C, head, tile * 64, 64, v_s, c % stages, loaded)
-                        T.barrier_arrive(loaded[c % stages])
+                            m.load_rows(v, start + c * C, head, tile * 64, 64, shared.v_s, c % stages, shared.loaded)
+                        T.barrier_arrive(shared.loaded[c % stages])
                 elif tx >= 192:
                     m.prepare_in_order(
                         gamma,
@@ -284,38 +258,39 @@ def program(config: Config):
                     at = c % stages
                     if not split:
                         T.copy(state, state_b)
-                    T.barrier_wait(ready[at], (c // stages) % 2)
+                    T.barrier_wait(shared.ready[at], (c // stages) % 2)
                     # U = S^T K^T
                     if split:
-                        m.multiply_state_split(state, state_b, k_s, at, u, None)
+                        m.multiply_state_split(state, state_b, shared.k_s, at, u, None)
                     else:
                         m.forget(u)
-                        T.wgmma_gemm(state_b, k_s[at, :, :], u, transpose_B=True, clear_accum=True)
+                        T.wgmma_gemm(state_b, shared.k_s[at, :, :], u, transpose_B=True, clear_accum=True)
                     T.call_extern(
-                        "handle", "jax_qla_load_transposed", T.address_of(v_t[0, 0]), T.access_ptr(v_s[at, 0, 0], "r")
+                        "handle",
+                        "jax_qla_load_transposed",
+                        T.address_of(v_t[0, 0]),
+                        T.access_ptr(shared.v_s[at, 0, 0], "r"),
                     )
                     # V is 0 for the transition, whatever lies in its tile
                     for i, j in T.Parallel(64, C):
                         v_beta[i, j] = T.Select(
-                            tile < value_tiles, T.cast(v_t[i, j], "float32") * beta_s[at, j], T.float32(0)
+                            tile < value_tiles, T.cast(v_t[i, j], "float32") * shared.beta_s[at, j], T.float32(0)
                         )
                     for j in T.Parallel(C):
-                        of_column[j] = drop_s[at, j]
+                        of_column[j] = shared.drop_s[at, j]
                     T.wait_wgmma(0)
                     # X = beta V^T - beta exp(gamma) U, Vd = X A^T
-                    m.begin_correction(
-                        u, v_beta, of_column, x_b, a_s, at, low if split else None, low_s if split else None
-                    )
-                    whole = rise_s[at, T.min(end - (start + c * C), C) - 1]
+                    m.begin_correction(u, v_beta, of_column, x_b, shared.a_s, at, low if split else None, shared.low_s)
+                    whole = shared.rise_s[at, T.min(end - (start + c * C), C) - 1]
                     for i, j in T.Parallel(64, K):
                         state[i, j] = state[i, j] * whole
                     for j in T.Parallel(C):
-                        of_column[j] = fall_s[at, j]
+                        of_column[j] = shared.fall_s[at, j]
                     T.wait_wgmma(0)
                     # S = exp(gamma_C) S + (exp(gamma_C - gamma) Vd) K
-                    m.begin_update(state, u, of_column, vk_b, k_s, at, low if split else None)
+                    m.begin_update(state, u, of_column, vk_b, shared.k_s, at, low if split else None)
                     T.wait_wgmma(0)
-                    T.barrier_arrive(free[at])
+                    T.barrier_arrive(shared.free[at])
                 if tile < value_tiles:
                     for i, j in T.Parallel(64, K):
                         response[piece, head, j, tile * 64 + i] = state[i, j]
