@@ -46,7 +46,10 @@ def _read(folder: Path) -> dict[str, bytes]:
 _SOURCES = _read(_KERNELS)
 """As they are imported. Read when a kernel is first asked for, they might be those of an update since then, and the
 cubin of the program in memory would be found by all processes to come as that of the new source."""
-_SHARED_SOURCES = ("common.py", "inverse.py", "products.py", "plan.py", "toolchain.py", "build.py")
+_SHARED_SOURCES = (
+    *("common.py", "preludes.py", "macros.py", "inverse.py", "products.py"),
+    *("plan.py", "toolchain.py", "build.py"),
+)
 _OWN_SOURCES = {  # of other kernels the file of their name
     "backward": ("backward.py", "gradients.py", "first_state.py"),
     "gradients": ("gradients.py", "gradients_split.py"),

@@ -260,7 +260,7 @@ template <int groups, bool = true> inline void tma_store_wait() { emulator::wait
 
 }  // namespace tl
 
-// jax_qla's functions of one PTX instruction (jax_qla/kernels/common.py and others).
+// jax_qla's functions of one PTX instruction (jax_qla/kernels/preludes.py and others).
 inline unsigned jax_qla_address(const void* p) { return emulator::address_of(p); }
 inline float jax_qla_exp2(float x) {
   const float y = std::exp2(x);

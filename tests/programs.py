@@ -6,8 +6,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from jax_qla.kernels.common import LENGTH_PRELUDE
 from jax_qla.kernels.forward import HALVES_PRELUDE
+from jax_qla.kernels.preludes import LENGTH_PRELUDE
 
 PASS_CONFIGS: dict[str, object] = {"tl.disable_warp_specialized": True}
 

@@ -9,9 +9,9 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from jax_qla.kernels import common
+from jax_qla.kernels import common, preludes
 
-# What the device code takes from CUDA and from kernels/common.py, for one thread after the other. What a warp does
+# What the device code takes from CUDA and from kernels/preludes.py, for one thread after the other. What a warp does
 # together, stmatrix, waits until the last thread has run: of matrix m, lane 8 m + r has the address of row r, and lanes
 # 4 r to 4 r + 3 have its elements.
 SHIM = r"""
@@ -71,8 +71,8 @@ extern "C" void decayed(const float* product, const float* gamma, float scale, c
 
 @pytest.fixture(scope="module")
 def decay_code(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
-    source = common.P_PRELUDE.removeprefix(common.TILE_PRELUDE)
-    assert source != common.P_PRELUDE
+    source = preludes.P_PRELUDE.removeprefix(preludes.TILE_PRELUDE)
+    assert source != preludes.P_PRELUDE
     return device_code.compiled(tmp_path_factory.mktemp("decayed"), SHIM + source + ENTRY)
 
 

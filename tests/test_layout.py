@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from jax_qla import segments as tables
-from jax_qla.kernels import common, layout, summaries
+from jax_qla.kernels import common, layout, preludes, summaries
 
 # What the device code takes from CUDA, for one thread of a block of one; and for a warp, 32 threads that vote together.
 SHIM = r"""
@@ -109,7 +109,7 @@ extern "C" bool items(const float* sums, int* all, int heads, int pieces, int va
 
 @pytest.fixture(scope="module")
 def tables_code(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
-    source = layout.PRELUDE + common.CHUNK_PRELUDE + common.ORDER_PRELUDE + summaries.ITEM_PRELUDE
+    source = layout.PRELUDE + preludes.CHUNK_PRELUDE + preludes.ORDER_PRELUDE + summaries.ITEM_PRELUDE
     return device_code.compiled(tmp_path_factory.mktemp("layout"), SHIM + source + ENTRY)
 
 

@@ -24,16 +24,10 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 
-from jax_qla.kernels.common import (
-    CHUNK,
-    FIRST,
-    LAST,
-    P_PRELUDE,
-    PASS_CONFIGS,
-    REACH_PRELUDE,
-    macros,
-)
+from jax_qla.kernels.common import CHUNK, FIRST, LAST, PASS_CONFIGS
 from jax_qla.kernels.inverse import INVERSE_PRELUDE
+from jax_qla.kernels.macros import macros
+from jax_qla.kernels.preludes import P_PRELUDE, REACH_PRELUDE
 from jax_qla.kernels.specification import (
     decay,
     gather_chunks,

@@ -38,20 +38,11 @@ from typing import Any
 import jax
 
 from jax_qla.kernels import first_state, gradients, state_gradients
-from jax_qla.kernels.common import (
-    CHUNK,
-    FAINT,
-    LENGTH_PRELUDE,
-    LONG,
-    P_PRELUDE,
-    PASS_CONFIGS,
-    SHORT,
-    TILE_PRELUDE,
-    accumulator_layout,
-    macros,
-)
+from jax_qla.kernels.common import CHUNK, FAINT, LONG, PASS_CONFIGS, SHORT
 from jax_qla.kernels.gradients import PRELUDE as GRADIENTS_PRELUDE
 from jax_qla.kernels.inverse import INVERSE_PRELUDE
+from jax_qla.kernels.macros import accumulator_layout, macros
+from jax_qla.kernels.preludes import LENGTH_PRELUDE, P_PRELUDE, TILE_PRELUDE
 
 __all__ = ["PASS_CONFIGS", "Config", "program", "specification"]
 

@@ -39,7 +39,8 @@ import jax
 import jax.numpy as jnp
 
 from jax_qla.kernels import uncut
-from jax_qla.kernels.common import MATRIX_PRELUDE, NTH_PRELUDE, PASS_CONFIGS, map_blocks_shape
+from jax_qla.kernels.common import PASS_CONFIGS, map_blocks_shape
+from jax_qla.kernels.preludes import MATRIX_PRELUDE, NTH_PRELUDE
 from jax_qla.kernels.specification import of_map_blocks
 
 __all__ = ["COLUMNS", "PASS_CONFIGS", "Config", "program", "specification"]

@@ -73,20 +73,10 @@ import jax
 import jax.numpy as jnp
 
 from jax_qla.kernels import states
-from jax_qla.kernels.common import (
-    CHUNK,
-    FIRST,
-    LAST,
-    LENGTH_PRELUDE,
-    LOG2_E,
-    LONG,
-    P_PRELUDE,
-    PASS_CONFIGS,
-    SHORT,
-    accumulator_layout,
-    macros,
-)
+from jax_qla.kernels.common import CHUNK, FIRST, LAST, LOG2_E, LONG, PASS_CONFIGS, SHORT
 from jax_qla.kernels.inverse import INVERSE_PRELUDE
+from jax_qla.kernels.macros import accumulator_layout, macros
+from jax_qla.kernels.preludes import LENGTH_PRELUDE, P_PRELUDE
 from jax_qla.kernels.specification import (
     among_heads,
     decay,

@@ -69,17 +69,9 @@ from types import SimpleNamespace
 import jax
 import jax.numpy as jnp
 
-from jax_qla.kernels.common import (
-    CHUNK,
-    CHUNK_PRELUDE,
-    FAINT,
-    MIN_LOG_DECAY,
-    PASS_CONFIGS,
-    SHORT,
-    TILE_PRELUDE,
-    accumulator_layout,
-    macros,
-)
+from jax_qla.kernels.common import CHUNK, FAINT, MIN_LOG_DECAY, PASS_CONFIGS, SHORT
+from jax_qla.kernels.macros import accumulator_layout, macros
+from jax_qla.kernels.preludes import CHUNK_PRELUDE, TILE_PRELUDE
 from jax_qla.kernels.specification import (
     among_heads,
     decay,

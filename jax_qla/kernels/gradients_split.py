@@ -24,7 +24,7 @@ of 4.3 TB/s.
 from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
-from jax_qla.kernels.common import CHUNK, SHORT, accumulator_layout, macros
+from jax_qla.kernels.common import CHUNK, SHORT
 from jax_qla.kernels.gradients import (
     PRELUDE,
     chunk_of_block,
@@ -34,6 +34,7 @@ from jax_qla.kernels.gradients import (
     gate_warps,
     key_head_writer,
 )
+from jax_qla.kernels.macros import accumulator_layout, macros
 
 if TYPE_CHECKING:
     from jax_qla.kernels.gradients import Config

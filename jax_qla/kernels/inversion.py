@@ -28,8 +28,9 @@ With `split`, where a has 16 bits, a product is of float32 numbers, each the sum
 errors of the six blocks' products were ten times those of storing a, and most of what was left of identical keys with beta 2 (docs/accuracy.md).
 """
 
-from jax_qla.kernels.common import FAINT, MATRIX_PRELUDE, STRETCHES
+from jax_qla.kernels.common import FAINT, STRETCHES
 from jax_qla.kernels.inverse import INVERSE_PRELUDE
+from jax_qla.kernels.preludes import MATRIX_PRELUDE
 
 SMALL = 24.0
 """The sum of squares of L up to which its inverse is found by products of fp16, if no beta <k, k> is less than FAINT."""

@@ -32,17 +32,10 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 
-from jax_qla.kernels.common import (
-    CHUNK,
-    CHUNK_PRELUDE,
-    L2NORM_EPSILON,
-    LOG2_E,
-    LONG,
-    MIN_LOG_DECAY,
-    PASS_CONFIGS,
-)
+from jax_qla.kernels.common import CHUNK, L2NORM_EPSILON, LOG2_E, LONG, MIN_LOG_DECAY, PASS_CONFIGS
 from jax_qla.kernels.inverse import KEPT
 from jax_qla.kernels.inversion import INVERSION_PRELUDE
+from jax_qla.kernels.preludes import CHUNK_PRELUDE
 from jax_qla.kernels.specification import (
     decay,
     gather_chunks,

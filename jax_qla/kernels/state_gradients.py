@@ -52,16 +52,10 @@ import jax
 import jax.numpy as jnp
 
 from jax_qla.kernels import first_state
-from jax_qla.kernels.common import (
-    CHUNK,
-    FAINT,
-    LENGTH_PRELUDE,
-    P_PRELUDE,
-    PASS_CONFIGS,
-    SHORT,
-    macros,
-)
+from jax_qla.kernels.common import CHUNK, FAINT, PASS_CONFIGS, SHORT
 from jax_qla.kernels.inverse import INVERSE_PRELUDE
+from jax_qla.kernels.macros import macros
+from jax_qla.kernels.preludes import LENGTH_PRELUDE, P_PRELUDE
 from jax_qla.kernels.specification import (
     among_heads,
     decay,

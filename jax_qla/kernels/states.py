@@ -31,16 +31,10 @@ import jax
 import jax.numpy as jnp
 
 from jax_qla.kernels import first_state
-from jax_qla.kernels.common import (
-    CHUNK,
-    LENGTH_PRELUDE,
-    LONG,
-    PASS_CONFIGS,
-    SHORT,
-    TILE_PRELUDE,
-    macros,
-)
+from jax_qla.kernels.common import CHUNK, LONG, PASS_CONFIGS, SHORT
 from jax_qla.kernels.inverse import INVERSE_PRELUDE
+from jax_qla.kernels.macros import macros
+from jax_qla.kernels.preludes import LENGTH_PRELUDE, TILE_PRELUDE
 from jax_qla.kernels.specification import (
     gather_chunks,
     gather_lengths,

@@ -31,7 +31,9 @@ import jax
 import jax.numpy as jnp
 
 from jax_qla.kernels import first_state
-from jax_qla.kernels.common import CHUNK, LENGTH_PRELUDE, LOG2_E, LONG, PASS_CONFIGS, TILE_PRELUDE, macros
+from jax_qla.kernels.common import CHUNK, LOG2_E, LONG, PASS_CONFIGS
+from jax_qla.kernels.macros import macros
+from jax_qla.kernels.preludes import LENGTH_PRELUDE, TILE_PRELUDE
 from jax_qla.kernels.specification import (
     gather_chunks,
     last_row,

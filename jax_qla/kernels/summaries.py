@@ -36,18 +36,10 @@ import jax
 import jax.numpy as jnp
 
 from jax_qla.kernels import uncut
-from jax_qla.kernels.common import (
-    CHUNK,
-    FIRST,
-    LAST,
-    PASS_CONFIGS,
-    PRELUDE,
-    REACH_PRELUDE,
-    accumulator_layout,
-    macros,
-    map_blocks_shape,
-)
+from jax_qla.kernels.common import CHUNK, FIRST, LAST, PASS_CONFIGS, map_blocks_shape
 from jax_qla.kernels.inverse import INVERSE_PRELUDE
+from jax_qla.kernels.macros import accumulator_layout, macros
+from jax_qla.kernels.preludes import PRELUDE, REACH_PRELUDE
 from jax_qla.kernels.specification import (
     gather_chunks,
     gather_lengths,
