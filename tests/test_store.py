@@ -179,11 +179,15 @@ def test_sources_of_a_kernel_have_all_its_text() -> None:
     """Every file that a program takes anything from counts, or one that is out of date would be found for it."""
 
     def taken_from(name: str, known: frozenset[str] = frozenset()) -> set[str]:
-        body = ast.parse(store._SOURCES[f"{name}.py"]).body
-        package, found = "jax_qla.kernels", set()
-        for x in (x for x in body if isinstance(x, ast.ImportFrom) and (x.module or "").startswith(package)):
-            found |= {y.name for y in x.names} if x.module == package else {str(x.module).removeprefix(f"{package}.")}
-        found.discard("specification")  # which no program has anything of
+        tree = ast.parse(store._SOURCES[f"{name}.py"])
+        # Of modules and by their names: specifications, of which no program has anything, do not count.
+        attributes = (x for x in ast.walk(tree) if isinstance(x, ast.Attribute) and x.attr != "specification")
+        of_modules = {x.value.id for x in attributes if isinstance(x.value, ast.Name)}
+        imports = [x for x in tree.body if isinstance(x, ast.ImportFrom)]
+        found = {y.name for x in imports if x.module == "jax_qla.kernels" for y in x.names if y.name in of_modules}
+        modules = (x.module or "" for x in imports)
+        found |= {x.removeprefix("jax_qla.kernels.") for x in modules if x.startswith("jax_qla.kernels.")}
+        found.discard("specification")
         return found.union(*(taken_from(x, known | found) for x in found - known))
 
     kernels = {name for name, _ in PACKAGED}
