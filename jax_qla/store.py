@@ -51,8 +51,8 @@ _SHARED_SOURCES = (
     *("plan.py", "toolchain.py", "build.py"),
 )
 _OWN_SOURCES = {  # of other kernels the file of their name
-    "backward": ("backward.py", "gradients.py", "first_state.py"),
-    "gradients": ("gradients.py", "gradients_split.py"),
+    "backward": ("backward.py", "gradient_parts.py", "first_state.py"),
+    "gradients": ("gradients.py", "gradients_split.py", "gradient_parts.py"),
     "prepare": ("prepare.py", "inversion.py"),
     "forward": ("forward.py", "uncut.py"),
     "summaries": ("summaries.py", "uncut.py"),

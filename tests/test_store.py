@@ -192,7 +192,7 @@ def test_sources_of_a_kernel_have_all_its_text() -> None:
 
     kernels = {name for name, _ in PACKAGED}
     assert taken_from("prepare") >= {"common", "inverse", "inversion", "preludes", "products"}
-    assert taken_from("gradients_split") >= {"common", "gradients", "macros", "preludes"}
+    assert taken_from("gradients_split") >= {"common", "gradient_parts", "macros", "preludes"}
     assert "uncut" in taken_from("compose")
     assert "gradients_split.py" in store._sources_of("gradients")  # which takes its program from there
     for name in kernels:

@@ -39,7 +39,8 @@ import jax
 
 from jax_qla.kernels import first_state, gradients, state_gradients
 from jax_qla.kernels.common import CHUNK, FAINT, LONG, PASS_CONFIGS, SHORT
-from jax_qla.kernels.gradients import PRELUDE as GRADIENTS_PRELUDE
+from jax_qla.kernels.gradient_parts import PRELUDE as GRADIENTS_PRELUDE
+from jax_qla.kernels.gradient_parts import gate_gradients, gate_parts
 from jax_qla.kernels.inverse import INVERSE_PRELUDE
 from jax_qla.kernels.macros import accumulator_layout, macros
 from jax_qla.kernels.preludes import LENGTH_PRELUDE, P_PRELUDE, TILE_PRELUDE
@@ -318,7 +319,7 @@ def program(config: Config):
     ctype = {"bfloat16": "bfloat16_t", "float16": "half_t"}[dtype]
     l2norm, normed = config.l2norm, "true" if config.l2norm else "false"
     m, begin_with = macros(), first_state.macro()
-    write_gates, allocate_parts = gradients.gate_gradients(dtype, l2norm), gradients.gate_parts()
+    write_gates, allocate_parts = gate_gradients(dtype, l2norm), gate_parts()
     tokens, key_heads, value_heads, sequences, state_slots = T.dynamic(
         "tokens, key_heads, value_heads, sequences, state_slots"
     )

@@ -25,7 +25,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
 from jax_qla.kernels.common import CHUNK, SHORT
-from jax_qla.kernels.gradients import (
+from jax_qla.kernels.gradient_parts import (
     PRELUDE,
     chunk_of_block,
     gap_rows,
