@@ -4,10 +4,10 @@
     python benchmarks/compare.py --rows '*/4x8192' 'forward/2,8/*'          # some rows, by shell patterns
     python benchmarks/compare.py --rows forward/8,16/3x5000 --libraries jax_qla flash_qla
 
-A row is named pass/Hk,Hv/sequences x length, or as in forward/2,8/7<=4321 where the sequences have 1 to so many tokens;
-K = V = 128, bfloat16, float32 gates, an initial state given and the final state returned. Every library gets the same
-operands. Prints each row as it comes, and writes comparison.json, comparison.md and the plots of benchmarks/plots.py to
-the output folder.
+A row is named pass/Hk,Hv/sequences x length, or as in forward/2,8/7<=4321 where the sequences have 1 to so many tokens,
+or as in forward/2,8/4x8192of32 where there are places for more sequences, which are empty; K = V = 128, bfloat16,
+float32 gates, an initial state given and the final state returned. Every library gets the same operands. Prints each
+row as it comes, and writes comparison.json, comparison.md and the plots of benchmarks/plots.py to the output folder.
 """
 
 from __future__ import annotations

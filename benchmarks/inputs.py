@@ -14,8 +14,8 @@ def shapes(row: Row) -> dict[str, jax.ShapeDtypeStruct]:
     keys = jax.ShapeDtypeStruct((1, row.tokens, row.key_heads, HEAD_DIM), jnp.bfloat16)
     values = jax.ShapeDtypeStruct((1, row.tokens, row.value_heads, HEAD_DIM), jnp.bfloat16)
     gates = jax.ShapeDtypeStruct((1, row.tokens, row.value_heads), jnp.float32)
-    states = jax.ShapeDtypeStruct((row.sequences, row.value_heads, HEAD_DIM, HEAD_DIM), jnp.float32)
-    offsets = jax.ShapeDtypeStruct((row.sequences + 1,), jnp.int32)
+    states = jax.ShapeDtypeStruct((row.places, row.value_heads, HEAD_DIM, HEAD_DIM), jnp.float32)
+    offsets = jax.ShapeDtypeStruct((row.places + 1,), jnp.int32)
     return {
         "q": keys,
         "k": keys,

@@ -230,7 +230,7 @@ def _zeros(row: Row) -> dict[str, Any]:
 
     keys = (1, row.tokens, row.key_heads, HEAD_DIM)
     values = (1, row.tokens, row.value_heads, HEAD_DIM)
-    states = (row.sequences, row.value_heads, HEAD_DIM, HEAD_DIM)
+    states = (row.places, row.value_heads, HEAD_DIM, HEAD_DIM)
     x: dict[str, Any] = {name: zeros(*keys, dtype=torch.bfloat16) for name in ("q", "k")}
     x |= {name: zeros(*values, dtype=torch.bfloat16) for name in ("v", "do")}
     x |= {name: zeros(*values[:3], dtype=torch.float32) for name in ("g", "beta")}

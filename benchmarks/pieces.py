@@ -4,10 +4,11 @@
     python benchmarks/pieces.py --rows 2,8/1x32768 --lengths 0 1024 2048
     python benchmarks/pieces.py --rows 1,2/1x256 --lengths 0 64 --implementation xla       # a CPU, to try the script
 
-A row is named Hk,Hv/sequences x length; lengths are rows of a piece, 0 for whole sequences; K = V = 128, bfloat16,
-packed. Prints device milliseconds of the forward pass alone, of one that keeps what the backward pass reads, and of the
-backward pass, without and with kernels/backward.py (`policy.in_one`), what the policy chooses, and how much more that
-takes than the best, of the forward pass alone and of both. Writes pieces.json to the output folder.
+A row is named Hk,Hv/sequences x length, or as in 2,8/4x8192of32 where there are places for more sequences than have
+tokens; lengths are rows of a piece, 0 for whole sequences; K = V = 128, bfloat16, packed. Prints device milliseconds of
+the forward pass alone, of one that keeps what the backward pass reads, and of the backward pass, without and with
+kernels/backward.py (`policy.in_one`), what the policy chooses, and how much more that takes than the best, of the
+forward pass alone and of both. Writes pieces.json to the output folder.
 """
 
 from __future__ import annotations
@@ -83,18 +84,19 @@ class Choice(NamedTuple):
 
 
 def chosen(row: Row) -> Choice:
-    """Of a packed batch whose sequences are alike."""
+    """Of a packed batch whose sequences, but the empty ones, are alike."""
     for override in (policy.OVERRIDE, policy.IN_ONE_OVERRIDE):
         os.environ.pop(override, None)
-    sizes = (row.tokens, row.sequences, row.value_heads, HEAD_DIM, HEAD_DIM)
+    sizes = (row.tokens, row.places, row.value_heads, HEAD_DIM, HEAD_DIM)
     of_kernel: dict[str, Any] = {"ratio": row.value_heads // row.key_heads, "split": False, "packed": True}
     alone = policy.piece_rows(*sizes, packed=True) or 0
     kept = policy.kept_rows(*sizes, **of_kernel) or 0
     back = kept or policy.backward_rows(*sizes, **of_kernel) or 0
-    recurrences = row.tokens // back if back else row.sequences
+    recurrences = row.tokens // back if back else row.places
     in_one = policy.in_one(recurrences, *sizes[2:], **of_kernel) != "never"
     by_lengths = policy.balance(recurrences, row.value_heads, ratio=of_kernel["ratio"])
-    in_one = in_one and balanced([row.tokens // recurrences] * recurrences, *by_lengths)
+    lengths = [row.tokens // recurrences] * recurrences if back else row.lengths
+    in_one = in_one and balanced(lengths, *by_lengths)
     return Choice(alone, kept or alone, back, in_one)
 
 

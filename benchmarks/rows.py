@@ -20,8 +20,8 @@ BYTES_PER_SECOND = 4.3e12
 
 @dataclass(frozen=True)
 class Row:
-    """One pass over `sequences` packed sequences of `length` tokens each, or of 1 to `length` if `ragged`; K = V = 128,
-    bfloat16."""
+    """One pass over `sequences` packed sequences of `length` tokens each, or of 1 to `length` if `ragged`, and `empty`
+    more that have none; K = V = 128, bfloat16."""
 
     direction: str
     """"forward" or "backward"."""
@@ -30,14 +30,19 @@ class Row:
     sequences: int
     length: int
     ragged: bool = False
+    empty: int = 0
+
+    @property
+    def places(self) -> int:
+        """Sequences, empty ones too: what `cu_seqlens` has room for."""
+        return self.sequences + self.empty
 
     @property
     def lengths(self) -> list[int]:
-        """Tokens of each sequence; always the same ones."""
-        if not self.ragged:
-            return [self.length] * self.sequences
+        """Tokens of each sequence, of the empty ones last; always the same ones."""
         drawn = random.Random(f"{self.sequences} of up to {self.length}")
-        return [drawn.randint(1, self.length) for _ in range(self.sequences)]
+        of_each = (drawn.randint(1, self.length) if self.ragged else self.length for _ in range(self.sequences))
+        return [*of_each, *[0] * self.empty]
 
     @property
     def offsets(self) -> list[int]:
@@ -51,7 +56,8 @@ class Row:
     @property
     def batch(self) -> str:
         """Sequences and length as the name of the row has them."""
-        return f"{self.sequences}{'<=' if self.ragged else 'x'}{self.length}"
+        places = f"of{self.places}" if self.empty else ""
+        return f"{self.sequences}{'<=' if self.ragged else 'x'}{self.length}{places}"
 
     @property
     def name(self) -> str:
@@ -67,7 +73,7 @@ class Row:
         """Bytes of all operands and results, each moved once."""
         keys, values = (2 * self.tokens * heads * HEAD_DIM for heads in (self.key_heads, self.value_heads))
         gates = 4 * self.tokens * self.value_heads
-        state = 4 * self.sequences * self.value_heads * HEAD_DIM**2
+        state = 4 * self.places * self.value_heads * HEAD_DIM**2
         if self.direction == "forward":  # q k | v o | g beta | both states
             return 2 * keys + 2 * values + 2 * gates + 2 * state
         # q k dq dk | v do dv | g beta dg dbeta | initial_state, d_final_state, d_initial_state
@@ -82,18 +88,22 @@ class Row:
 
 
 def parse(name: str) -> Row:
-    """The row of a name such as "forward/2,8/4x8192", or "forward/2,8/7<=4321" for sequences of 1 to 4321 tokens.
+    """The row of a name such as "forward/2,8/4x8192", "forward/2,8/7<=4321" for sequences of 1 to 4321 tokens, or
+    "forward/2,8/4x8192of32" for four of 32 places taken.
 
     Raises:
         ValueError: this is no such name.
     """
-    match = re.fullmatch(r"(forward|backward)/(\d+),(\d+)/(\d+)(x|<=)(\d+)", name)
+    match = re.fullmatch(r"(forward|backward)/(\d+),(\d+)/(\d+)(x|<=)(\d+)(?:of(\d+))?", name)
     if not match:
         raise ValueError(f"rows must be named like forward/2,8/4x8192 or match a row of the table, got {name!r}")
     key_heads, value_heads, sequences, length = (int(match[i]) for i in (2, 3, 4, 6))
-    row = Row(match[1], key_heads, value_heads, sequences, length, ragged=match[5] != "x")
+    empty = int(match[7] or sequences) - sequences
+    row = Row(match[1], key_heads, value_heads, sequences, length, ragged=match[5] != "x", empty=empty)
     if min(row.key_heads, row.value_heads, row.sequences, row.length) < 1 or row.value_heads % row.key_heads:
         raise ValueError(f"heads must be Hk,Hv with Hv a multiple of Hk, and all numbers positive, got {name!r}")
+    if empty < 0:
+        raise ValueError(f"there must be places for all sequences, got {name!r}")
     return row
 
 

@@ -13,6 +13,7 @@ import pytest
 
 sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
 
+import inputs
 import measurement
 import power
 import rows
@@ -128,6 +129,18 @@ def test_rows_of_uneven_batches() -> None:
     assert row.offsets[-1] == row.tokens == sum(row.lengths)
     assert [b - a for a, b in itertools.pairwise(row.offsets)] == row.lengths
     assert rows.parse("forward/2,8/4x8192").lengths == [8192] * 4
+
+
+def test_rows_of_places_that_are_not_taken() -> None:
+    row = rows.parse("forward/2,8/4x8192of32")
+    assert row.name == "forward/2,8/4x8192of32"
+    assert (row.sequences, row.places, row.tokens) == (4, 32, 32768)
+    assert row.lengths == [8192] * 4 + [0] * 28
+    assert rows.parse("forward/2,8/4x8192of4") == rows.parse("forward/2,8/4x8192")
+    given = inputs.shapes(rows.parse("forward/2,8/2<=70of3"))
+    assert (given["cu_seqlens"].shape, given["initial_state"].shape[0]) == ((4,), 3)
+    with pytest.raises(ValueError, match=r"there must be places for all sequences, got 'forward/2,8/4x64of3'"):
+        rows.parse("forward/2,8/4x64of3")
 
 
 def chain(start: float, calls: int, parts: int) -> list[Kernel]:
