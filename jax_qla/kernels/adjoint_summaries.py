@@ -26,7 +26,7 @@ import jax.numpy as jnp
 
 from jax_qla.kernels.common import CHUNK, FIRST, LAST, PASS_CONFIGS
 from jax_qla.kernels.inverse import INVERSE_PRELUDE
-from jax_qla.kernels.macros import macros
+from jax_qla.kernels.macros import call, macros, unfenced
 from jax_qla.kernels.preludes import P_PRELUDE, REACH_PRELUDE
 from jax_qla.kernels.specification import (
     decay,
@@ -86,10 +86,7 @@ def program(config: Config):
     ):
         with T.Kernel(
             places * tiles, value_heads, threads=384, prelude=P_PRELUDE + INVERSE_PRELUDE + REACH_PRELUDE
-        ) as (
-            block,
-            number,
-        ):
+        ) as (block, number):
             T.annotate_min_blocks_per_sm(1)
             T.pdl_trigger()  # what follows waits by itself
             piece = T.alloc_var("int32")
@@ -174,9 +171,7 @@ def program(config: Config):
                         T.copy(d, d_b)
                     T.barrier_wait(shared.ready[at], (c // stages) % 2)
                     # dVd = exp(gamma_C - gamma) K dS + P^T dO
-                    T.call_extern(
-                        "handle", "jax_qla_load_transposed", do_t.data, T.access_ptr(shared.do_s[at, 0, 0], "r")
-                    )
+                    call("jax_qla_load_transposed", do_t.data, unfenced(shared.do_s[at, 0, 0]))
                     m.multiply_lower(do_t, shared.p_s, c % 2, from_output)
                     if split:
                         m.multiply_state_split(d, d_b, shared.k_s, at, u, None)

@@ -40,9 +40,9 @@ import jax
 from jax_qla.kernels import first_state, gradients, state_gradients
 from jax_qla.kernels.common import CHUNK, FAINT, LONG, PASS_CONFIGS, SHORT
 from jax_qla.kernels.gradient_parts import PRELUDE as GRADIENTS_PRELUDE
-from jax_qla.kernels.gradient_parts import gate_gradients, gate_parts
+from jax_qla.kernels.gradient_parts import gate_gradients, gate_parts, operations
 from jax_qla.kernels.inverse import INVERSE_PRELUDE
-from jax_qla.kernels.macros import accumulator_layout, macros
+from jax_qla.kernels.macros import accumulator_layout, call, macros, unfenced
 from jax_qla.kernels.preludes import LENGTH_PRELUDE, P_PRELUDE, TILE_PRELUDE
 
 __all__ = ["PASS_CONFIGS", "Config", "program", "specification"]
@@ -310,6 +310,10 @@ class Config:
 
 REGISTERS = (208, 208, 64, 32)
 
+FIRST_ROW, BEYOND, IN_H, WITHIN, IN_PROGRESS, IN_VD = range(6)
+"""What is kept of a block's work in shared memory, for registers are few: the first row of its last chunk and the one behind it; its head's number in h,
+among the key head's, in `progress` and in Vd."""
+
 
 def program(config: Config):
     """The TileLang program. Numbers of tokens, heads, sequences and chunk slots are run-time values."""
@@ -318,6 +322,7 @@ def program(config: Config):
     C, K, V, dtype = CHUNK, config.key_dim, config.value_dim, config.dtype
     ctype = {"bfloat16": "bfloat16_t", "float16": "half_t"}[dtype]
     l2norm, normed = config.l2norm, "true" if config.l2norm else "false"
+    ops = operations(ctype, l2norm)
     m, begin_with = macros(), first_state.macro()
     write_gates, allocate_parts = gate_gradients(dtype, l2norm), gate_parts()
     tokens, key_heads, value_heads, sequences, state_slots = T.dynamic(
@@ -368,6 +373,18 @@ def program(config: Config):
                 eviction_policy=SHORT,
             )
         T.barrier_arrive(loaded[0])
+
+    def known(bounds_s, which):
+        return T.call_extern("int32", "jax_qla_read", unfenced(bounds_s[which]))
+
+    def add_tiles(near, far, target, bounds_s, turn, key_head, key_heads, width, behind):
+        """dQ or dK of the chunk before this `turn`, halves of the columns at `near` and `far`, is added up over the blocks of a cluster, and to what `behind`
+        heads of the key head before theirs have left, if any."""
+        row = known(bounds_s, FIRST_ROW) - (turn - 1) * C
+        rows = known(bounds_s, BEYOND) - known(bounds_s, FIRST_ROW) + (turn - 1) * C
+        rank, others = behind & (width - 1), behind & -width
+        to = T.address_of(target[row, key_head, 0])
+        return call("jax_qla_sum", unfenced(near), unfenced(far), to, rows, key_heads * K, width, rank, others)
 
     @T.prim_func
     def backward(
@@ -473,9 +490,7 @@ def program(config: Config):
                 faint_s=faint_s,
             )
             parts = allocate_parts()
-            bounds_s = T.alloc_shared(
-                (6,), "int32"
-            )  # first row of the last chunk, row behind it, the head's number in h; its place among the key head's, and in `progress`; its number in Vd
+            bounds_s = T.alloc_shared((6,), "int32")
             keys_loaded = T.alloc_barrier([32] * 2)
             keys_free = T.alloc_barrier([256] * 2)
             do_loaded = T.alloc_barrier([32])
@@ -502,13 +517,13 @@ def program(config: Config):
             dots_ready = T.alloc_barrier([160] * 2)
 
             if tx == 0:
-                bounds_s[0] = start + (count - 1) * C
-                bounds_s[1] = end
-                bounds_s[2] = T.Select(kept_heads == value_heads, head, number)
-                bounds_s[3] = within
-                bounds_s[4] = place * value_heads + head
-                bounds_s[5] = T.Select(vd_heads == value_heads, head, number)
-            T.call_extern("handle", "jax_qla_meet")
+                bounds_s[FIRST_ROW] = start + (count - 1) * C
+                bounds_s[BEYOND] = end
+                bounds_s[IN_H] = T.Select(kept_heads == value_heads, head, number)
+                bounds_s[WITHIN] = within
+                bounds_s[IN_PROGRESS] = place * value_heads + head
+                bounds_s[IN_VD] = T.Select(vd_heads == value_heads, head, number)
+            call("jax_qla_meet")
             if tx >= 384:
                 T.set_max_nreg(REGISTERS[3], 0)
                 if tx < 448:
@@ -541,8 +556,8 @@ def program(config: Config):
                 elif tx < 480:
                     kept = T.alloc_var("int32")
                     of_vd = T.alloc_var("int32")
-                    kept = T.call_extern("int32", "jax_qla_read", T.access_ptr(bounds_s[2], "r"))
-                    of_vd = T.call_extern("int32", "jax_qla_read", T.access_ptr(bounds_s[5], "r"))
+                    kept = known(bounds_s, IN_H)
+                    of_vd = known(bounds_s, IN_VD)
                     if count > 0:
                         last = start + (count - 1) * C
                         m.load_rows(k, last, key_head, 0, K, k_s, 0, keys_loaded, LONG)
@@ -589,14 +604,13 @@ def program(config: Config):
                         T.barrier_wait(d_full[0], c_v % 2)
                         T.fence_proxy_async()
                         if faint_s[at_v, 0] + faint_s[at_v, 1] != 0:
-                            T.call_extern(
-                                "handle",
+                            call(
                                 "jax_qla_warp_dots",
-                                T.access_ptr(d_s[0, 0, 0], "r"),
+                                unfenced(d_s[0, 0, 0]),
                                 T.address_of(v[row_v, head, 0]),
                                 rows_v,
                                 value_heads,
-                                T.access_ptr(parts.dot_v_s[at_v, 0], "r"),
+                                unfenced(parts.dot_v_s[at_v, 0]),
                             )
                             for y in T.serial(rows_v * (V // 32)):
                                 column = y % (V // 32) * 32 + tx - 480
@@ -631,18 +645,17 @@ def program(config: Config):
                         if turn > 0:
                             T.barrier_wait(taken[0], (turn + 1) % 2)
                         T.gemm(q_s[turn % 2, :, :], k_s[turn % 2, :, :], p, transpose_B=True, clear_accum=True)
-                        T.call_extern(
-                            "handle",
+                        call(
                             f"jax_qla_store_decayed<{normed}, true>",
                             p.data,
-                            T.access_ptr(gamma_s[turn % 2, 0], "r"),
+                            unfenced(gamma_s[turn % 2, 0]),
                             scale,
-                            T.access_ptr(query_s[of_length(turn), 0], "r"),
-                            T.access_ptr(p_s[0, 0, 0], "r"),
+                            unfenced(query_s[of_length(turn), 0]),
+                            unfenced(p_s[0, 0, 0]),
                         )
                         T.barrier_wait(a_loaded[0], turn % 2)
                         if i < C:
-                            T.call_extern("handle", "jax_qla_zero_diagonal", T.access_ptr(a_s[0, 0, 0], "r"), i)
+                            call("jax_qla_zero_diagonal", unfenced(a_s[0, 0, 0]), i)
                         if turn == 0 and end - start < count * C:
                             m.zero_beyond(a_s, None, 0, end - start - (count - 1) * C, i, 128)
                         T.fence_proxy_async()
@@ -650,81 +663,33 @@ def program(config: Config):
                     if turn > 0:
                         T.barrier_wait(h_loaded[0], (turn + 1) % 2)
                         T.barrier_wait(dh_full[0], (turn + 1) % 2)
-                        T.call_extern(
-                            "handle",
+                        call(
                             f"jax_qla_inner<{ctype}, {V}, {K}>",
-                            T.access_ptr(h_s[0, 0], "r"),
-                            T.access_ptr(dh_s[0, 0], "r"),
-                            T.access_ptr(parts.states_dot_s[(turn + 1) % 2, 0], "r"),
+                            unfenced(h_s[0, 0]),
+                            unfenced(dh_s[0, 0]),
+                            unfenced(parts.states_dot_s[(turn + 1) % 2, 0]),
                         )
                         T.barrier_arrive(h_free[0])
                         T.barrier_arrive(dh_free[0])
                         T.barrier_arrive(dots_ready[(turn + 1) % 2])
                         T.barrier_wait(dq_full[0], (turn + 1) % 2)
                         behind = T.alloc_var("int32")  # as many value heads of the key head come before
-                        behind = T.call_extern("int32", "jax_qla_read", T.access_ptr(bounds_s[3], "r"))
+                        behind = known(bounds_s, WITHIN)
                         if behind >= width:
-                            T.call_extern(
-                                "handle",
+                            call(
                                 "jax_qla_await",
                                 T.address_of(progress[0, 0]),
-                                T.call_extern("int32", "jax_qla_read", T.access_ptr(bounds_s[4], "r")) - width,
+                                known(bounds_s, IN_PROGRESS) - width,
                                 turn,
                             )
-                        T.call_extern(
-                            "handle",
-                            "jax_qla_sum",
-                            T.access_ptr(d_s[0, 0, 0], "r"),
-                            T.access_ptr(d_s[0, 0, 64], "r"),
-                            T.address_of(
-                                dq[
-                                    T.call_extern("int32", "jax_qla_read", T.access_ptr(bounds_s[0], "r"))
-                                    - (turn - 1) * C,
-                                    key_head,
-                                    0,
-                                ]
-                            ),
-                            T.call_extern("int32", "jax_qla_read", T.access_ptr(bounds_s[1], "r"))
-                            - T.call_extern("int32", "jax_qla_read", T.access_ptr(bounds_s[0], "r"))
-                            + (turn - 1) * C,
-                            key_heads * K,
-                            width,
-                            behind & (width - 1),
-                            behind & -width,
-                        )
-                        T.call_extern("handle", "jax_qla_tell<false>", dq_free[0], width)
+                        add_tiles(d_s[0, 0, 0], d_s[0, 0, 64], dq, bounds_s, turn, key_head, key_heads, width, behind)
+                        call("jax_qla_tell<false>", dq_free[0], width)
                         T.barrier_wait(dk_full[0], (turn + 1) % 2)
-                        T.call_extern(
-                            "handle",
-                            "jax_qla_sum",
-                            T.access_ptr(e_s[0, 0], "r"),
-                            T.access_ptr(f_s[0, 0], "r"),
-                            T.address_of(
-                                dk[
-                                    T.call_extern("int32", "jax_qla_read", T.access_ptr(bounds_s[0], "r"))
-                                    - (turn - 1) * C,
-                                    key_head,
-                                    0,
-                                ]
-                            ),
-                            T.call_extern("int32", "jax_qla_read", T.access_ptr(bounds_s[1], "r"))
-                            - T.call_extern("int32", "jax_qla_read", T.access_ptr(bounds_s[0], "r"))
-                            + (turn - 1) * C,
-                            key_heads * K,
-                            width,
-                            behind & (width - 1),
-                            behind & -width,
-                        )
-                        T.call_extern("handle", "jax_qla_tell<false>", dk_free[0], width)
+                        add_tiles(e_s[0, 0], f_s[0, 0], dk, bounds_s, turn, key_head, key_heads, width, behind)
+                        call("jax_qla_tell<false>", dk_free[0], width)
                         if behind < ratio - width:
                             T.sync_threads(3, 128)
-                            T.call_extern(
-                                "handle",
-                                "jax_qla_publish",
-                                T.address_of(progress[0, 0]),
-                                T.call_extern("int32", "jax_qla_read", T.access_ptr(bounds_s[4], "r")),
-                                turn,
-                            )
+                            call("jax_qla_publish", T.address_of(progress[0, 0]), known(bounds_s, IN_PROGRESS), turn)
                 for side in tuple(range(2)):  # rows of no sequence that follow, and those before all
                     begin = end if side == 0 else 0
                     beyond = (
@@ -733,7 +698,7 @@ def program(config: Config):
                         else T.Select(n == 0, start, 0)
                     )
                     for x in T.serial(beyond - begin):
-                        if T.call_extern("int32", "jax_qla_read", T.access_ptr(bounds_s[3], "r")) == 0:
+                        if known(bounds_s, WITHIN) == 0:
                             dq[begin + x, key_head, i] = T.cast(0, dtype)
                             dk[begin + x, key_head, i] = T.cast(0, dtype)
                         dv[begin + x, head, i] = T.cast(0, dtype)
@@ -770,12 +735,7 @@ def program(config: Config):
                         begin_with(d, d_final_state, leaving, pieces, final_states, cut_pieces, n, head, part, True)
                         for c in T.serial(count):
                             at = c % 2
-                            lines = T.min(
-                                T.call_extern("int32", "jax_qla_read", T.access_ptr(bounds_s[1], "r"))
-                                - T.call_extern("int32", "jax_qla_read", T.access_ptr(bounds_s[0], "r"))
-                                + c * C,
-                                C,
-                            )
+                            lines = T.min(known(bounds_s, BEYOND) - known(bounds_s, FIRST_ROW) + c * C, C)
                             T.barrier_wait(ready[0], c % 2)
                             T.barrier_wait(do_loaded[0], c % 2)
                             # dVd = exp(gamma_C - gamma) K dS + P^T dO
@@ -792,17 +752,9 @@ def program(config: Config):
                             if c > 0:
                                 T.barrier_wait(dh_free[0], (c + 1) % 2)
                             for x in T.unroll(K // 64):
-                                T.call_extern(
-                                    "handle",
-                                    "jax_qla_store_operand<false>",
-                                    d_b.data,
-                                    x,
-                                    T.access_ptr(dh_s[part, x * 64], "r"),
-                                )
+                                call("jax_qla_store_operand<false>", d_b.data, x, unfenced(dh_s[part, x * 64]))
                             T.barrier_arrive(dh_full[0])
-                            T.call_extern(
-                                "handle", "jax_qla_load_transposed", do_t.data, T.access_ptr(do_s[0, 0, part], "r")
-                            )
+                            call("jax_qla_load_transposed", do_t.data, unfenced(do_s[0, 0, part]))
                             for i, j in T.Parallel(64, C):
                                 do_b[i, j] = T.cast(do_t[i, j], "float32") * lift_s[at, j]
                             whole = rise_s[at, lines - 1]
@@ -837,14 +789,13 @@ def program(config: Config):
                                 )
                                 T.wait_wgmma(0)
                                 T.barrier_arrive(vd_free[0])
-                                T.call_extern(
-                                    "handle",
+                                call(
                                     f"jax_qla_decayed<false, {normed}>",
                                     T.address_of(s[0, 0]),
                                     T.address_of(products[0, 0]),
-                                    T.access_ptr(gamma_s[at2, 0], "r"),
-                                    T.access_ptr(beta_s[at2, 0], "r"),
-                                    T.access_ptr(query_s[of_length(c), 0], "r"),
+                                    unfenced(gamma_s[at2, 0]),
+                                    unfenced(beta_s[at2, 0]),
+                                    unfenced(query_s[of_length(c), 0]),
                                     scale,
                                     lines,
                                     T.address_of(sums[0]),
@@ -852,84 +803,59 @@ def program(config: Config):
                                 T.copy(s, e_b)
                                 if c > 0:
                                     T.barrier_wait(dk_free[0], (c + 1) % 2)
-                                T.call_extern(
-                                    "handle",
-                                    "jax_qla_store_tile",
-                                    T.address_of(s[0, 0]),
-                                    T.access_ptr(e_s[0, 0], "r"),
-                                )
+                                call("jax_qla_store_tile", T.address_of(s[0, 0]), unfenced(e_s[0, 0]))
                                 T.fence_proxy_async()
                                 T.barrier_arrive(e_ready[0])
-                                T.call_extern(
-                                    "handle",
-                                    "jax_qla_write_sums",
-                                    T.address_of(sums[0]),
-                                    T.access_ptr(parts.rows_q_s[at2, 0], "r"),
-                                    T.access_ptr(parts.columns_q_s[at2, 0, 0], "r"),
-                                )
+                                ops.write_sums(sums, parts.rows_q_s[at2, 0], parts.columns_q_s[at2, 0, 0])
                                 T.barrier_wait(h_loaded[0], c % 2)
                                 T.wgmma_gemm(do_s[0, :, :], h_s, result, clear_accum=True)  # dO h^T
                                 for x in T.unroll(2):
                                     dots[x] = 0.0
                                 for half in tuple(range(K // 64)):
-                                    T.call_extern(
-                                        "handle",
-                                        "jax_qla_load_tile",
-                                        T.address_of(t[0]),
-                                        T.access_ptr(q_s[at2, 0, half * 64], "r"),
-                                    )
+                                    ops.load_tile(t, q_s[at2, 0, half * 64])
                                     if half == 0:
                                         T.wait_wgmma(0)
                                         T.barrier_arrive(do_free[0])
                                         T.barrier_arrive(h_free[0])
-                                    T.call_extern(
-                                        "handle",
+                                    call(
                                         f"jax_qla_weigh_rows<{ctype}, {normed}, false>",
                                         T.address_of(result[0, half * 64]),
                                         T.address_of(result[0, half * 64]),
-                                        T.access_ptr(rise_s[at2, 0], "r"),
-                                        T.access_ptr(query_s[of_length(c), 0], "r"),
+                                        unfenced(rise_s[at2, 0]),
+                                        unfenced(query_s[of_length(c), 0]),
                                         scale,
                                         T.address_of(t[0]),
                                         T.address_of(dots[0]),
                                     )
                                 T.wgmma_gemm(e_b, k_s[at2, :, :], result)
-                                T.call_extern(
-                                    "handle",
-                                    "jax_qla_write_rows",
-                                    T.address_of(dots[0]),
-                                    T.access_ptr(parts.q_dots_s[at2, 0], "r"),
-                                )
+                                ops.write_rows(dots[0], parts.q_dots_s[at2, 0])
                                 T.wait_wgmma(0)
                                 if l2norm:
-                                    T.call_extern(
-                                        "handle",
+                                    call(
                                         f"jax_qla_along<{ctype}, {K // 64}>",
                                         T.address_of(result[0, 0]),
-                                        T.access_ptr(q_s[at2, 0, 0], "r"),
-                                        T.access_ptr(query_s[of_length(c), 0], "r"),
+                                        unfenced(q_s[at2, 0, 0]),
+                                        unfenced(query_s[of_length(c), 0]),
                                         T.address_of(dots[0]),
                                     )
                                 T.barrier_wait(d_free[0], c % 2)
                                 if l2norm:
                                     for half in tuple(range(K // 64)):
-                                        T.call_extern(
-                                            "handle",
+                                        call(
                                             "jax_qla_store_across",
                                             T.address_of(result[0, half * 64]),
-                                            T.access_ptr(q_s[at2, 0, half * 64], "r"),
+                                            unfenced(q_s[at2, 0, half * 64]),
                                             T.address_of(dots[0]),
-                                            T.access_ptr(d_s[0, 0, half * 64], "r"),
+                                            unfenced(d_s[0, 0, half * 64]),
                                         )
                                 else:
                                     for half in tuple(range(K // 64)):
-                                        T.call_extern(
-                                            "handle",
+                                        call(
                                             "jax_qla_store_tile",
                                             T.address_of(result[0, half * 64]),
-                                            T.access_ptr(d_s[0, 0, half * 64], "r"),
+                                            unfenced(d_s[0, 0, half * 64]),
                                         )
-                                T.call_extern("handle", "jax_qla_tell<true>", dq_full[0], width)
+                                call("jax_qla_tell<true>", dq_full[0], width)
                                 T.barrier_arrive(parts_ready[at2])
                                 T.barrier_arrive(keys_free[at2])
                             else:
@@ -943,77 +869,57 @@ def program(config: Config):
                                     k_s[at2, :, :], k_s[at2, :, :], products, transpose_B=True, clear_accum=True
                                 )
                                 T.wait_wgmma(0)
-                                T.call_extern(
-                                    "handle",
-                                    "jax_qla_put_diagonal",
-                                    T.address_of(s[0, 0]),
-                                    T.access_ptr(parts.dot_s[at2, 0], "r"),
-                                )
-                                T.call_extern(
-                                    "handle",
+                                call("jax_qla_put_diagonal", T.address_of(s[0, 0]), unfenced(parts.dot_s[at2, 0]))
+                                call(
                                     f"jax_qla_decay_below<{normed}>",
                                     T.address_of(s[0, 0]),
                                     T.address_of(products[0, 0]),
-                                    T.access_ptr(gamma_s[at2, 0], "r"),
-                                    T.access_ptr(weight_s[at2, 0], "r"),
-                                    T.access_ptr(key_s[of_length(c), 0], "r"),
+                                    unfenced(gamma_s[at2, 0]),
+                                    unfenced(weight_s[at2, 0]),
+                                    unfenced(key_s[of_length(c), 0]),
                                     lines,
                                     T.address_of(sums[0]),
                                 )
                                 if c > 0:
                                     T.barrier_wait(dk_free[0], (c + 1) % 2)
-                                T.call_extern(
-                                    "handle",
+                                call(
                                     f"jax_qla_store_symmetric<{ctype}, {normed}>",
                                     T.address_of(s[0, 0]),
-                                    T.access_ptr(weight_s[at2, 0], "r"),
-                                    T.access_ptr(key_s[of_length(c), 0], "r"),
-                                    T.access_ptr(f_s[0, 0], "r"),
+                                    unfenced(weight_s[at2, 0]),
+                                    unfenced(key_s[of_length(c), 0]),
+                                    unfenced(f_s[0, 0]),
                                 )
                                 T.fence_proxy_async()
                                 T.sync_threads(2, 128)
                                 T.barrier_wait(h_loaded[0], c % 2)
                                 T.wgmma_gemm(vd_s[0, :, :], dh_s, result, clear_accum=True)  # Y
                                 T.wgmma_gemm(d_s[0, :, :], h_s[:, 0:64], y, clear_accum=True)  # Z
-                                T.call_extern(
-                                    "handle",
-                                    "jax_qla_write_sums",
-                                    T.address_of(sums[0]),
-                                    T.access_ptr(parts.rows_k_s[at2, 0], "r"),
-                                    T.access_ptr(parts.columns_k_s[at2, 0, 0], "r"),
-                                )
+                                ops.write_sums(sums, parts.rows_k_s[at2, 0], parts.columns_k_s[at2, 0, 0])
                                 for x in T.unroll(4):
                                     dots[x] = 0.0
                                 for half in tuple(range(K // 64)):
-                                    T.call_extern(
-                                        "handle",
-                                        "jax_qla_load_tile",
-                                        T.address_of(t[0]),
-                                        T.access_ptr(k_s[at2, 0, half * 64], "r"),
-                                    )
+                                    ops.load_tile(t, k_s[at2, 0, half * 64])
                                     if half == 0:
                                         T.wait_wgmma(1)
                                         T.barrier_arrive(vd_free[0])
                                         T.barrier_arrive(dh_free[0])
-                                    T.call_extern(
-                                        "handle",
+                                    call(
                                         f"jax_qla_weigh_rows<{ctype}, false, false>",
                                         T.address_of(result[0, half * 64]),
                                         T.address_of(result[0, half * 64]),
-                                        T.access_ptr(fall_s[at2, 0], "r"),
-                                        T.access_ptr(key_s[of_length(c), 0], "r"),
+                                        unfenced(fall_s[at2, 0]),
+                                        unfenced(key_s[of_length(c), 0]),
                                         T.float32(1),
                                         T.address_of(t[0]),
                                         T.address_of(dots[2]),
                                     )
                                     T.wait_wgmma(0)
-                                    T.call_extern(
-                                        "handle",
+                                    call(
                                         f"jax_qla_weigh_rows<{ctype}, {normed}, true>",
                                         T.address_of(result[0, half * 64]),
                                         T.address_of(y[0, 0]),
-                                        T.access_ptr(sink_s[at2, 0], "r"),
-                                        T.access_ptr(key_s[of_length(c), 0], "r"),
+                                        unfenced(sink_s[at2, 0]),
+                                        unfenced(key_s[of_length(c), 0]),
                                         T.float32(1),
                                         T.address_of(t[0]),
                                         T.address_of(dots[0]),
@@ -1024,55 +930,42 @@ def program(config: Config):
                                 T.barrier_arrive(d_free[0])
                                 T.barrier_wait(e_ready[0], c % 2)
                                 T.wgmma_gemm(e_s, q_s[at2, :, :], result, transpose_A=True)
-                                T.call_extern(
-                                    "handle",
-                                    "jax_qla_write_rows",
-                                    T.address_of(dots[0]),
-                                    T.access_ptr(parts.z_dots_s[at2, 0], "r"),
-                                )
-                                T.call_extern(
-                                    "handle",
-                                    "jax_qla_write_rows",
-                                    T.address_of(dots[2]),
-                                    T.access_ptr(parts.y_dots_s[at2, 0], "r"),
-                                )
+                                ops.write_rows(dots[0], parts.z_dots_s[at2, 0])
+                                ops.write_rows(dots[2], parts.y_dots_s[at2, 0])
                                 T.barrier_arrive(parts_ready[at2])
                                 T.wgmma_gemm(f_s, k_s[at2, :, :], result)
                                 T.wait_wgmma(0)
                                 if l2norm:
-                                    T.call_extern(
-                                        "handle",
+                                    call(
                                         f"jax_qla_along<{ctype}, {K // 64}>",
                                         T.address_of(result[0, 0]),
-                                        T.access_ptr(k_s[at2, 0, 0], "r"),
-                                        T.access_ptr(key_s[of_length(c), 0], "r"),
+                                        unfenced(k_s[at2, 0, 0]),
+                                        unfenced(key_s[of_length(c), 0]),
                                         T.address_of(dots[0]),
                                     )
                                 T.sync_threads(2, 128)  # nobody's products read them any more
                                 if l2norm:
                                     for half in tuple(range(K // 64)):
-                                        T.call_extern(
-                                            "handle",
+                                        call(
                                             "jax_qla_store_across",
                                             T.address_of(result[0, half * 64]),
-                                            T.access_ptr(k_s[at2, 0, half * 64], "r"),
+                                            unfenced(k_s[at2, 0, half * 64]),
                                             T.address_of(dots[0]),
-                                            T.access_ptr((e_s if half == 0 else f_s)[0, 0], "r"),
+                                            unfenced((e_s if half == 0 else f_s)[0, 0]),
                                         )
                                 else:
                                     for half in tuple(range(K // 64)):
-                                        T.call_extern(
-                                            "handle",
+                                        call(
                                             "jax_qla_store_tile",
                                             T.address_of(result[0, half * 64]),
-                                            T.access_ptr((e_s if half == 0 else f_s)[0, 0], "r"),
+                                            unfenced((e_s if half == 0 else f_s)[0, 0]),
                                         )
                                 T.barrier_arrive(keys_free[at2])
-                                T.call_extern("handle", "jax_qla_tell<true>", dk_full[0], width)
+                                call("jax_qla_tell<true>", dk_full[0], width)
                         if initial_states > 0 and target >= 0:
                             for i, j in T.Parallel(64, K):
                                 d_initial_state[target, head, j, part + i] = d[i, j]
-            T.call_extern("handle", "jax_qla_meet")
+            call("jax_qla_meet")
 
     return backward
 

@@ -40,6 +40,7 @@ import jax.numpy as jnp
 
 from jax_qla.kernels import uncut
 from jax_qla.kernels.common import PASS_CONFIGS, map_blocks_shape
+from jax_qla.kernels.macros import call, unfenced
 from jax_qla.kernels.preludes import MATRIX_PRELUDE, NTH_PRELUDE
 from jax_qla.kernels.specification import of_map_blocks
 
@@ -238,11 +239,11 @@ def program(config: Config):
 
     @T.macro
     def fetch(target, source, at):
-        T.call_extern("handle", f"jax_qla_fetch<{tile}, {V}>", target.data, T.address_of(source[0, 0, 0, 0]), at)
+        call(f"jax_qla_fetch<{tile}, {V}>", target.data, T.address_of(source[0, 0, 0, 0]), at)
 
     @T.macro
     def leave(target, source, at):
-        T.call_extern("handle", f"jax_qla_leave<{tile}, {V}>", T.address_of(target[0, 0, 0, 0]), source.data, at)
+        call(f"jax_qla_leave<{tile}, {V}>", T.address_of(target[0, 0, 0, 0]), source.data, at)
 
     @T.macro
     def wait():
@@ -286,11 +287,7 @@ def program(config: Config):
             if reverse:
                 # By a piece in the midst of the sequence; its last one takes no product.
                 head = T.call_extern(
-                    "int32",
-                    "jax_qla_zero_first",
-                    T.address_of(forgotten[first + count // 2, 0]),
-                    value_heads,
-                    number,
+                    "int32", "jax_qla_zero_first", T.address_of(forgotten[first + count // 2, 0]), value_heads, number
                 )
                 none = T.call_extern(
                     "int32", "jax_qla_none_is_zero", T.address_of(forgotten[first, head]), value_heads, count
@@ -333,10 +330,8 @@ def program(config: Config):
                 stage = T.alloc_var("int32")
                 phase = T.alloc_var("int32")
                 corner = T.call_extern("int32", "jax_qla_corner", V) + part
-                map_corner = T.call_extern(
-                    "uint32", f"jax_qla_map_corner<{K}, {truth}>", T.access_ptr(m_s[0, 0, 0], "r")
-                )
-                unit = T.call_extern("uint32", f"jax_qla_unit<{tile}>", T.access_ptr(s_s[0, 0, 0, 0], "r"))
+                map_corner = T.call_extern("uint32", f"jax_qla_map_corner<{K}, {truth}>", unfenced(m_s[0, 0, 0]))
+                unit = T.call_extern("uint32", f"jax_qla_unit<{tile}>", unfenced(s_s[0, 0, 0, 0]))
                 written = T.call_extern("uint32", "jax_qla_keep", unit + T.cast(tx // 32 * (tile * 32), "uint32"))
                 piece = T.cast((first + (count - 1 if reverse else 0)) * value_heads + head, "int64") * (K * V) + corner
                 pace = T.cast(value_heads, "int64") * (-K * V if reverse else K * V)
@@ -351,8 +346,7 @@ def program(config: Config):
                 if not reverse:
                     wait()
                 if none != 0:
-                    T.call_extern(
-                        "handle",
+                    call(
                         f"jax_qla_copy_responses<{tile}, {V}>",
                         T.address_of(entering[0, 0, 0, 0]),
                         T.address_of(response[0, 0, 0, 0]),
@@ -364,15 +358,14 @@ def program(config: Config):
                 else:
                     if count > 1:
                         fetch(answer, response, piece)
-                    T.call_extern("handle", f"jax_qla_share<{K}, {tile}>", written, state.data)
+                    call(f"jax_qla_share<{K}, {tile}>", written, state.data)
                     for _ in T.serial(count - 1):
                         T.sync_threads(1, warps * 32)
                         leave(entering, state, piece)
                         piece += pace
                         T.barrier_wait(loaded[stage], phase)
                         if T.call_extern("int32", "jax_qla_any", flag_s[stage] == 0) != 0:
-                            T.call_extern(
-                                "handle",
+                            call(
                                 f"jax_qla_multiply<{K}, {tile}, {V}, {truth}>",
                                 state.data,
                                 answer.data,
@@ -387,7 +380,7 @@ def program(config: Config):
                             fetch(answer, response, piece)
                         T.barrier_arrive(free[stage])
                         at = T.uint32(4 * K * tile) - at
-                        T.call_extern("handle", f"jax_qla_share<{K}, {tile}>", written + at, state.data)
+                        call(f"jax_qla_share<{K}, {tile}>", written + at, state.data)
                         stage = T.if_then_else(stage == stages - 1, 0, stage + 1)
                         phase = T.if_then_else(stage == 0, 1 - phase, phase)
                     leave(entering, state, piece)

@@ -75,7 +75,7 @@ import jax.numpy as jnp
 from jax_qla.kernels import states
 from jax_qla.kernels.common import CHUNK, FIRST, LAST, LOG2_E, LONG, PASS_CONFIGS, SHORT
 from jax_qla.kernels.inverse import INVERSE_PRELUDE
-from jax_qla.kernels.macros import accumulator_layout, macros
+from jax_qla.kernels.macros import accumulator_layout, call, macros, unfenced
 from jax_qla.kernels.preludes import LENGTH_PRELUDE, P_PRELUDE
 from jax_qla.kernels.specification import (
     among_heads,
@@ -270,14 +270,12 @@ def program(config: Config):
     def either(condition, one, other):
         """The address of one of two tables."""
         addresses = T.address_of(one[0, 0]), T.address_of(other[0, 0])
-        return T.call_extern("handle", "jax_qla_either", condition, *addresses)
+        return call("jax_qla_either", condition, *addresses)
 
     @T.macro
     def put(operand, part, transposed, tiles, wg):
         """A warpgroup's tile becomes columns from 64 `part` on of what products read from its registers, or their transpose."""
-        T.call_extern(
-            "handle", f"jax_qla_store_operand<{transposed}>", operand.data, part, T.address_of(tiles[wg, 0, 0])
-        )
+        call(f"jax_qla_store_operand<{transposed}>", operand.data, part, T.address_of(tiles[wg, 0, 0]))
 
     @T.macro
     def send_parts(state_b, h_s, h, slot, head, first):
@@ -515,13 +513,7 @@ def program(config: Config):
                             whole_s[at] = T.exp2(fetched[1] * T.float32(LOG2_E))
                         T.barrier_arrive(gated[at])
                         m.fetch_gates(
-                            gamma,
-                            beta,
-                            start + (c + 1) * C,
-                            T.min(end - (start + (c + 1) * C), C),
-                            head,
-                            row,
-                            fetched,
+                            gamma, beta, start + (c + 1) * C, T.min(end - (start + (c + 1) * C), C), head, row, fetched
                         )
                         if l2norm:
                             m.fetch_lengths(
@@ -560,8 +552,7 @@ def program(config: Config):
                         if c >= p_stages:
                             T.barrier_wait(free[(c - p_stages) % stages], ((c - p_stages) // stages) % 2)
                     T.wait_wgmma(0)
-                    T.call_extern(
-                        "handle",
+                    call(
                         f"jax_qla_store_decayed<{'true' if l2norm else 'false'}, false>",
                         p.data,
                         T.address_of(gamma_s[at, 0]),
@@ -594,24 +585,18 @@ def program(config: Config):
                 if begins != OF_NOTHING:
                     if W == 128:
                         if tx == 0:
-                            T.call_extern(
-                                "handle",
+                            call(
                                 f"jax_qla_begin_state<{K}>",
                                 T.address_of(initial_state[0, 0, 0, 0]),
                                 T.address_of(entering[0, 0, 0, 0]),
                                 T.cast(source * value_heads + head, "int64") * (K * V),
                                 begins == OF_PIECE,
-                                T.access_ptr(k_s[1, 0, 0], "r"),
-                                T.access_ptr(q_s[1, 0, 0], "r"),
+                                unfenced(k_s[1, 0, 0]),
+                                unfenced(q_s[1, 0, 0]),
                             )
                         T.sync_threads(6, S)
-                        T.call_extern(
-                            "handle",
-                            f"jax_qla_take_state<{K}>",
-                            state.data,
-                            T.access_ptr(k_s[1, 0, 0], "r"),
-                            T.access_ptr(q_s[1, 0, 0], "r"),
-                            part,
+                        call(
+                            f"jax_qla_take_state<{K}>", state.data, unfenced(k_s[1, 0, 0]), unfenced(q_s[1, 0, 0]), part
                         )
                         # An arrival does not wait for what is being loaded from shared memory, 64 instructions a warp here, of four cycles
                         # each: without the fence K and Q came over the last of them, in one of 33,000 forward passes.
@@ -635,12 +620,7 @@ def program(config: Config):
                 else:
                     m.forget(u)
                     T.wgmma_gemm(state_b, k_s[0, :, :], u, transpose_B=True, clear_accum=True, policy=by_rows)
-                T.call_extern(
-                    "handle",
-                    "jax_qla_load_transposed",
-                    v_t.data,
-                    T.access_ptr(v_s[wg, 0, 0], "r"),
-                )
+                call("jax_qla_load_transposed", v_t.data, unfenced(v_s[wg, 0, 0]))
                 if keeps_h:
                     if count > 0:
                         if split:
@@ -720,9 +700,7 @@ def program(config: Config):
                     elif keeps and sends:
                         if c >= 2:
                             T.barrier_wait(o_free[c % 2], (c // 2 + 1) % 2)
-                        T.call_extern(  # "r": as macros().put_state
-                            "handle", "jax_qla_store_operand<true>", vd_b.data, 0, T.access_ptr(vd_s[c % 2, 0, 0], "r")
-                        )
+                        call("jax_qla_store_operand<true>", vd_b.data, 0, unfenced(vd_s[c % 2, 0, 0]))
                         T.barrier_arrive(vd_full[c % 2])
                     elif keeps:
                         put(vd_b, 0, "true", vd_s, wg)
@@ -766,16 +744,10 @@ def program(config: Config):
                             if c + 1 < count:
                                 m.send_state(h_s, wg, 0, h, start // C + n + c + 1, head, 0, first + part)
                         m.send_rows(o_s, wg, 0, o, line, lines, head, first + part, tx - wg * 128, written)
-                    T.call_extern(
-                        "handle",
-                        "jax_qla_load_transposed",
-                        v_t.data,
-                        T.access_ptr(v_s[after * parts + wg, 0, 0], "r"),
-                    )
+                    call("jax_qla_load_transposed", v_t.data, unfenced(v_s[after * parts + wg, 0, 0]))
                     T.wait_wgmma(0)
                 if final_states > 0 and target >= 0:
-                    T.call_extern(
-                        "handle",
+                    call(
                         f"jax_qla_store_state<{K}>",
                         state.data,
                         T.address_of(final_state[target, head, 0, first + part]),

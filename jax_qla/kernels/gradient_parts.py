@@ -8,7 +8,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
 from jax_qla.kernels.common import CHUNK, FAINT, MIN_LOG_DECAY
-from jax_qla.kernels.macros import macros
+from jax_qla.kernels.macros import call, macros, unfenced
 from jax_qla.kernels.preludes import CHUNK_PRELUDE, TILE_PRELUDE
 
 if TYPE_CHECKING:
@@ -386,6 +386,51 @@ SCANTY = {"bfloat16": 0.0, "float16": 2.0**-14}
 """Where |beta_i| is less, Vd_i, which is beta_i times numbers of v's size, has not the dtype's precision, or is 0, and dbeta_i is the limit."""
 
 
+def operations(ctype: str, l2norm: bool) -> SimpleNamespace:
+    """Functions of PRELUDE as statements, for q and k of the CUDA type `ctype`, to be normalised or not. What they take is named by its first element, but
+    arrays of single registers: `columns`, `sums`."""
+    import tilelang.language as T
+
+    normed = "true" if l2norm else "false"
+
+    def addresses(*elements):
+        return (T.address_of(x) for x in elements)
+
+    def load_tile(columns, tile):
+        return call("jax_qla_load_tile", T.address_of(columns[0]), unfenced(tile))
+
+    def store_tile(pairs, tile):
+        return call("jax_qla_store_tile", *addresses(pairs, tile))
+
+    def store_symmetric(pairs, weight, lengths, tile):
+        return call(f"jax_qla_store_symmetric<{ctype}, {normed}>", *addresses(pairs, weight, lengths, tile))
+
+    def decay(pairs, product, gamma, weight, lengths, scale, rows, sums, *, strict):
+        name = f"jax_qla_decayed<{'true' if strict else 'false'}, {normed}>"
+        return call(name, *addresses(pairs, product, gamma, weight, lengths), scale, rows, *addresses(sums[0]))
+
+    def add_rows(total, x, factors, lengths, scale, columns, dots, *, by_lengths):
+        name = f"jax_qla_add_rows<{ctype}, {normed if by_lengths else 'false'}>"
+        by = (unfenced(factors), unfenced(lengths), scale)
+        return call(name, *addresses(total, x), *by, *addresses(columns[0], dots))
+
+    def write_sums(sums, of_rows, of_columns):
+        return call("jax_qla_write_sums", T.address_of(sums[0]), unfenced(of_rows), unfenced(of_columns))
+
+    def write_rows(dots, to):
+        return call("jax_qla_write_rows", T.address_of(dots), unfenced(to))
+
+    return SimpleNamespace(
+        load_tile=load_tile,
+        store_tile=store_tile,
+        store_symmetric=store_symmetric,
+        decay=decay,
+        add_rows=add_rows,
+        write_sums=write_sums,
+        write_rows=write_rows,
+    )
+
+
 def chunk_of_block():
     """A macro of kernels/gradients.py and gradients_split.py: which rows a block computes."""
     import tilelang.language as T
@@ -396,15 +441,7 @@ def chunk_of_block():
         # One warp for all, and by way of shared memory: registers are few.
         chunk_s = T.alloc_shared((4,), "int32")
         if T.get_thread_binding() < 32:
-            T.call_extern(
-                "handle",
-                "jax_qla_find_chunk",
-                T.access_ptr(chunk_s[0], "r"),
-                T.address_of(segments[0, 0]),
-                sequences,
-                tokens,
-                slot,
-            )
+            call("jax_qla_find_chunk", unfenced(chunk_s[0]), T.address_of(segments[0, 0]), sequences, tokens, slot)
         T.pdl_sync()  # `state_gradients` has ended, and with it `states`
         T.sync_threads()
         return chunk_s[0], chunk_s[1], chunk_s[2]
@@ -643,19 +680,17 @@ def key_head_writer(config: "Config"):
         """One warpgroup writes its `total`, of key head `first + key`, the `key`-th of the block, to `target`, and frees the tile of Q or K, which it may
         still have to be projected by."""
         if config.l2norm:
-            T.call_extern(
-                "handle",
+            call(
                 f"jax_qla_project<{ctype}, {K // 64}>",
                 T.address_of(total[0, 0]),
-                T.access_ptr(tiles[stage, 0, 0], "r"),
-                T.access_ptr(lengths[key % 4, 0], "r"),
+                unfenced(tiles[stage, 0, 0]),
+                unfenced(lengths[key % 4, 0]),
             )
         T.barrier_arrive(free[stage])
-        T.call_extern(
-            "handle",
+        call(
             f"jax_qla_write_tile<{ctype}, {K}>",
             T.address_of(total[0, 0]),
-            T.access_ptr(target[row, first + key, 0], "r"),
+            unfenced(target[row, first + key, 0]),
             rows,
             key_heads * K,
         )

@@ -77,8 +77,9 @@ from jax_qla.kernels.gradient_parts import (
     gate_vectors,
     gate_warps,
     key_head_writer,
+    operations,
 )
-from jax_qla.kernels.macros import accumulator_layout, macros
+from jax_qla.kernels.macros import accumulator_layout, call, macros
 from jax_qla.kernels.specification import (
     among_heads,
     decay,
@@ -119,8 +120,8 @@ def program(config: Config):
 
     C, K, V, dtype = CHUNK, config.key_dim, config.value_dim, config.dtype
     ctype = {"bfloat16": "bfloat16_t", "float16": "half_t"}[dtype]
-    m = macros()
-    l2norm, normed = config.l2norm, "true" if config.l2norm else "false"
+    l2norm = config.l2norm
+    m, ops = macros(), operations(ctype, l2norm)
     compute_gates, allocate_parts = gate_warps(dtype, l2norm), gate_parts()
     find_chunk, allocate_vectors = chunk_of_block(), gate_vectors(l2norm)
     zero_gaps, write_key_head = gap_rows(config), key_head_writer(config)
@@ -172,10 +173,7 @@ def program(config: Config):
     ):
         with T.Kernel(
             state_slots + 1, T.ceildiv(T.truncdiv(of_launch, ratio), group), threads=512, prelude=PRELUDE
-        ) as (
-            slot,
-            part_of_heads,
-        ):
+        ) as (slot, part_of_heads):
             T.annotate_min_blocks_per_sm(1)
             m.leave_unless(only, balanced)
             row, rows, fill = find_chunk(segments, sequences, tokens, slot)
@@ -297,8 +295,7 @@ def program(config: Config):
                                 T.barrier_arrive(q_ready[0])
                             T.barrier_wait(h_loaded[0], (key * ratio + r) % 2)
                             T.barrier_wait(dh_loaded[0], (key * ratio + r) % 2)
-                            T.call_extern(
-                                "handle",
+                            call(
                                 f"jax_qla_inner<{ctype}, {V}, {K}>",
                                 T.address_of(h_s[0, 0]),
                                 T.address_of(dh_s[0, 0]),
@@ -307,16 +304,14 @@ def program(config: Config):
                             T.barrier_arrive(h_free[0])
                             T.barrier_arrive(dh_free[0])
                             T.barrier_wait(rows_loaded[at], (key * ratio + r) // 2 % 2)
-                            T.call_extern(
-                                "handle",
+                            call(
                                 f"jax_qla_row_dots<{ctype}, {V}>",
                                 T.address_of(dv_s[at, 0, 0]),
                                 T.address_of(vd_s[at, 0, 0]),
                                 T.address_of(parts.dot_s[at, 0]),
                             )
                             if vectors.faint_s[at, 0] + vectors.faint_s[at, 1] > 0:
-                                T.call_extern(
-                                    "handle",
+                                call(
                                     f"jax_qla_scale_faint_rows<{ctype}, {V}>",
                                     T.address_of(dv_s[at, 0, 0]),
                                     T.address_of(vectors.beta_s[at, 0]),
@@ -324,8 +319,7 @@ def program(config: Config):
                                     value_heads,
                                     T.address_of(dv[row, head, 0]),
                                 )
-                                T.call_extern(
-                                    "handle",
+                                call(
                                     f"jax_qla_dots<{ctype}, {V}>",
                                     T.address_of(dv_s[at, 0, 0]),
                                     T.address_of(v[row, head, 0]),
@@ -357,13 +351,7 @@ def program(config: Config):
                             at_k = (key_k * ratio + r_k) % 2
                             T.barrier_wait(gates_ready[at_k], (key_k * ratio + r_k) // 2 % 2)
                             T.barrier_wait(rows_loaded[at_k], (key_k * ratio + r_k) // 2 % 2)
-                            T.wgmma_gemm(
-                                dv_s[at_k, :, :],
-                                vd_s[at_k, :, :],
-                                s_k,
-                                transpose_B=True,
-                                clear_accum=True,
-                            )
+                            T.wgmma_gemm(dv_s[at_k, :, :], vd_s[at_k, :, :], s_k, transpose_B=True, clear_accum=True)
                             T.wgmma_gemm(
                                 k_s[key_k % 2, :, :], k_s[key_k % 2, :, :], kk, transpose_B=True, clear_accum=True
                             )
@@ -371,25 +359,19 @@ def program(config: Config):
                             # A warp writes rows of M + M^T that another reads: none may be at work on the last head's any more.
                             T.sync_threads(2, 128)
                             # F = -(D Vd^T o G), strictly lower
-                            T.call_extern(
-                                "handle",
-                                f"jax_qla_decayed<true, {normed}>",
-                                T.address_of(s_k[0, 0]),
-                                T.address_of(kk[0, 0]),
-                                T.address_of(vectors.gamma_s[at_k, 0]),
-                                T.address_of(vectors.weight_s[at_k, 0]),
-                                T.address_of(vectors.key_s[key_k % 4, 0]),
+                            ops.decay(
+                                s_k[0, 0],
+                                kk[0, 0],
+                                vectors.gamma_s[at_k, 0],
+                                vectors.weight_s[at_k, 0],
+                                vectors.key_s[key_k % 4, 0],
                                 T.float32(-1),
                                 rows,
-                                T.address_of(sums_k[0]),
+                                sums_k,
+                                strict=True,
                             )
-                            T.call_extern(
-                                "handle",
-                                f"jax_qla_store_symmetric<{ctype}, {normed}>",
-                                T.address_of(s_k[0, 0]),
-                                T.address_of(vectors.weight_s[at_k, 0]),
-                                T.address_of(vectors.key_s[key_k % 4, 0]),
-                                T.address_of(f_s[0, 0]),
+                            ops.store_symmetric(
+                                s_k[0, 0], vectors.weight_s[at_k, 0], vectors.key_s[key_k % 4, 0], f_s[0, 0]
                             )
                             T.fence_proxy_async()
                             T.sync_threads(2, 128)
@@ -398,68 +380,43 @@ def program(config: Config):
                             T.barrier_wait(h_loaded[0], at_k)
                             T.barrier_wait(dh_loaded[0], at_k)
                             # Z and Y by turns: one is computed while the other is used
-                            # "r": behind pointers that may be written to TileLang puts a fence (0.1 us) before the next wgmma. No
-                            # wgmma and no TMA reads what is written here.
                             T.wgmma_gemm(dv_s[at_k, :, :], h_s[:, 0:64], z_k, clear_accum=True)
                             T.wgmma_gemm(vd_s[at_k, :, :], dh_s[:, 0:64], y_k, clear_accum=True)
-                            T.call_extern(
-                                "handle",
-                                "jax_qla_write_sums",
-                                T.address_of(sums_k[0]),
-                                T.access_ptr(parts.rows_k_s[at_k, 0], "r"),
-                                T.access_ptr(parts.columns_k_s[at_k, 0, 0], "r"),
-                            )
+                            ops.write_sums(sums_k, parts.rows_k_s[at_k, 0], parts.columns_k_s[at_k, 0, 0])
                             for part in tuple(range(K // 64)):
-                                T.call_extern(
-                                    "handle",
-                                    "jax_qla_load_tile",
-                                    T.address_of(key_pairs[0]),
-                                    T.access_ptr(k_s[key_k % 2, 0, part * 64], "r"),
-                                )
+                                ops.load_tile(key_pairs, k_s[key_k % 2, 0, part * 64])
                                 T.wait_wgmma(1)
-                                T.call_extern(
-                                    "handle",
-                                    f"jax_qla_add_rows<{ctype}, {normed}>",
-                                    T.address_of(dk_f[0, part * 64]),
-                                    T.address_of(z_k[0, 0]),
-                                    T.access_ptr(vectors.drop_s[at_k, 0], "r"),
-                                    T.access_ptr(vectors.key_s[key_k % 4, 0], "r"),
+                                ops.add_rows(
+                                    dk_f[0, part * 64],
+                                    z_k[0, 0],
+                                    vectors.drop_s[at_k, 0],
+                                    vectors.key_s[key_k % 4, 0],
                                     T.float32(1),
-                                    T.address_of(key_pairs[0]),
-                                    T.address_of(dots[0]),
+                                    key_pairs,
+                                    dots[0],
+                                    by_lengths=True,
                                 )
                                 if part + 1 < K // 64:
                                     T.wgmma_gemm(dv_s[at_k, :, :], h_s[:, 64:128], z_k, clear_accum=True)
                                     T.wait_wgmma(1)
                                 else:
                                     T.wait_wgmma(0)
-                                T.call_extern(
-                                    "handle",
-                                    f"jax_qla_add_rows<{ctype}, false>",
-                                    T.address_of(dk_f[0, part * 64]),
-                                    T.address_of(y_k[0, 0]),
-                                    T.access_ptr(vectors.fall_s[at_k, 0], "r"),
-                                    T.access_ptr(vectors.key_s[key_k % 4, 0], "r"),
+                                ops.add_rows(
+                                    dk_f[0, part * 64],
+                                    y_k[0, 0],
+                                    vectors.fall_s[at_k, 0],
+                                    vectors.key_s[key_k % 4, 0],
                                     T.float32(1),
-                                    T.address_of(key_pairs[0]),
-                                    T.address_of(dots[2]),
+                                    key_pairs,
+                                    dots[2],
+                                    by_lengths=False,
                                 )
                                 if part + 1 < K // 64:
                                     T.wgmma_gemm(vd_s[at_k, :, :], dh_s[:, 64:128], y_k, clear_accum=True)
                             T.barrier_arrive(h_free[0])
                             T.barrier_arrive(dh_free[0])
-                            T.call_extern(
-                                "handle",
-                                "jax_qla_write_rows",
-                                T.address_of(dots[0]),
-                                T.access_ptr(parts.z_dots_s[at_k, 0], "r"),
-                            )
-                            T.call_extern(
-                                "handle",
-                                "jax_qla_write_rows",
-                                T.address_of(dots[2]),
-                                T.access_ptr(parts.y_dots_s[at_k, 0], "r"),
-                            )
+                            ops.write_rows(dots[0], parts.z_dots_s[at_k, 0])
+                            ops.write_rows(dots[2], parts.y_dots_s[at_k, 0])
                             T.barrier_arrive(parts_ready[at_k])
                             T.barrier_arrive(rows_free[at_k])  # what follows reads neither rows nor gates
                             T.barrier_wait(e_ready[0], at_k)
@@ -501,34 +458,25 @@ def program(config: Config):
                             T.wait_wgmma(0)
                             T.barrier_arrive(rows_free[at_q])
                             # E = scale (dO Vd^T o G)
-                            T.call_extern(
-                                "handle",
-                                f"jax_qla_decayed<false, {normed}>",
-                                T.address_of(s_q[0, 0]),
-                                T.address_of(p[0, 0]),
-                                T.address_of(vectors.gamma_s[at_q, 0]),
-                                T.address_of(vectors.beta_s[at_q, 0]),
-                                T.address_of(vectors.query_s[key_q % 4, 0]),
+                            ops.decay(
+                                s_q[0, 0],
+                                p[0, 0],
+                                vectors.gamma_s[at_q, 0],
+                                vectors.beta_s[at_q, 0],
+                                vectors.query_s[key_q % 4, 0],
                                 scale,
                                 rows,
-                                T.address_of(sums_q[0]),
+                                sums_q,
+                                strict=False,
                             )
                             if key_q * ratio + r_q > 0:
                                 T.barrier_wait(e_free[0], (key_q * ratio + r_q + 1) % 2)
-                            T.call_extern(
-                                "handle", "jax_qla_store_tile", T.address_of(s_q[0, 0]), T.address_of(e_s[0, 0])
-                            )
+                            ops.store_tile(s_q[0, 0], e_s[0, 0])
                             T.fence_proxy_async()
                             T.sync_threads(1, 128)
                             T.barrier_arrive(e_ready[0])
                             T.wgmma_gemm(e_s, k_s[key_q % 2, :, :], dq_f)
-                            T.call_extern(
-                                "handle",
-                                "jax_qla_write_sums",
-                                T.address_of(sums_q[0]),
-                                T.access_ptr(parts.rows_q_s[at_q, 0], "r"),
-                                T.access_ptr(parts.columns_q_s[at_q, 0, 0], "r"),
-                            )
+                            ops.write_sums(sums_q, parts.rows_q_s[at_q, 0], parts.columns_q_s[at_q, 0, 0])
                             T.barrier_wait(h_loaded[0], at_q)
                             T.wgmma_gemm(do_s[0, :, :], h_s, t_q, clear_accum=True)
                             T.wait_wgmma(0)
@@ -537,29 +485,18 @@ def program(config: Config):
                             for x in T.unroll(2):
                                 dots_q[x] = 0.0
                             for part_q in tuple(range(K // 64)):
-                                T.call_extern(
-                                    "handle",
-                                    "jax_qla_load_tile",
-                                    T.address_of(queries[0]),
-                                    T.access_ptr(q_s[0, 0, part_q * 64], "r"),
-                                )
-                                T.call_extern(
-                                    "handle",
-                                    f"jax_qla_add_rows<{ctype}, {normed}>",
-                                    T.address_of(dq_f[0, part_q * 64]),
-                                    T.address_of(t_q[0, part_q * 64]),
-                                    T.access_ptr(vectors.rise_s[at_q, 0], "r"),
-                                    T.access_ptr(vectors.query_s[key_q % 4, 0], "r"),
+                                ops.load_tile(queries, q_s[0, 0, part_q * 64])
+                                ops.add_rows(
+                                    dq_f[0, part_q * 64],
+                                    t_q[0, part_q * 64],
+                                    vectors.rise_s[at_q, 0],
+                                    vectors.query_s[key_q % 4, 0],
                                     scale,
-                                    T.address_of(queries[0]),
-                                    T.address_of(dots_q[0]),
+                                    queries,
+                                    dots_q[0],
+                                    by_lengths=True,
                                 )
-                            T.call_extern(
-                                "handle",
-                                "jax_qla_write_rows",
-                                T.address_of(dots_q[0]),
-                                T.access_ptr(parts.q_dots_s[at_q, 0], "r"),
-                            )
+                            ops.write_rows(dots_q[0], parts.q_dots_s[at_q, 0])
                             T.barrier_arrive(parts_ready[at_q])
                         T.barrier_arrive(k_free[key_q % 2])
                         write_key_head(dq_f, q_s, 0, vectors.query_s, q_free, dq, row, rows, first, key_q, key_heads)

@@ -33,8 +33,9 @@ from jax_qla.kernels.gradient_parts import (
     gate_vectors,
     gate_warps,
     key_head_writer,
+    operations,
 )
-from jax_qla.kernels.macros import accumulator_layout, macros
+from jax_qla.kernels.macros import accumulator_layout, call, macros, unfenced
 
 if TYPE_CHECKING:
     from jax_qla.kernels.gradients import Config
@@ -66,8 +67,8 @@ def program(config: "Config"):
 
     C, K, V, dtype = CHUNK, config.key_dim, config.value_dim, config.dtype
     ctype = {"bfloat16": "bfloat16_t"}[dtype]
-    m = macros()
-    l2norm, normed = config.l2norm, "true" if config.l2norm else "false"
+    l2norm = config.l2norm
+    m, ops = macros(), operations(ctype, l2norm)
     of_k, of_v = K // 64, V // 64  # parts of 64
     compute_gates, allocate_parts = gate_warps(dtype, l2norm, of_v), gate_parts(of_v, 12 * of_k * of_v)
     find_chunk, allocate_vectors = chunk_of_block(), gate_vectors(l2norm)
@@ -89,37 +90,22 @@ def program(config: "Config"):
             eviction_policy=SHORT,
         )
 
-    # "r" in these: behind pointers that may be written to TileLang puts a fence (0.1 us) before the next wgmma. No wgmma and no TMA reads
-    # what is written here.
-
     @T.macro
-    def take_columns(tiles, tile, part, pairs):
-        """Columns from 64 `part` on of a tile of K or Q, as `add_rows` takes them."""
-        T.call_extern(
-            "handle", "jax_qla_load_tile", T.address_of(pairs[0]), T.access_ptr(tiles[tile, 0, part * 64], "r")
-        )
-
-    @T.macro
-    def add_rows(total, part, x, factors, stage, lengths, of_lengths, scale, pairs, dots, number, by_lengths):
-        """To columns from 64 `part` on, of a number known when it runs: jax_qla_add_rows of x, by the `factors` of a stage and, if `by_lengths`, `lengths`; dots
+    def add_columns(total, part, x, factors, stage, lengths, of_lengths, scale, pairs, dots, number, by_lengths):
+        """To columns from 64 `part` on, of a number known when it runs: `add_rows` of x, by the `factors` of a stage and, if `by_lengths`, `lengths`; dots
         from that `number` on."""
         for known in tuple(range(of_k)):
             if part == known:
-                T.call_extern(
-                    "handle",
-                    f"jax_qla_add_rows<{ctype}, {by_lengths}>",
-                    T.address_of(total[0, known * 64]),
-                    T.address_of(x[0, 0]),
-                    T.access_ptr(factors[stage, 0], "r"),
-                    T.access_ptr(lengths[of_lengths, 0], "r"),
+                ops.add_rows(
+                    total[0, known * 64],
+                    x[0, 0],
+                    factors[stage, 0],
+                    lengths[of_lengths, 0],
                     scale,
-                    T.address_of(pairs[0]),
-                    T.address_of(dots[number]),
+                    pairs,
+                    dots[number],
+                    by_lengths=by_lengths,
                 )
-
-    @T.macro
-    def write_rows(dots, number, target, stage):
-        T.call_extern("handle", "jax_qla_write_rows", T.address_of(dots[number]), T.access_ptr(target[stage, 0], "r"))
 
     @T.prim_func
     def gradients(
@@ -151,10 +137,7 @@ def program(config: "Config"):
     ):
         with T.Kernel(
             state_slots + 1, T.ceildiv(T.truncdiv(of_launch, ratio), group), threads=512, prelude=SPLIT_PRELUDE
-        ) as (
-            slot,
-            part_of_heads,
-        ):
+        ) as (slot, part_of_heads):
             T.annotate_min_blocks_per_sm(1)
             m.leave_unless(only, balanced)
             row, rows, fill = find_chunk(segments, sequences, tokens, slot)
@@ -288,8 +271,7 @@ def program(config: "Config"):
                                     T.barrier_wait(h_loaded[turn_i % 2], turn_i // 2 % 2)
                                     T.barrier_wait(dh_loaded[turn_i % 2], turn_i // 2 % 2)
                                     for product, (of_h, of_dh) in enumerate(((0, 0), (0, 1), (1, 0))):
-                                        T.call_extern(
-                                            "handle",
+                                        call(
                                             f"jax_qla_inner<{ctype}, 64, 64>",
                                             T.address_of(h_s[turn_i % 2 * 2 + of_h, 0, 0]),
                                             T.address_of(dh_s[turn_i % 2 * 2 + of_dh, 0, 0]),
@@ -299,8 +281,7 @@ def program(config: "Config"):
                                     T.barrier_arrive(dh_free[turn_i % 2])
                                 T.barrier_wait(rows_loaded[turn_of_v % 2], turn_of_v // 2 % 2)
                                 if vectors.faint_s[at, 0] + vectors.faint_s[at, 1] > 0:
-                                    T.call_extern(
-                                        "handle",
+                                    call(
                                         f"jax_qla_scale_faint_rows<{ctype}, 64>",
                                         T.address_of(d_s[turn_of_v % 2, 0, 0]),
                                         T.address_of(vectors.beta_s[at, 0]),
@@ -308,8 +289,7 @@ def program(config: "Config"):
                                         value_heads * of_v,
                                         T.address_of(dv[row, head, v_i * 64]),
                                     )
-                                    T.call_extern(
-                                        "handle",
+                                    call(
                                         f"jax_qla_dots<{ctype}, 64>",
                                         T.address_of(d_s[turn_of_v % 2, 0, 0]),
                                         T.address_of(v[row, head, v_i * 64]),
@@ -350,11 +330,7 @@ def program(config: "Config"):
                                 T.wgmma_gemm(d_s[stage_k, :, :], vd_s[stage_k, :, :], s_k, transpose_B=True)
                                 T.wgmma_gemm(d_s[stage_k, :, :], vd_low_s[stage_k, :, :], s_k, transpose_B=True)
                                 T.wgmma_gemm(
-                                    d_low_s[stage_k, :, :],
-                                    vd_s[stage_k, :, :],
-                                    s_k,
-                                    transpose_A=True,
-                                    transpose_B=True,
+                                    d_low_s[stage_k, :, :], vd_s[stage_k, :, :], s_k, transpose_A=True, transpose_B=True
                                 )
                                 for k_k in T.serial(of_k):
                                     turn_k = of_rows_k * of_k + k_k
@@ -367,65 +343,48 @@ def program(config: "Config"):
                                     T.wgmma_gemm(vd_s[stage_k, :, :], dh_s[high_k, :, :], y_k, clear_accum=True)
                                     T.wgmma_gemm(vd_s[stage_k, :, :], dh_s[high_k + 1, :, :], y_k)
                                     T.wgmma_gemm(vd_low_s[stage_k, :, :], dh_s[high_k, :, :], y_k)
-                                    take_columns(k_s, key_k % 2, k_k, key_pairs)
+                                    ops.load_tile(key_pairs, k_s[key_k % 2, 0, k_k * 64])
                                     T.wait_wgmma(3)
                                     T.barrier_arrive(h_free[turn_k % 2])
-                                    add_rows(
+                                    add_columns(
                                         *(dk_f, k_k, z_k, vectors.drop_s, at_k, vectors.key_s, key_k % 4, T.float32(1)),
-                                        *(key_pairs, dots, 0, normed),
+                                        *(key_pairs, dots, 0, True),
                                     )
                                     T.wait_wgmma(0)
                                     T.barrier_arrive(dh_free[turn_k % 2])
-                                    add_rows(
+                                    add_columns(
                                         *(dk_f, k_k, y_k, vectors.fall_s, at_k, vectors.key_s, key_k % 4, T.float32(1)),
-                                        *(key_pairs, dots, 2, "false"),
+                                        *(key_pairs, dots, 2, False),
                                     )
                                 T.barrier_arrive(rows_free[stage_k])
                             T.wgmma_gemm(
                                 k_s[key_k % 2, :, :], k_s[key_k % 2, :, :], kk, transpose_B=True, clear_accum=True
                             )
-                            T.call_extern(
-                                "handle",
-                                "jax_qla_write_diagonal",
-                                T.address_of(s_k[0, 0]),
-                                T.access_ptr(parts.dot_s[at_k, 0], "r"),
-                            )
+                            call("jax_qla_write_diagonal", T.address_of(s_k[0, 0]), unfenced(parts.dot_s[at_k, 0]))
                             T.wait_wgmma(0)
                             # A warp writes rows of M + M^T that another reads: none may be at work on the last head's any more.
                             T.sync_threads(2, 128)
                             # F = -(D Vd^T o G), strictly lower
-                            T.call_extern(
-                                "handle",
-                                f"jax_qla_decayed<true, {normed}>",
-                                T.address_of(s_k[0, 0]),
-                                T.address_of(kk[0, 0]),
-                                T.address_of(vectors.gamma_s[at_k, 0]),
-                                T.address_of(vectors.weight_s[at_k, 0]),
-                                T.address_of(vectors.key_s[key_k % 4, 0]),
+                            ops.decay(
+                                s_k[0, 0],
+                                kk[0, 0],
+                                vectors.gamma_s[at_k, 0],
+                                vectors.weight_s[at_k, 0],
+                                vectors.key_s[key_k % 4, 0],
                                 T.float32(-1),
                                 rows,
-                                T.address_of(sums_k[0]),
+                                sums_k,
+                                strict=True,
                             )
-                            T.call_extern(
-                                "handle",
-                                f"jax_qla_store_symmetric<{ctype}, {normed}>",
-                                T.address_of(s_k[0, 0]),
-                                T.address_of(vectors.weight_s[at_k, 0]),
-                                T.address_of(vectors.key_s[key_k % 4, 0]),
-                                T.address_of(f_s[0, 0]),
+                            ops.store_symmetric(
+                                s_k[0, 0], vectors.weight_s[at_k, 0], vectors.key_s[key_k % 4, 0], f_s[0, 0]
                             )
                             T.fence_proxy_async()
                             T.sync_threads(2, 128)
                             T.wgmma_gemm(f_s, k_s[key_k % 2, :, :], dk_f)
-                            T.call_extern(
-                                "handle",
-                                "jax_qla_write_sums",
-                                T.address_of(sums_k[0]),
-                                T.access_ptr(parts.rows_k_s[at_k, 0], "r"),
-                                T.access_ptr(parts.columns_k_s[at_k, 0, 0], "r"),
-                            )
-                            write_rows(dots, 0, parts.z_dots_s, at_k)
-                            write_rows(dots, 2, parts.y_dots_s, at_k)
+                            ops.write_sums(sums_k, parts.rows_k_s[at_k, 0], parts.columns_k_s[at_k, 0, 0])
+                            ops.write_rows(dots[0], parts.z_dots_s[at_k, 0])
+                            ops.write_rows(dots[2], parts.y_dots_s[at_k, 0])
                             T.barrier_arrive(parts_ready[at_k])
                             T.barrier_wait(e_ready[0], at_k)
                             if r_k == 0:
@@ -474,35 +433,32 @@ def program(config: "Config"):
                                     T.barrier_wait(h_loaded[turn_q % 2], turn_q // 2 % 2)
                                     T.wgmma_gemm(do_s[stage_q, :, :], h_s[turn_q % 2 * 2, :, :], t_q, clear_accum=True)
                                     T.wgmma_gemm(do_s[stage_q, :, :], h_s[turn_q % 2 * 2 + 1, :, :], t_q)
-                                    take_columns(q_s, 0, k_q, queries)
+                                    ops.load_tile(queries, q_s[0, 0, k_q * 64])
                                     T.wait_wgmma(0)
                                     T.barrier_arrive(h_free[turn_q % 2])
-                                    add_rows(
+                                    add_columns(
                                         *(dq_f, k_q, t_q, vectors.rise_s, at_q, vectors.query_s, key_q % 4, scale),
-                                        *(queries, dots_q, 0, normed),
+                                        *(queries, dots_q, 0, True),
                                     )
                                 T.barrier_arrive(rows_free[stage_q])
                                 T.barrier_arrive(do_free[stage_q])
                             T.wgmma_gemm(q_s[0, :, :], k_s[key_q % 2, :, :], p, transpose_B=True, clear_accum=True)
                             T.wait_wgmma(0)
                             # E = scale (dO Vd^T o G)
-                            T.call_extern(
-                                "handle",
-                                f"jax_qla_decayed<false, {normed}>",
-                                T.address_of(s_q[0, 0]),
-                                T.address_of(p[0, 0]),
-                                T.address_of(vectors.gamma_s[at_q, 0]),
-                                T.address_of(vectors.beta_s[at_q, 0]),
-                                T.address_of(vectors.query_s[key_q % 4, 0]),
+                            ops.decay(
+                                s_q[0, 0],
+                                p[0, 0],
+                                vectors.gamma_s[at_q, 0],
+                                vectors.beta_s[at_q, 0],
+                                vectors.query_s[key_q % 4, 0],
                                 scale,
                                 rows,
-                                T.address_of(sums_q[0]),
+                                sums_q,
+                                strict=False,
                             )
                             if key_q * ratio + r_q > 0:
                                 T.barrier_wait(e_free[0], (key_q * ratio + r_q + 1) % 2)
-                            T.call_extern(
-                                "handle", "jax_qla_store_tile", T.address_of(s_q[0, 0]), T.address_of(e_s[0, 0])
-                            )
+                            ops.store_tile(s_q[0, 0], e_s[0, 0])
                             for i_q, j_q in T.Parallel(C, C):
                                 e_low[i_q, j_q] = T.cast(
                                     s_q[i_q, j_q] - T.cast(T.cast(s_q[i_q, j_q], dtype), "float32"), dtype
@@ -512,14 +468,8 @@ def program(config: "Config"):
                             T.barrier_arrive(e_ready[0])
                             T.wgmma_gemm(e_s, k_s[key_q % 2, :, :], dq_f)
                             T.wgmma_gemm(e_low, k_s[key_q % 2, :, :], dq_f)
-                            T.call_extern(
-                                "handle",
-                                "jax_qla_write_sums",
-                                T.address_of(sums_q[0]),
-                                T.access_ptr(parts.rows_q_s[at_q, 0], "r"),
-                                T.access_ptr(parts.columns_q_s[at_q, 0, 0], "r"),
-                            )
-                            write_rows(dots_q, 0, parts.q_dots_s, at_q)
+                            ops.write_sums(sums_q, parts.rows_q_s[at_q, 0], parts.columns_q_s[at_q, 0, 0])
+                            ops.write_rows(dots_q[0], parts.q_dots_s[at_q, 0])
                             T.barrier_arrive(parts_ready[at_q])
                             T.wait_wgmma(0)
                         T.barrier_arrive(k_free[key_q % 2])

@@ -6,6 +6,21 @@ from jax_qla.kernels.common import ALWAYS, BALANCED, CHUNK, FAINT, FORGOTTEN, LO
 from jax_qla.kernels.inverse import KEPT
 
 
+def call(name: str, *arguments):
+    """A statement: calls a CUDA function of a prelude that returns nothing."""
+    import tilelang.language as T
+
+    return T.call_extern("handle", name, *arguments)
+
+
+def unfenced(element):
+    """The address of an element in shared memory, for a CUDA function that reads there, or writes what neither wgmma nor TMA reads before a fence of the
+    program's own: behind a pointer by which something may be written TileLang puts a proxy fence (0.1 us)."""
+    import tilelang.language as T
+
+    return T.access_ptr(element, "r")
+
+
 def accumulator_layout(columns: int, first_thread: int = 0, rows: int = 64):
     """The fragment layout of a wgmma accumulator [rows, columns] of the warpgroups, one for every 64 rows, that begin at `first_thread`, for a
     fragment whose registers C++ functions take.
@@ -85,10 +100,9 @@ def macros():
     def load_inverse(a, head, row, rows, part, tiles, stage, loaded, kept=None):
         """One warp has the inverse of a chunk of `rows` rows loaded, or its low `part` (1), which begins at row `row` of `a`, into tile
         `stage` of `tiles`; as `load_rows`."""
-        T.call_extern(
-            "handle",
+        call(
             f"jax_qla_fetch_inverse<{KEPT[kept]}>",
-            T.access_ptr(tiles[stage, 0, 0], "r"),  # else TileLang puts a fence before each load that follows
+            unfenced(tiles[stage, 0, 0]),
             loaded[stage],
             T.address_of(a[0, 0, 0]),
             (T.cast(head, "int64") * a.shape[1] + row) * a.shape[2] + part * rows * C,
@@ -114,52 +128,44 @@ def macros():
     def multiply_inverse(x, tiles, stage, u, transposed, clear):
         """Begins u += x a^T, with `transposed` u += x a, with `clear` u = ..., of an inverse in tile `stage` of `tiles`. The fragments must have
         `accumulator_layout`."""
-        T.call_extern(
-            "handle",
+        call(
             f"jax_qla_multiply_inverse<{'true' if transposed else 'false'}, {'true' if clear else 'false'}>",
             u.data,
             x.data,
-            T.access_ptr(tiles[0, 0, 0], "r"),
+            unfenced(tiles[0, 0, 0]),
             stage,
         )
 
     @T.macro
     def multiply_lower(x, tiles, stage, u):
         """Begins u = x t, of a lower triangular tile t [64, 64], `stage` of `tiles` (kernels/products.py). As for `multiply_inverse`."""
-        T.call_extern("handle", "jax_qla_multiply_lower", u.data, x.data, T.access_ptr(tiles[0, 0, 0], "r"), stage)
+        call("jax_qla_multiply_lower", u.data, x.data, unfenced(tiles[0, 0, 0]), stage)
 
     @T.macro
     def forget(u):
         """What an accumulator [64, 64] of a warpgroup holds is not needed any more, and a product of 64 columns follows one with a triangular
         matrix, or may (kernels/products.py)."""
-        T.call_extern("handle", "jax_qla_forget", u.data)
+        call("jax_qla_forget", u.data)
 
     @T.macro
     def zero_above(tiles, low, stages, thread, threads):
         """What of tiles of inverses, and of those of their low parts unless `low` is None, no load writes becomes zero."""
         for x in T.unroll(stages):
-            T.call_extern("handle", "jax_qla_zero_above", T.address_of(tiles[x, 0, 0]), thread, threads)
+            call("jax_qla_zero_above", T.address_of(tiles[x, 0, 0]), thread, threads)
             if low is not None:
-                T.call_extern("handle", "jax_qla_zero_above", T.address_of(low[x, 0, 0]), thread, threads)
+                call("jax_qla_zero_above", T.address_of(low[x, 0, 0]), thread, threads)
 
     @T.macro
     def zero_beyond(tiles, low, stage, rows, thread, threads):
         """`zero_tail` of an inverse, and of its low part unless `low` is None."""
-        T.call_extern("handle", "jax_qla_zero_beyond", T.address_of(tiles[stage, 0, 0]), rows, thread, threads)
+        call("jax_qla_zero_beyond", T.address_of(tiles[stage, 0, 0]), rows, thread, threads)
         if low is not None:
-            T.call_extern("handle", "jax_qla_zero_beyond", T.address_of(low[stage, 0, 0]), rows, thread, threads)
+            call("jax_qla_zero_beyond", T.address_of(low[stage, 0, 0]), rows, thread, threads)
 
     @T.macro
     def zero_tail(tiles, stage, rows, width, thread, threads):
         """Rows `rows`.. of tile `stage` of tiles [stages, 64, width] in shared memory become zero."""
-        T.call_extern(
-            "handle",
-            f"jax_qla_zero_tail<{width // 64}>",
-            T.access_ptr(tiles[stage, 0, 0], "r"),  # else TileLang puts a fence before what follows, which has one
-            rows,
-            thread,
-            threads,
-        )
+        call(f"jax_qla_zero_tail<{width // 64}>", unfenced(tiles[stage, 0, 0]), rows, thread, threads)
 
     @T.macro
     def keep_low(x, high, low):
@@ -207,10 +213,9 @@ def macros():
                 eviction_policy=kept,
             )
         else:
-            T.call_extern(
-                "handle",
+            call(
                 "jax_qla_copy_rows",
-                T.access_ptr(tiles[stage, 0, column], "r"),
+                unfenced(tiles[stage, 0, column]),
                 T.access_ptr(target[row, head, first], "w"),
                 rows,
                 target.shape[1] * target.shape[2],
@@ -220,12 +225,10 @@ def macros():
 
     @T.macro
     def put_state(rounded, tiles, stage):
-        """A warpgroup's `rounded` [64, K], the left operand of a wgmma in registers, becomes tile `stage` of tiles [stages, 64, K] in shared memory. ("r":
-        else TileLang puts a fence, 0.1 us, before the next wgmma. Who sends the tile has one.)"""
+        """A warpgroup's `rounded` [64, K], the left operand of a wgmma in registers, becomes tile `stage` of tiles [stages, 64, K] in shared memory. Who
+        sends the tile has the fence."""
         for x in T.unroll(rounded.shape[1] // 64):
-            T.call_extern(
-                "handle", "jax_qla_store_operand<false>", rounded.data, x, T.access_ptr(tiles[stage, 0, x * 64], "r")
-            )
+            call("jax_qla_store_operand<false>", rounded.data, x, unfenced(tiles[stage, 0, x * 64]))
 
     @T.macro
     def multiply_state_split(state, rounded, k, at, u, tiles):
@@ -246,7 +249,7 @@ def macros():
     def put_rows(x, tiles, stage, column):
         """A warpgroup's x, a wgmma accumulator [64 columns, 64 rows], becomes columns column..column + 64 of tile `stage` of tiles [stages, 64, width] in shared
         memory. As `put_state`."""
-        T.call_extern("handle", "jax_qla_store_transposed", x.data, T.access_ptr(tiles[stage, 0, column], "r"))
+        call("jax_qla_store_transposed", x.data, unfenced(tiles[stage, 0, column]))
 
     @T.macro
     def send_state(tiles, stage, column, target, slot, head, part, first, threads=128):
@@ -469,20 +472,7 @@ def macros():
 
     @T.macro
     def gates_last_first(
-        gamma,
-        beta,
-        lengths,
-        query_lengths,
-        start,
-        end,
-        count,
-        head,
-        key_head,
-        scale,
-        thread,
-        stages,
-        normed,
-        shared,
+        gamma, beta, lengths, query_lengths, start, end, count, head, key_head, scale, thread, stages, normed, shared
     ):
         """64 threads, a row each, fetch the gates of the chunks that `load_last_first` loads. `shared` holds a kernel's tiles, vectors and barriers
         by their names: of the gates drop = -exp(gamma) beta, over |k|^2 if keys are `normed`, lift = scale exp(gamma), over |q| if queries
@@ -535,8 +525,8 @@ def macros():
                 T.barrier_wait(shared.taken[c % 2], (c // 2 + 1) % 2)
             T.barrier_wait(shared.loaded[at], (c // stages) % 2)
             if thread < C:
-                # "r": else TileLang puts a fence, 0.1 us, before the next wgmma. There is one before all is `ready`.
-                T.call_extern("handle", "jax_qla_zero_diagonal", T.access_ptr(shared.a_s[at, 0, 0], "r"), thread)
+                # The fence comes before all is `ready`.
+                call("jax_qla_zero_diagonal", unfenced(shared.a_s[at, 0, 0]), thread)
             if rows < C:
                 zero_tail(shared.q_s, at, rows, shared.q_s.shape[2], thread, 128)
                 zero_tail(shared.k_s, at, rows, shared.k_s.shape[2], thread, 128)
@@ -546,8 +536,7 @@ def macros():
                 T.sync_threads(3, 128)
             T.barrier_wait(shared.gated[at], (c // stages) % 2)
             T.gemm(shared.q_s[at, :, :], shared.k_s[at, :, :], p, transpose_B=True, clear_accum=True)
-            T.call_extern(
-                "handle",
+            call(
                 f"jax_qla_store_decayed<{'true' if normed else 'false'}, true>",
                 p.data,
                 T.address_of(shared.gamma_s[at, 0]),

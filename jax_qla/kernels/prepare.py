@@ -35,6 +35,7 @@ import jax.numpy as jnp
 from jax_qla.kernels.common import CHUNK, L2NORM_EPSILON, LOG2_E, LONG, MIN_LOG_DECAY, PASS_CONFIGS
 from jax_qla.kernels.inverse import KEPT
 from jax_qla.kernels.inversion import INVERSION_PRELUDE
+from jax_qla.kernels.macros import call, unfenced
 from jax_qla.kernels.preludes import CHUNK_PRELUDE
 from jax_qla.kernels.specification import (
     decay,
@@ -261,11 +262,11 @@ def program(config: Config):
         """Where the products of a key head, the first or second of its phase, are exchanged: where the key tiles were, unless others come there."""
         if phase < phases - 1:
             return T.address_of(kept[which * UPPER_HALF])
-        return T.access_ptr(tiles[which, which * 16, 0], "r")
+        return unfenced(tiles[which, which * 16, 0])
 
     def scratch(warp, tiles):
         """Where a warp has its blocks on the diagonal, 4 KiB."""
-        return T.access_ptr(tiles[warp // 2, warp % 2 * 32, 0] if keys == 1 else tiles[warp, 0, 0], "r")
+        return unfenced(tiles[warp // 2, warp % 2 * 32, 0] if keys == 1 else tiles[warp, 0, 0])
 
     @T.prim_func
     def prepare(
@@ -326,8 +327,7 @@ def program(config: Config):
             T.pdl_trigger()  # what follows waits by itself
             if l2norm:
                 if number >= blocks:  # which is none of the heads above, nor of the rows below
-                    T.call_extern(
-                        "handle",
+                    call(
                         f"jax_qla_measure<{K}>",
                         T.address_of(q[0, 0, 0]),
                         T.address_of(query_lengths[0, 0]),
@@ -337,9 +337,7 @@ def program(config: Config):
                         (number - blocks) * 2,
                     )
             chunk = T.alloc_local((3,), "int32")
-            T.call_extern(
-                "handle", "jax_qla_find_chunk", chunk.data, T.address_of(bounds[0, 0]), sequences, tokens, slot
-            )
+            call("jax_qla_find_chunk", chunk.data, T.address_of(bounds[0, 0]), sequences, tokens, slot)
             row = T.alloc_var("int32")
             rows = T.alloc_var("int32")
             fill = T.alloc_var("int32")
@@ -370,11 +368,10 @@ def program(config: Config):
                     far = T.alloc_fragment((C, C), "float32")
                 kk = T.alloc_local((80,), "float32")
                 load_keys(k, row, first_key_head, two, unit, half, tiles_s, loaded)
-                T.call_extern(
-                    "handle",
+                call(
                     "jax_qla_fetch",
-                    T.access_ptr(gamma_s[unit * 2, 0], "r"),  # which it writes, but nothing needs a proxy fence for it
-                    T.access_ptr(beta_s[unit * 2, 0], "r"),
+                    unfenced(gamma_s[unit * 2, 0]),
+                    unfenced(beta_s[unit * 2, 0]),
                     T.address_of(g[row, 0]),
                     T.address_of(beta[row, 0]),
                     value_heads,
@@ -387,7 +384,7 @@ def program(config: Config):
                         T.barrier_wait(loaded[x], phase)
                     if rows < C:
                         if (warp if keys == 1 else half) < K // 64:
-                            T.call_extern("handle", "jax_qla_zero_rows", T.access_ptr(tiles_s[warp, 0, 0], "r"), rows)
+                            call("jax_qla_zero_rows", unfenced(tiles_s[warp, 0, 0]), rows)
                         T.fence_proxy_async()
                         T.sync_threads(1, 128)
                     for x in tuple(range(K // 64)):
@@ -398,15 +395,9 @@ def program(config: Config):
                         )
                     if phase == 0:
                         T.sync_threads(1, 128)
-                        T.call_extern(
-                            "handle",
-                            "jax_qla_scan",
-                            T.address_of(gamma_s[warp, 0]),
-                            T.address_of(log2_gamma_s[warp, 0]),
-                        )
+                        call("jax_qla_scan", T.address_of(gamma_s[warp, 0]), T.address_of(log2_gamma_s[warp, 0]))
                         T.sync_threads(1, 128)
-                        T.call_extern(
-                            "handle",
+                        call(
                             "jax_qla_store_gamma",
                             T.address_of(gamma[row, 0]),
                             T.address_of(gamma_s[unit * 2, 0]),
@@ -418,12 +409,10 @@ def program(config: Config):
                     T.wait_wgmma(0)
                     if phase == phases - 1:
                         T.sync_threads(1, 128)  # the key tiles become what is exchanged
-                    T.call_extern("handle", "jax_qla_put_products", near.data, exchanged(phase, 0, kept_s, tiles_s))
+                    call("jax_qla_put_products", near.data, exchanged(phase, 0, kept_s, tiles_s))
                     if keys > 1:
                         if own_keys or two > 0:
-                            T.call_extern(
-                                "handle", "jax_qla_put_products", far.data, exchanged(phase, 1, kept_s, tiles_s)
-                            )
+                            call("jax_qla_put_products", far.data, exchanged(phase, 1, kept_s, tiles_s))
                     T.sync_threads(1, 128)  # the key tiles become those of the next key heads; or all is exchanged
                     if phase + 1 < phases:
                         load_keys(
@@ -438,17 +427,11 @@ def program(config: Config):
                         )
                 for phase in tuple(range(phases)):
                     if phases == 1 or unit == phase:
-                        T.call_extern(
-                            "handle",
-                            "jax_qla_get_products",
-                            T.address_of(kk[0]),
-                            exchanged(phase, which, kept_s, tiles_s),
-                        )
+                        call("jax_qla_get_products", T.address_of(kk[0]), exchanged(phase, which, kept_s, tiles_s))
                 T.sync_threads(1, 128)  # what is exchanged becomes scratch
                 if half < heads:
                     if l2norm:
-                        T.call_extern(
-                            "handle",
+                        call(
                             "jax_qla_normalise",
                             T.address_of(kk[0]),
                             T.address_of(beta_s[warp, 0]),
@@ -457,8 +440,7 @@ def program(config: Config):
                             key_heads,
                             rows if own_keys else T.if_then_else(place == which * ratio, rows, 0),
                         )
-                    T.call_extern(
-                        "handle",
+                    call(
                         f"jax_qla_invert<{bf16}, {'true' if split else 'false'}, {KEPT[LONG]}>",
                         T.address_of(kk[0]),
                         T.address_of(log2_gamma_s[warp, 0]),

@@ -54,7 +54,7 @@ import jax.numpy as jnp
 from jax_qla.kernels import first_state
 from jax_qla.kernels.common import CHUNK, FAINT, PASS_CONFIGS, SHORT
 from jax_qla.kernels.inverse import INVERSE_PRELUDE
-from jax_qla.kernels.macros import macros
+from jax_qla.kernels.macros import call, macros, unfenced
 from jax_qla.kernels.preludes import LENGTH_PRELUDE, P_PRELUDE
 from jax_qla.kernels.specification import (
     among_heads,
@@ -184,11 +184,7 @@ def program(config: Config):
                     d_low_s = T.alloc_shared((2, 64, C), dtype)  # and what dv leaves, transposed
                     T.annotate_layout({d_low_s: make_full_bank_swizzled_layout(d_low_s)})
                 sent = SimpleNamespace(
-                    state_s=dh_s,
-                    state_full=dh_full,
-                    state_free=dh_free,
-                    rows_s=dv_s,
-                    rows_full=dv_full,
+                    state_s=dh_s, state_full=dh_full, state_free=dh_free, rows_s=dv_s, rows_full=dv_full
                 )
 
             if tx >= S + 256:
@@ -258,12 +254,7 @@ def program(config: Config):
                     # dVd = exp(gamma_C - gamma) K dS + P^T dO
                     if not split:
                         T.copy(d, d_b)
-                    T.call_extern(
-                        "handle",
-                        "jax_qla_load_transposed",
-                        do_t.data,
-                        T.access_ptr(shared.do_s[at, 0, part], "r"),
-                    )
+                    call("jax_qla_load_transposed", do_t.data, unfenced(shared.do_s[at, 0, part]))
                     m.multiply_lower(do_t, shared.p_s, c % 2, from_output)
                     if split:
                         if c > 0:

@@ -33,7 +33,7 @@ import jax.numpy as jnp
 from jax_qla.kernels import first_state
 from jax_qla.kernels.common import CHUNK, LONG, PASS_CONFIGS, SHORT
 from jax_qla.kernels.inverse import INVERSE_PRELUDE
-from jax_qla.kernels.macros import macros
+from jax_qla.kernels.macros import call, macros, unfenced
 from jax_qla.kernels.preludes import LENGTH_PRELUDE, TILE_PRELUDE
 from jax_qla.kernels.specification import (
     gather_chunks,
@@ -237,12 +237,7 @@ def program(config: Config):
                         T.wgmma_gemm(
                             state_b, shared.k_s[at, :, :], u, transpose_B=True, clear_accum=True, policy=by_rows
                         )
-                    T.call_extern(
-                        "handle",
-                        "jax_qla_load_transposed",
-                        v_t.data,
-                        T.access_ptr(shared.v_s[at, 0, part], "r"),
-                    )
+                    call("jax_qla_load_transposed", v_t.data, unfenced(shared.v_s[at, 0, part]))
                     # the state before the chunk leaves while the product runs; the one before has left
                     if sends:
                         if not split:

@@ -32,7 +32,7 @@ import jax.numpy as jnp
 
 from jax_qla.kernels import first_state
 from jax_qla.kernels.common import CHUNK, LOG2_E, LONG, PASS_CONFIGS
-from jax_qla.kernels.macros import macros
+from jax_qla.kernels.macros import call, macros, unfenced
 from jax_qla.kernels.preludes import LENGTH_PRELUDE, TILE_PRELUDE
 from jax_qla.kernels.specification import (
     gather_chunks,
@@ -193,9 +193,7 @@ def program(config: Config):
                     T.barrier_arrive(full[c % 2])
                     if c + 1 < count:
                         T.barrier_wait(loaded[at], (c // stages) % 2)
-                        T.call_extern(
-                            "handle", "jax_qla_load_transposed", v_t.data, T.access_ptr(vd_s[at, 0, part], "r")
-                        )
+                        call("jax_qla_load_transposed", v_t.data, unfenced(vd_s[at, 0, part]))
                         whole = whole_s[at]
                         for i, j in T.Parallel(W, C):
                             vk_b[i, j] = T.cast(v_t[i, j], "float32") * fall_s[at, j]

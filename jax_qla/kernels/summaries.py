@@ -38,7 +38,7 @@ import jax.numpy as jnp
 from jax_qla.kernels import uncut
 from jax_qla.kernels.common import CHUNK, FIRST, LAST, PASS_CONFIGS, map_blocks_shape
 from jax_qla.kernels.inverse import INVERSE_PRELUDE
-from jax_qla.kernels.macros import accumulator_layout, macros
+from jax_qla.kernels.macros import accumulator_layout, call, macros, unfenced
 from jax_qla.kernels.preludes import PRELUDE, REACH_PRELUDE
 from jax_qla.kernels.specification import (
     gather_chunks,
@@ -154,8 +154,7 @@ def program(config: Config):
             count = T.alloc_var("int32")  # chunks that matter, at the end of the piece; 0: this block has nothing to do
             key_head = T.alloc_var("int32")
             item = T.alloc_local((3,), "int32")
-            T.call_extern(
-                "handle",
+            call(
                 "jax_qla_item",
                 item.data,
                 T.address_of(gamma[T.min(tokens, C) - 1, 0]),
@@ -208,19 +207,7 @@ def program(config: Config):
                         T.barrier_arrive(shared.loaded[c % stages])
                 elif tx >= 192:
                     m.prepare_in_order(
-                        gamma,
-                        beta,
-                        lengths,
-                        start,
-                        end,
-                        count,
-                        head,
-                        key_head,
-                        tx - 192,
-                        stages,
-                        l2norm,
-                        None,
-                        shared,
+                        gamma, beta, lengths, start, end, count, head, key_head, tx - 192, stages, l2norm, None, shared
                     )
             else:
                 T.set_max_nreg(216, 1)
@@ -257,12 +244,7 @@ def program(config: Config):
                     else:
                         m.forget(u)
                         T.wgmma_gemm(state_b, shared.k_s[at, :, :], u, transpose_B=True, clear_accum=True)
-                    T.call_extern(
-                        "handle",
-                        "jax_qla_load_transposed",
-                        T.address_of(v_t[0, 0]),
-                        T.access_ptr(shared.v_s[at, 0, 0], "r"),
-                    )
+                    call("jax_qla_load_transposed", T.address_of(v_t[0, 0]), unfenced(shared.v_s[at, 0, 0]))
                     # V is 0 for the transition, whatever lies in its tile
                     for i, j in T.Parallel(64, C):
                         v_beta[i, j] = T.Select(
@@ -288,8 +270,7 @@ def program(config: Config):
                         response[piece, head, j, tile * 64 + i] = state[i, j]
                 else:
                     if count > 0:
-                        T.call_extern(
-                            "handle",
+                        call(
                             f"jax_qla_store_map<{K}>",
                             T.address_of(transition[0, 0, 0, 0]),
                             T.cast(piece * value_heads + head, "int64") * (2 * K * K),
