@@ -116,7 +116,7 @@ def program(config: Config):
             if count < 0:
                 count = chunks
 
-            shared = m.tiles_last_first(K, 64, stages, dtype, split, l2norm, False, 128)
+            shared = m.tiles_last_first(K, 64, stages, dtype, split, l2norm, gives_dv=False, readers=128)
             # a layout that nothing else here asks for
             T.annotate_layout({shared.do_s: make_full_bank_swizzled_layout(shared.do_s)})
 

@@ -29,6 +29,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_qla.kernels import common
+from jax_qla.kernels.macros import call
 from jax_qla.kernels.sigmoid import SIGMOID_PRELUDE
 
 __all__ = [
@@ -366,8 +367,7 @@ def program(config: Config):
             kept_s = T.alloc_shared((KEPT, _THREADS, CHANNELS), dtype)
             if start < length:
                 marks = (T.address_of(ids[0, 0]), T.address_of(ids_before[0, 0]), ids_befores) if marked else ()
-                T.call_extern(
-                    "handle",
+                call(
                     f"jax_qla_convolution<{CHANNELS}, {_THREADS}>",
                     silu,
                     T.address_of(x[0, 0, 0, 0]),

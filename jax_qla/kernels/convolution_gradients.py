@@ -23,6 +23,7 @@ import jax.numpy as jnp
 
 from jax_qla.kernels import common
 from jax_qla.kernels.convolution import CONVOLUTION_PRELUDE, KEPT, TAPS, WARPS, seen, sums, taps
+from jax_qla.kernels.macros import call
 
 __all__ = ["CHANNELS", "PASS_CONFIGS", "Config", "program", "specification"]
 
@@ -185,8 +186,7 @@ def program(config: Config):
                 sums[i] = 0.0
             if start < length:
                 marks = (T.address_of(ids[0, 0]), T.address_of(ids_before[0, 0]), ids_befores) if marked else ()
-                T.call_extern(
-                    "handle",
+                call(
                     f"jax_qla_convolution_gradients<{CHANNELS}, {_THREADS}>",
                     silu,
                     T.address_of(x[0, 0, 0, 0]),

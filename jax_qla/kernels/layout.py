@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_qla.kernels.common import FIRST, LAST, PASS_CONFIGS
+from jax_qla.kernels.macros import call
 
 __all__ = ["PASS_CONFIGS", "WHOLE", "Config", "program", "specification"]
 
@@ -124,8 +125,7 @@ def program(config: Config):
     ):
         with T.Kernel(T.ceildiv(parts, _THREADS), threads=_THREADS, prelude=PRELUDE) as block:
             T.pdl_trigger()  # what follows waits by itself
-            T.call_extern(
-                "handle",
+            call(
                 "jax_qla_layout",
                 T.address_of(bounds[0, 0]),
                 T.address_of(segments[0, 0]),

@@ -34,6 +34,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_qla.kernels import common
+from jax_qla.kernels.macros import call
 from jax_qla.kernels.specification import inverse_length
 
 __all__ = ["PASS_CONFIGS", "Config", "program", "specification"]
@@ -197,7 +198,7 @@ def program(config: Config):
                         u[c] += keys[p] * T.cast(state[p * columns + c], "float32")
                         w[c] += query * T.cast(state[p * columns + c], "float32")
                 if single:
-                    T.call_extern("handle", f"jax_qla_as_they_are<{lines * columns // 2}>", state.data)
+                    call(f"jax_qla_as_they_are<{lines * columns // 2}>", state.data)
                 for step in T.unroll(2):
                     for x in T.unroll(3):
                         products[x] += T.shfl_xor(products[x], _LANES << step)

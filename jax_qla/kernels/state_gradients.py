@@ -170,7 +170,7 @@ def program(config: Config):
                 target = T.Select(n == spans[target, 0], target, -1)
             tx = T.get_thread_binding()
 
-            shared = m.tiles_last_first(K, W, stages, dtype, split, l2norm, True, S)
+            shared = m.tiles_last_first(K, W, stages, dtype, split, l2norm, gives_dv=True, readers=S)
             # dO, then, unless it `sends`, dv on its way out; nothing else here asks for this layout
             T.annotate_layout({shared.do_s: make_full_bank_swizzled_layout(shared.do_s)})
             dh_s = T.alloc_shared((W // 64 * (1 + split), 64, K), dtype)

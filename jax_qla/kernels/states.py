@@ -136,7 +136,7 @@ def program(config: Config):
             first = (of_place % tiles) * W  # first value column of this block
             tx = T.get_thread_binding()
 
-            shared = m.tiles_in_order(K, W, stages, dtype, split, 64, S)
+            shared = m.tiles_in_order(K, W, stages, dtype, split, loaders=64, readers=S)
             # V, then, unless it `sends`, Vd on its way out; with `split` nothing else here asks for this layout
             T.annotate_layout({shared.v_s: make_full_bank_swizzled_layout(shared.v_s)})
             h_s = T.alloc_shared((W // 64 * (1 + split), 64, K), dtype)

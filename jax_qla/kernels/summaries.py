@@ -187,7 +187,7 @@ def program(config: Config):
                     count = chunks
             start = start + (chunks - count) * C
 
-            shared = m.tiles_in_order(K, 64, stages, dtype, split, 32, 128)
+            shared = m.tiles_in_order(K, 64, stages, dtype, split, loaders=32, readers=128)
             # a layout that nothing else here asks for
             T.annotate_layout({shared.v_s: make_full_bank_swizzled_layout(shared.v_s)})
 
