@@ -369,9 +369,10 @@ def chunk_gated_delta_rule_fwd(
             None, and is then computed again; h needs vd.
             vd: [B, T, Hv, V] in v's dtype, what each token writes to the state, anything of tokens of no sequence;
             unless save_chunk_states is False. (With precision "high" in bfloat16 [B, T, Hv, 2 V], only with h.)
-            between: where one card computes the sequences in P pieces, (entering, transition, forgotten), the state
-            before each piece [P, Hv, K, V] float32, what multiplies it [P, Hv, K K / 128, 256] bfloat16, in the
-            kernels' own order, and whether that is zero [P, Hv] int32; anything of sequences that are not cut.
+            between: where one card computes the sequences in pieces, with P places for cuts between these, (entering,
+            transition, forgotten), the state at each cut [P, Hv, K, V] float32, what multiplies that before the piece
+            before it [P, Hv, K K / 128, 256] bfloat16, in the kernels' own order, and whether that is zero [P, Hv]
+            int32; anything where no sequence is cut.
             h: where save_chunk_states is True and has an effect, the state before each chunk in tiles
             [C, Hv, ceil(K / 64), V, min(K, 64)] in v's dtype, C places for the chunks of all pieces. (With precision
             "high" in bfloat16 [C, Hv, 2 K / 64, V, 64], of its high and low parts.)
@@ -690,7 +691,7 @@ def _residuals(residuals: Sequence[Any], k: Any, v: Any, sequences: int, precisi
     check_gradient("residuals[0]", residuals[0], of_a.shape, of_a.dtype, f"[Hv, B, T, {of_a.shape[-1]}]")
     check_gradient("residuals[1]", residuals[1], of_gamma.shape, of_gamma.dtype, "that of g")
     a, gamma, vd, between, h = (*residuals, None, None, None)[:5]
-    parts = None
+    cuts = 0
     if between is not None:
         if not isinstance(between, Sequence) or len(between) != len(Between._fields):
             raise TypeError(
@@ -698,11 +699,11 @@ def _residuals(residuals: Sequence[Any], k: Any, v: Any, sequences: int, precisi
                 f"{type(between).__name__}"
             )
         between = Between(*between)
-        parts = between.entering.shape[0] if getattr(between.entering, "ndim", 0) else 0
-        shapes = Between.shapes(parts, v.shape[2], k.shape[3], v.shape[3])
+        cuts = between.entering.shape[0] if getattr(between.entering, "ndim", 0) else 0
+        shapes = Between.shapes(cuts, v.shape[2], k.shape[3], v.shape[3])
         for i, (x, right) in enumerate(zip(between, shapes.values(), strict=True)):
-            check_gradient(f"residuals[3][{i}]", x, right.shape, right.dtype, "of P pieces")
-    of_h, of_vd = ChunkStates.shapes(sequences if parts is None else parts, v, k.shape[3], precision).values()
+            check_gradient(f"residuals[3][{i}]", x, right.shape, right.dtype, "of P cuts")
+    of_h, of_vd = ChunkStates.shapes(sequences + cuts, v, k.shape[3], precision).values()
     if vd is not None:
         check_gradient("residuals[2]", vd, of_vd.shape, of_vd.dtype, f"[B, T, Hv, {of_vd.shape[3]}]")
     if h is not None:

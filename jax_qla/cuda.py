@@ -26,8 +26,8 @@ here that one kernel computes all gradients), ceil(T / 64) * Hv * K * V each, an
 of the group before. (Kept Vd and h are operands, of all heads. Where the device finds out which kernels compute a
 batch, dh may be of fewer heads than h.) Rows of dv where |beta| is tiny are dX until the gradients kernel scales them.
 `backward` counts chunks, in 4 bytes a sequence or piece and head, where a key head has three value heads or more. In
-pieces: five times K V in float32 per piece and value head (two where the forward pass has kept two), less one that lies
-where dh will be, if that has room for it; three times in the forward pass, five in `summary`.
+pieces: five times K V in float32 per cut and value head (two where the forward pass has kept two), less one that lies
+where dh will be, if that has room for it; three times in the forward pass; five per piece in `summary`.
 """
 
 from __future__ import annotations
@@ -189,11 +189,12 @@ def forward(
     else:
         inputs |= call.prepared(residuals) | pieces._asdict()
         steps = []
-    more_steps, between = call.entering_states(known=pieces is not None)
     # Who keeps residuals keeps the initial state with them. A block of `forward` has read its own when it writes the
-    # final one; where a sequence is cut it waits, before it touches a state, for what reads its initial one: summaries
-    # and compose.
+    # final one; of a sequence that is cut `compose` keeps it, for the piece that begins may begin when another ends.
     in_place = output_final_state and initial_state is not None and pieces is None and not with_residuals
+    if in_place:
+        call.compute_in_place()
+    more_steps, between = call.entering_states(known=pieces is not None)
     results = launch(
         [
             *steps,
@@ -269,7 +270,7 @@ def backward(
         split=call.split,
         packed=segments is not None and call.sequences > 1,
         parts=call.parts,
-        of_parts=call.parts * (3 if between is not None else 4) if call.cut else 0,
+        of_parts=call.between * (3 if between is not None else 4),
         states=2 * call.sequences * ((initial_state is not None) + (d_final_state is not None)),
         with_states=h is not None,
     )
@@ -447,11 +448,11 @@ def summary(
     else:
         inputs |= call.prepared(residuals, queries=False)
         steps = []
-    of_maps = {"response": "nothing", "initial_state": "identity", "chains": "left", "entering": "products"}
+    of_maps = {"response": "nothing", "initial_state": "identity", "entering": "products"}
     steps += [
         call.summaries_step(cut),
-        call.step(compose_kernel, rename={"chains": "entered"}, reverse=False),
-        call.step(compose_kernel, rename=of_maps, value_dim=call.key_dim, reverse=True),
+        call.compose_step("entered"),
+        call.compose_step("left", rename=of_maps, value_dim=call.key_dim, reverse=True),
     ]
     results = launch(steps, inputs, outputs)
     response = results["entering"][jnp.sum(inputs["entered"][:, :2], axis=1) - 1]
@@ -495,10 +496,9 @@ def state_gradient(
         outputs |= shapes
     else:
         inputs |= pieces._asdict()
-    rename = _OF_GRADIENTS | {"chains": "left"}
     steps += [
         call.step(adjoint_summaries_kernel, rename={"pieces": "shard_pieces", "cuts": "shard_cuts"}, scale=scale),
-        call.step(compose_kernel, rename=rename, reverse=True),
+        call.compose_step("left", rename=_OF_GRADIENTS, reverse=True),
     ]
     results = launch(steps, inputs, outputs)
     gradient = results["leaving"][inputs["left"][:, 0]]
@@ -588,17 +588,25 @@ class _Call:
         """How the sequences, of a dense batch, are cut if their pieces have been summarised before."""
         self.cut = rows is not None or shard is not None
         self.parts = self.sequences
+        self.between = 0
+        """Rows of what lies between pieces: cuts, or all pieces of a shard."""
         self.chains = 0
         """Places for sequences that are cut (segments.chain_table)."""
+        self.in_place = False
+        """Whether final states take the memory of initial ones."""
+        self.firsts = -1
+        """Row of what enters pieces from which on there are first states of sequences that are cut, or -1."""
         self.asked_beyond = -1
         """Rows beyond which sequences are cut, where kernels find out themselves whether any is (kernels/uncut.py)."""
         if rows is not None:
             self.parts = tables.piece_count(self.tokens, self.sequences, rows, packed=packed)
+            self.between = self.parts - self.sequences
         self.recurrences = self.parts  # of a head
         if packed and rows is not None:
             self.recurrences = max(self.parts - self.sequences, self.sequences)
         if shard is not None:  # two more pieces a sequence, which are empty
             self.parts, self.recurrences = self.sequences * (shard.pieces + 2), self.sequences * shard.pieces
+            self.between = self.parts
             self.chains = self.sequences
         self.value_tile = self.value_tile_of(self.value_heads)
         bounds = tables.dense_segments(self.batch, self.length) if segments is None else segments
@@ -641,6 +649,12 @@ class _Call:
         all_of_them = np.repeat(np.arange(len(pieces))[:, None], 2, axis=1)  # as if each stood before a cut, and behind
         found = {"shard_pieces": pieces, "shard_cuts": all_of_them, "entered": entered, "left": left}
         return {name: jnp.asarray(x, jnp.int32) for name, x in found.items()}
+
+    def compute_in_place(self) -> None:
+        """Final states are to take the memory of initial ones. `compose` then keeps those of sequences that are cut."""
+        self.in_place = True
+        if self.chains:
+            self.firsts = self.between
 
     def no_pieces(self) -> dict[str, jax.Array]:
         """What kernels that go through sequences have as operands where they have no pieces of these."""
@@ -729,18 +743,21 @@ class _Call:
         """
         if not self.cut:
             return [], {}
-        states = self.state_shape(True)
+        outputs = Between.shapes(self.between, self.value_heads, self.key_dim, self.value_dim)
+        states = outputs["entering"]
         if known:
-            steps = [self.step(compose_kernel, rename={"chains": "entered"}, reverse=False)]
+            steps = [self.compose_step("entered")]
             if adjoint:
-                steps.append(self.step(compose_kernel, rename=_OF_GRADIENTS | {"chains": "left"}, reverse=True))
+                steps.append(self.compose_step("left", rename=_OF_GRADIENTS, reverse=True))
             return steps, {"entering": states} | ({"leaving": states} if adjoint else {})
-        outputs = {"response": states, **Between.shapes(self.parts, self.value_heads, self.key_dim, self.value_dim)}
-        steps = [self.summaries_step(), self.step(compose_kernel, reverse=False)]
+        outputs["response"] = states
+        if self.firsts >= 0:
+            outputs["entering"] = states.update(shape=(self.firsts + self.chains, *states.shape[1:]))
+        steps = [self.summaries_step(), self.compose_step()]
         if adjoint:
             outputs |= {"adjoint_response": states, "leaving": states}
             steps.insert(1, self.step(adjoint_summaries_kernel, scale=scale))
-            steps.append(self.step(compose_kernel, rename=_OF_GRADIENTS, reverse=True))
+            steps.append(self.compose_step(rename=_OF_GRADIENTS, reverse=True))
         return steps, outputs
 
     def leaving_gradients(
@@ -749,13 +766,12 @@ class _Call:
         """Steps and shapes as of `entering_states`, of the gradients alone, where the states are known."""
         if not self.cut:
             return [], {}
-        states = self.state_shape(True)
+        states = Between.shapes(self.between, self.value_heads, self.key_dim, self.value_dim)["entering"]
         if known:
-            rename = _OF_GRADIENTS | {"chains": "left"}
-            return [self.step(compose_kernel, rename=rename, reverse=True)], {"leaving": states}
+            return [self.compose_step("left", rename=_OF_GRADIENTS, reverse=True)], {"leaving": states}
         steps = [
             self.step(adjoint_summaries_kernel, scale=scale),
-            self.step(compose_kernel, rename=_OF_GRADIENTS, reverse=True),
+            self.compose_step(rename=_OF_GRADIENTS, reverse=True),
         ]
         return steps, {"adjoint_response": states, "leaving": states}
 
@@ -801,8 +817,10 @@ class _Call:
     def summaries_step(self, shard: policy.Cut | None = None) -> Step:
         """`summaries` of all pieces but those that sequences end with, or of all of a `shard`."""
         if shard is None:
-            responses, rename = self.recurrences - self.sequences, {}
-            transitions = responses - self.sequences  # none of those that sequences begin with
+            # Of places for more sequences than there can be pieces it is supposed that one is taken.
+            sequences = self.sequences if self.sequences < self.recurrences else 1
+            responses, rename = self.between - (sequences if self.packed else 0), {}
+            transitions = responses - sequences  # none of those that sequences begin with
         else:
             responses = transitions = shard.pieces * self.sequences
             rename = {"pieces": "shard_pieces", "cuts": "shard_cuts"}
@@ -811,6 +829,19 @@ class _Call:
         if policy.summarised_alone(responses, transitions, *sizes):
             return dataclasses.replace(step, shared_at_least=policy.MORE_THAN_HALF)
         return step
+
+    def compose_step(
+        self,
+        of_shard: str | None = None,
+        *,
+        rename: Mapping[str, str] | None = None,
+        reverse: bool = False,
+        **options: Any,
+    ) -> Step:
+        """`compose` of all sequences that are cut, or of those of a shard by its table `of_shard` (`shard_tables`)."""
+        chains = {} if of_shard is None else {"chains": of_shard}
+        options |= {"reverse": reverse, "of_pieces": int(of_shard is not None)}
+        return self.step(compose_kernel, rename={**(rename or {}), **chains}, **options)
 
     def step(self, kernel: Any, *, rename: Mapping[str, str] | None = None, **options: Any) -> Step:
         """One kernel of the sequence, by its module; options that are not fields of its Config are scalars. Besides
@@ -824,7 +855,8 @@ class _Call:
         fields = [field.name for field in dataclasses.fields(kernel.Config)]
         config = kernel.Config(**{field: values[field] for field in fields})
         scalars = {name: x for name, x in options.items() if name not in fields}
-        scalars |= {"ratio": self.value_heads // self.key_heads, "cut_beyond": self.asked_beyond}
+        of_call = {"cut_beyond": self.asked_beyond, "in_place": int(self.in_place), "firsts": self.firsts}
+        scalars |= {"ratio": self.value_heads // self.key_heads, **of_call}
         name = kernel.__name__.rpartition(".")[2]
         neighbours = policy.neighbours(name, getattr(config, "value_tile", self.value_dim), self.value_dim)
         return Step(name, config, scalars, rename or {}, neighbours=neighbours)

@@ -351,7 +351,7 @@ def _rows_of(
         return None
     batch, tokens = v.shape[:2]
     sequences, packed = (batch, False) if segments is None else (segments.shape[0], True)
-    parts = between.entering.shape[0]
+    parts = between.entering.shape[0] + sequences
     rows = rows_of_pieces(batch * tokens, sequences, parts, packed=packed)
     if rows == 0 or parts != piece_count(batch * tokens, sequences, rows, packed=packed):
         raise ValueError(

@@ -37,25 +37,25 @@ KEPT: Mapping[Keep, tuple[str, ...]] = {"nothing": (), "vd": ("vd",), "states": 
 
 
 class Between(NamedTuple):
-    """What `forward` keeps of P pieces, into which it has cut whole sequences, so that `backward` need not summarise
-    them again. Each of the B rows of a dense batch has P / B pieces; in a packed one they lie as
-    `segments.piece_table` says.
+    """What `forward` keeps of the C cuts between the pieces of whole sequences, so that `backward` need not summarise
+    these again. Each of the B rows of a dense batch has C / B cuts; in a packed one they lie as `segments.cut_table`
+    says, and places that no sequence has hold anything.
     """
 
     entering: jax.Array
-    """[P, Hv, K, V] float32, the state before each piece; anything where a sequence is not cut, or has no such."""
+    """[C, Hv, K, V] float32, the state at each cut."""
     transition: jax.Array
-    """As of `Pieces`, likewise."""
+    """As of `Pieces`, of the piece before each cut; anything of a sequence's first."""
     forgotten: jax.Array
-    """As of `Pieces`, likewise."""
+    """As of `Pieces`, likewise, but 1 of a sequence's first."""
 
     @staticmethod
-    def shapes(parts: int, heads: int, key_dim: int, value_dim: int) -> dict[str, jax.ShapeDtypeStruct]:
-        """By field, of P = `parts` pieces."""
+    def shapes(rows: int, heads: int, key_dim: int, value_dim: int) -> dict[str, jax.ShapeDtypeStruct]:
+        """By field, of C = `rows` cuts."""
         return {
-            "entering": jax.ShapeDtypeStruct((parts, heads, key_dim, value_dim), jnp.float32),
-            "transition": jax.ShapeDtypeStruct((parts, heads, *map_blocks_shape(key_dim)), jnp.bfloat16),
-            "forgotten": jax.ShapeDtypeStruct((parts, heads), jnp.int32),
+            "entering": jax.ShapeDtypeStruct((rows, heads, key_dim, value_dim), jnp.float32),
+            "transition": jax.ShapeDtypeStruct((rows, heads, *map_blocks_shape(key_dim)), jnp.bfloat16),
+            "forgotten": jax.ShapeDtypeStruct((rows, heads), jnp.int32),
         }
 
 

@@ -19,7 +19,7 @@ from typing import Any, Literal, NamedTuple
 
 from jax_qla.kernels.common import CHUNK
 from jax_qla.kernels.compose import COLUMNS
-from jax_qla.segments import piece_count, rows_of_pieces
+from jax_qla.segments import cut_count, piece_count, rows_of_pieces
 
 MULTIPROCESSORS = 132
 """Of an H100 or H200 SXM."""
@@ -75,7 +75,8 @@ _SHORT = 6
 """Chunks that are summarised of a head that decays."""
 
 _ROWS_OF_MEMORY = 512
-"""Tokens for every piece at the least: what is kept of a piece and head then is no more than its part of v and o."""
+"""Tokens for every cut, or piece of a dense batch, at the least: what is kept of it and a head then is no more than its
+part of v and o."""
 
 _ROWS_COMPOSED = 512
 """Tokens of a sequence that take as long as `compose` of a chain of pieces and what goes before and after it."""
@@ -628,8 +629,9 @@ def _fits(length: int, tokens: int, sequences: int, packed: bool) -> bool:
     """Whether pieces of `length` chunks are considered."""
     if packed and length & (length - 1):  # few batches are a multiple of such pieces (`kept_rows`)
         return False
-    parts = piece_count(tokens, sequences, length * CHUNK, packed=packed)
-    return _ROWS_OF_MEMORY * (parts - packed) <= tokens  # of a packed batch, at least one is empty
+    rows = length * CHUNK
+    states = cut_count(tokens, rows) if packed else piece_count(tokens, sequences, rows, packed=False)
+    return _ROWS_OF_MEMORY * states <= tokens
 
 
 def _best(

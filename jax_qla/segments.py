@@ -200,7 +200,8 @@ def cut_table(segments: jax.Array | np.ndarray, places: int, rows: Any) -> Any:
     """Where sequences are cut, of all `piece_table` says with the same arguments.
 
     Sequence n has the places from start // rows on, of which no two have any together, for the next one begins where
-    as many rows have passed as all pieces but the last of this one have.
+    as many rows have passed as all pieces but the last of this one have. So the cut behind its piece p is at p - n
+    (`first_piece`), there and in `dense_pieces`.
 
     Args:
         segments: int32 [N, 2], as `piece_table` takes them. NumPy in, NumPy out.

@@ -38,8 +38,10 @@ from jax_qla.segments import chunk_table, first_slot, piece_count
 _GATE_GRID = 256.0
 """Gates are summed as multiples of 1 / 256 and a rest: 64 * 110 * 256 < 2^24, so sums of the former are exact."""
 
-_HEADS_AT_ONCE = 512
-"""Chunks x sequences x value heads whose temporaries (about 0.6 MB each at K = V = 128) exist at a time."""
+_AT_ONCE, _AT_ONCE_ON_CPU = 512, 64
+"""Chunks x sequences x value heads whose temporaries (about 0.6 MB each at K = V = 128) exist at a time. On a CPU they
+should stay in its caches; a GPU would take a tenth to a fifth less time with 4096, and twice the memory
+(docs/performance_versions.md)."""
 
 _DTYPES = ("bfloat16", "float16", "float32")
 
@@ -78,7 +80,9 @@ class _Layout:
         self.batch, self.tokens = batch, tokens
         table = None if segments is None else chunk_table(segments, tokens)
         chunks = math.ceil(tokens / CHUNK) if table is None else table.shape[0]
-        limit = min(max(_HEADS_AT_ONCE // (batch * value_heads), 4), 32)
+        # Where the program will run is not known yet, but most likely: wrong, it takes longer, no more.
+        at_once = _AT_ONCE_ON_CPU if jax.default_backend() == "cpu" else _AT_ONCE
+        limit = min(max(at_once // (batch * value_heads), 4), 32)
         self.groups = math.ceil(chunks / limit)
         self.group = math.ceil(chunks / self.groups)
         self.chunks = self.groups * self.group
@@ -394,7 +398,7 @@ def forward(
     if with_residuals:
         empty = _empty_residuals(kept, zero, q if with_lengths else None)
         if piece_rows is not None:
-            of_pieces = _filled(Between.shapes(parts, value_heads, k_dim, v_dim), zero)
+            of_pieces = _filled(Between.shapes(parts - sequences, value_heads, k_dim, v_dim), zero)
             empty = empty._replace(between=Between(**of_pieces))
         of_states = _filled({name: kept_states[name] for name in KEPT[keep]}, zero)
         empty = empty._replace(vd=of_states.get("vd"), h=of_states.get("h"))

@@ -26,6 +26,7 @@ def operands_of(chunks: int, rows: int, ratio: int) -> dict[str, Any]:
     pieces = np.array([[0, end, 0, 0], [end, end, 0, 2]])
     spans = np.array([[0, chunks]])
     operands: dict[str, Any] = {"ratio": ratio, "heads": ratio, "scale": 1.0, "tokens": end, "cut_beyond": -1}
+    operands |= {"of_pieces": 0, "firsts": -1, "in_place": 0}
     numbers = {"segments": segments, "pieces": pieces, "bounds": segments, "spans": spans, "balanced": np.zeros(1)}
     numbers |= {"cuts": np.array([[0, 1]]), "chains": np.array([[0, chunks, 0]])}
     return operands | {key: barrier_model.Value(x.shape, "int32", x) for key, x in numbers.items()}
@@ -101,7 +102,9 @@ def test_no_order_of_events_stops_a_kernel(
             "key_heads": key_heads,
             "value_heads": key_heads * ratio,
             "value_dim": 128,
-            "parts": max(chunks, 2),  # as `compose` takes `chains`
+            "parts": max(chunks, 2),
+            **dict.fromkeys(("rows", "entering_rows"), max(chunks, 2)),  # as `compose` takes `chains`
+            "cuts": 1,
             "places": 1,
             "chain_places": 1,
             "state_slots": 1,
@@ -165,9 +168,11 @@ def test_who_has_waited_when_the_next_kernel_may_begin(
     )
     sizes |= {
         "cut_pieces": 2,
+        "cuts": 1,
         "tokens": 2 * CHUNK,
         "value_dim": 128,
         "parts": 2,
+        **dict.fromkeys(("rows", "entering_rows"), 2),
         "places": 1,
         "chain_places": 1,
         "state_slots": 1,
@@ -196,7 +201,9 @@ def test_who_has_waited_when_nothing_is_cut(
     module = importlib.import_module(f"jax_qla.kernels.{kernel}")
     ones = ("initial_states", "final_states", "key_heads", "value_heads", "places", "chain_places", "sequences")
     sizes = dict.fromkeys(ones, 1)
-    barrier_model.replace_tilelang(monkeypatch, sizes | {"tokens": 2 * CHUNK, "parts": 2})
+    barrier_model.replace_tilelang(
+        monkeypatch, sizes | {"tokens": 2 * CHUNK, "parts": 2, "rows": 2, "entering_rows": 2}
+    )
     nothing = {"cuts": np.array([[-1, -1]]), "chains": np.zeros((1, 3), int)}
     tables = {name: barrier_model.Value(x.shape, "int32", x) for name, x in nothing.items()}
     config = module.Config(**options)
@@ -218,7 +225,8 @@ def test_who_waits_for_what_where_a_block_finds_nothing_cut(
     of their tables."""
     module = importlib.import_module(f"jax_qla.kernels.{kernel}")
     ones = ("initial_states", "final_states", "key_heads", "value_heads", "places", "chain_places", "cut_sequences")
-    sizes = dict.fromkeys((*ones, "sequences", "state_slots"), 1) | {"tokens": 2 * CHUNK, "parts": 2, "cut_pieces": 2}
+    sizes = dict.fromkeys((*ones, "sequences", "state_slots"), 1) | {"tokens": 2 * CHUNK, "parts": 2, "rows": 2}
+    sizes |= {"cut_pieces": 2, "cuts": 1, "entering_rows": 2}
     barrier_model.replace_tilelang(monkeypatch, sizes | {"uncut": 1})
     config = module.Config(**options)
     scalars = {"cut_beyond": 2 * CHUNK, "awaits": forward.STATE}

@@ -610,8 +610,7 @@ def _named(kernel: str) -> list[str]:
     """Names of what a kernel reads and writes, of its specification."""
     signature = inspect.signature(importlib.import_module(f"jax_qla.kernels.{kernel}").specification)
     read = [name for name, x in signature.parameters.items() if x.kind != inspect.Parameter.KEYWORD_ONLY]
-    unspecified = {"prepare": ["o"]} | {key: ["pieces", "cuts"] for key in OF_PIECES}
-    unspecified |= {"forward": ["bounds"], "compose": ["bounds"], "summaries": ["pieces", "cuts", "bounds"]}
+    unspecified = {"prepare": ["o"]} | {kernel: ["bounds"] for kernel in ("forward", "compose", "summaries")}
     return [*read, *unspecified.get(kernel, []), *RESULTS[kernel]]
 
 
@@ -682,8 +681,8 @@ def test_pieces_are_summarised_once(packed: bool, room: bool, monkeypatch: pytes
     before = ["layout"] if packed else []
     assert calls == [["prepare", *before, "summaries", "compose", "forward"]]
     assert residuals is not None
-    parts = {name: x.shape[0] for name, x in residuals.between._asdict().items()}
-    assert set(parts.values()) == {tables.piece_count(TOKENS, 5, 64) if packed else 2 * 4}
+    cuts = {name: x.shape[0] for name, x in residuals.between._asdict().items()}
+    assert set(cuts.values()) == {tables.cut_count(TOKENS, 64) if packed else 2 * 3}
     for rows in ("128", "0"):
         calls.clear()
         waiting.clear()
@@ -828,6 +827,11 @@ OF_BOTH_PASSES = [
     *((heads, batch) for heads in ((2, 8), (16, 32)) for batch in ((1, 8192), (4, 8192), (1, 32768), (8, 1024))),
     *(((16, 64), batch) for batch in ((4, 8192), (1, 8192))),
     ((2, 8), (2, 16384)),
+    *(
+        ((4, 16), (32, 1024)),
+        ((16, 32), (32, 1024)),
+        ((2, 8), (128, 256)),
+    ),  # cut if packed, for one may have all tokens
 ]
 
 
@@ -958,19 +962,22 @@ def test_final_state_takes_the_memory_of_the_initial_one(
         operands, segments = (*operands[:-1], operands[-1][0]), segments[0]
     kernels: Any = cuda
 
-    def forward(*operands: Any, **options: Any) -> None:
-        jax.eval_shape(lambda *x: kernels.forward(*x, segments, scale=0.25, **options), *operands)
+    def forward(*operands: Any, **options: Any) -> Any:
+        return kernels.forward(*operands, segments, scale=0.25, **options)
 
-    forward(*operands, output_final_state=True, with_residuals=False)
+    in_place = forward(*operands, output_final_state=True, with_residuals=False)
     assert found.pop() == {"initial_state": "final_state"}
     for wanted, kept, *states in ((True, True, operands[-1]), (False, False, operands[-1]), (True, False, None)):
-        forward(*operands[:-1], *states, output_final_state=wanted, with_residuals=kept)
+        results = forward(*operands[:-1], *states, output_final_state=wanted, with_residuals=kept)
         assert found.pop() == {}
+        if wanted and kept:
+            for a, b in zip(in_place[:2], results[:2], strict=True):
+                np.testing.assert_array_equal(a, b)
 
 
 def _counted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Number of pieces, 0 for none, of each call of kernels that follows, whatever the environment says; and
-    `chunk_gated_delta_rule` on any platform runs them."""
+    """Rows of states between pieces, 0 for none, of each call of kernels that follows, whatever the environment says;
+    and `chunk_gated_delta_rule` on any platform runs them."""
     _launch_nothing(monkeypatch)
     counts: list[int] = []
 
@@ -1037,6 +1044,7 @@ def test_pieces_that_a_call_asks_for(packed: bool, monkeypatch: pytest.MonkeyPat
     x, _ = _case(packed)
     rows: Any = [x[name] for name in ("q", "k", "v", "g", "beta")]
     where: Any = {"cu_seqlens": jnp.asarray([0, 5, 5, 300, 364, 400], jnp.int32)} if packed else {}
+    sequences = x["initial_state"].shape[0]
 
     def rule(*operands: Any, **options: Any) -> Any:
         call: Any = jax_qla.chunk_gated_delta_rule
@@ -1051,11 +1059,11 @@ def test_pieces_that_a_call_asks_for(packed: bool, monkeypatch: pytest.MonkeyPat
     right = both(*rows, implementation="reference")
     for piece_rows in (64, 0, 192):
         expected = jax_qla.which_pieces(*rows, **where, piece_rows=piece_rows)
-        parts = expected.pieces if expected.rows else 0
-        assert (parts > 0) == (piece_rows > 0)
+        cuts = expected.pieces - sequences if expected.rows else 0
+        assert (cuts > 0) == (piece_rows > 0)
         counts.clear()
         found = both(*rows, piece_rows=piece_rows)
-        assert counts == [parts, parts]
+        assert counts == [cuts, cuts]
         for i, (a, b) in enumerate(zip(found, right, strict=True)):
             _close(a, b, f"result {i} with {piece_rows} rows")
         if piece_rows == 64:
@@ -1065,14 +1073,14 @@ def test_pieces_that_a_call_asks_for(packed: bool, monkeypatch: pytest.MonkeyPat
         of_batch = jax.jit(jax.vmap(functools.partial(rule, piece_rows=piece_rows)))
         o = of_batch(*batched) if piece_rows else jax.eval_shape(of_batch, *batched)
         # Packed members become one longer row, which has no room to spare for each of them.
-        room = MEMBERS * parts if not packed else MEMBERS * TOKENS // piece_rows + MEMBERS * 5 if parts else 0
+        room = MEMBERS * cuts if not packed else MEMBERS * TOKENS // piece_rows if cuts else 0
         assert counts[-1] == room  # after the trace of one member
         if piece_rows:
             _close(o[1], right[0], f"o of a member with {piece_rows} rows")
     counts.clear()
     assert jax_qla.which_pieces(*rows, **where) == jax_qla.which_pieces(*rows, **where, piece_rows=192)
     jax.eval_shape(both, *rows)  # as the environment says
-    assert counts == [jax_qla.which_pieces(*rows, **where).pieces] * 2
+    assert counts == [jax_qla.which_pieces(*rows, **where).pieces - sequences] * 2
     stand_in.forget_traces()
 
 

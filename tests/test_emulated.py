@@ -136,6 +136,23 @@ def test_whole_and_in_pieces(
     assert used.count("compose") == (2 if rows else 0)
 
 
+@pytest.mark.parametrize("rows", [rarely("0"), rarely("64"), "128"])
+def test_final_states_in_place_of_initial_ones(rows: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same bits as apart, in places for more sequences than cuts (pieces of 128 rows) and for fewer: of one that is
+    cut, two that are not, and an empty one, whose state stays where it is."""
+    monkeypatch.setenv(policy.OVERRIDE, rows)
+    segments = ((0, 300), (300, 300), (310, 330), (330, 400))
+    case = battery.Case("emulated, in place", dtype="bfloat16", segments=segments, tokens=400)
+    x = battery.inputs(case)
+    operands: Any = [jnp.asarray(y) for y in (*x[:5], x.initial_state, x.segments)]
+    forward_pass: Any = functools.partial(cuda.forward, scale=0.1, output_final_state=True)
+    apart = forward_pass(*operands, with_residuals=True)
+    in_place = forward_pass(*operands, with_residuals=False)
+    for a, b in zip(in_place[:2], apart[:2], strict=True):
+        np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
+    np.testing.assert_array_equal(in_place[1][1], operands[5][1])
+
+
 @only_thorough
 @pytest.mark.parametrize("initial_state", [True, False])
 @pytest.mark.parametrize("pieces", [128, 256])
@@ -258,6 +275,7 @@ def test_a_fence_before_keys_come_over_a_first_state(fenced: bool) -> None:
     arrays |= {name: np.zeros((0, width), np.int32) for name, width in (("pieces", 4), ("spans", 2))}
     arrays |= {"entering": np.zeros((0, 1, 128, 128), np.float32), "bounds": arrays["spans"]}
     scalars = {"ratio": 1, "scale": 0.1, "first_head": 0, "heads": 1, "awaits": forward.NOTHING, "cut_beyond": -1}
+    scalars |= {"in_place": 0, "firsts": -1}
     scalars |= policy.NO_HALVES._asdict()
     with nullcontext() if fenced else pytest.raises(RuntimeError, match="arrives at a barrier, without a proxy fence"):
         kernel(arrays, scalars, seed=0)
@@ -526,7 +544,7 @@ def test_states_from_vd(key_dim: int, value_dim: int, tile: int, dtype: str, in_
         bounds = np.array([[0, 256], [256, 400], [405, 548], [548, 548]], np.int32)
         given["segments"] = bounds
         given["pieces"] = np.concatenate([bounds, np.stack([sequence, position], axis=1)], axis=1).astype(np.int32)
-        given["entering"] = random.normal(size=given["initial_state"].shape).astype(np.float32)
+        given["entering"] = random.normal(size=given["initial_state"][:1].shape).astype(np.float32)
         given["initial_state"] = given["initial_state"][:2]
     chunks = jnp.asarray(tables.chunk_table(jnp.asarray(bounds), tokens))
     right_states: Any = states_from_vd.specification
@@ -542,31 +560,36 @@ def test_states_from_vd(key_dim: int, value_dim: int, tile: int, dtype: str, in_
         np.testing.assert_allclose(ours, right, atol=3e-2 * np.abs(right).max())
 
 
+@pytest.mark.parametrize("of_pieces", [0, 1])
 @pytest.mark.parametrize(("columns", "reverse"), [(16, False), (16, True), (64, True)])
-def test_pieces_with_and_without_products(columns: int, reverse: bool) -> None:
+def test_pieces_with_and_without_products(columns: int, reverse: bool, of_pieces: int) -> None:
     """Of the first head no piece takes a product, of the second every one between the ends, of the third some."""
     random = np.random.default_rng(columns)
     counts, heads = (6, 1, 2), 3
-    parts = sum(counts)
+    rows = sum(counts) if of_pieces else sum(counts) - len(counts)
     chains = np.array([[0, 6, 0], [0, 0, 0], [7, 2, 2]], np.int32)  # the second sequence is not cut
-    forgotten = np.stack([np.ones(parts), np.zeros(parts), random.integers(0, 2, parts)], axis=1).astype(np.int32)
-    ends = [first + n for first, count, _ in chains[::2] for n in (0, count - 1)]
-    forgotten[ends] = 1
+    forgotten = np.stack([np.ones(rows), np.zeros(rows), random.integers(0, 2, rows)], axis=1).astype(np.int32)
+    for first, count, n in chains[::2]:
+        forgotten[[first, first + count - 1] if of_pieces else [first - n]] = 1
 
     def normal(*shape: int) -> np.ndarray:
         return random.normal(size=shape).astype(np.float32)
 
     arrays = {
-        "transition": np.asarray(specification.map_blocks(jnp.asarray(normal(parts, heads, 64, 64) / 16))),
-        "response": normal(parts, heads, 64, 64),
+        "transition": np.asarray(specification.map_blocks(jnp.asarray(normal(rows, heads, 64, 64) / 16))),
+        "response": normal(rows, heads, 64, 64),
         "forgotten": forgotten,
         "initial_state": normal(len(counts), heads, 64, 64),
         "chains": chains,
     }
-    expected = np.asarray(compose.specification(*map(jnp.asarray, arrays.values()), reverse=reverse))
+    firsts = -1 if reverse or of_pieces else rows  # where first states go
+    operands = map(jnp.asarray, arrays.values())
+    expected = np.asarray(compose.specification(*operands, reverse=reverse, of_pieces=of_pieces, firsts=firsts))
     arrays |= {"entering": np.full(expected.shape, np.nan, np.float32), "bounds": np.zeros((3, 2), np.int32)}
-    emulator.emulated("compose", compose.Config(64, 64, reverse, columns))(arrays, {"cut_beyond": -1})
+    scalars = {"cut_beyond": -1, "of_pieces": of_pieces, "firsts": firsts}
+    emulator.emulated("compose", compose.Config(64, 64, reverse, columns))(arrays, scalars)
     np.testing.assert_allclose(arrays["entering"], expected, rtol=1e-4, atol=1e-4)
+    assert np.isnan(expected).any() == (bool(of_pieces) or firsts >= 0)  # of the sequence that is not cut
 
 
 CASES = [case for case in battery.CASES if case.dtype != "float32" and case.tokens <= 400]

@@ -98,8 +98,11 @@ def of_any_length(given: Arrays) -> Arrays:
 
 
 SUMMARIES = (
-    (summaries, "k v a gamma beta lengths initial_state pieces chunks -> response transition forgotten"),
-    (adjoint_summaries, "q k do a gamma beta lengths query_lengths d_final_state pieces chunks -> adjoint_response"),
+    (summaries, "k v a gamma beta lengths initial_state pieces cuts chunks -> response transition forgotten"),
+    (
+        adjoint_summaries,
+        "q k do a gamma beta lengths query_lengths d_final_state pieces cuts chunks -> adjoint_response",
+    ),
 )
 
 
@@ -145,6 +148,7 @@ def chain(
         first = tables.first_piece(segments[:, 0], jnp.arange(segments.shape[0]), piece_rows)
         spans = jnp.stack([first, tables.pieces_of(segments, piece_rows)], axis=1)
         have |= {"pieces": pieces, "segments": pieces[:, :2], "spans": spans}
+        have["cuts"] = jnp.asarray(tables.cut_table(segments, tables.cut_count(tokens, piece_rows), piece_rows))
         have["chunks"] = jnp.asarray(tables.chunk_table(pieces[:, :2], tokens))
         kernels = (kernels[0], *SUMMARIES, *kernels[1:])
     for kernel, names in kernels:
@@ -274,7 +278,11 @@ def test_pieces(gates: str, l2norm: int) -> None:
     if l2norm:
         given = of_any_length(given)
     found = check(given, segments, packed=True, piece_rows=128, l2norm=l2norm)
-    forgotten = np.asarray(found["forgotten"])[np.asarray(found["pieces"])[:, 3] == 0]
+    before = np.asarray(found["cuts"])[:, 0]
+    inside = (before >= 0) & (
+        np.asarray(found["pieces"])[before, 3] == 0
+    )  # neither a sequence's first piece nor its last
+    forgotten = np.asarray(found["forgotten"])[inside]
     assert forgotten.shape[0] == 4
     assert np.all(forgotten == (gates == "strong"))
 

@@ -485,7 +485,8 @@ def test_length_grows_with_the_sequence() -> None:
 
 
 def test_packed_batches_are_cut_for_the_longest_that_there_may_be() -> None:
-    """But not where most sequences must be short, or what is kept of so many pieces would take much memory."""
+    """However many there are beside it; but not where most are supposed to be short, nor into pieces of which so many
+    are kept that they would take much memory."""
 
     def of(tokens: int, sequences: int, heads: int = 8) -> int | None:
         return policy.piece_rows(tokens, sequences, heads, 128, 128, packed=True)
@@ -493,8 +494,9 @@ def test_packed_batches_are_cut_for_the_longest_that_there_may_be() -> None:
     assert of(75000, 101) is not None
     assert of((1 << 20) + 10000, 101) is not None
     assert of(8192, 8) is None
-    assert of(75000, 1000) is None
-    assert of(1 << 20, 4000) is None
+    assert of(75000, 1000) is not None
+    assert of(1 << 20, 4000) is not None
+    assert all((of(tokens, 300) or 512) >= 512 for tokens in range(1024, 1 << 15, 1024))
 
 
 def test_override(monkeypatch: pytest.MonkeyPatch) -> None:

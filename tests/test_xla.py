@@ -116,7 +116,8 @@ def test_any_key_and_value_dimension() -> None:
 
 @pytest.mark.parametrize("name", ["length 1000", rarely("packed, gaps"), "packed, no initial state"])
 def test_several_groups_of_chunks(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(xla, "_HEADS_AT_ONCE", 1)
+    for at_once in ("_AT_ONCE", "_AT_ONCE_ON_CPU"):
+        monkeypatch.setattr(xla, at_once, 1)
     (case,) = (case for case in battery.CASES if str(case) == f"{name}-float32")
     sizes, layouts = (case.batch, case.tokens, case.value_heads), list[xla._Layout]()
     # Traced: on values, the table of chunks would be computed one operation after the other.

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 
-from jax_qla.kernels.common import CHUNK, FIRST, LAST, PASS_CONFIGS
+from jax_qla.kernels.common import CHUNK, LAST, PASS_CONFIGS
 from jax_qla.kernels.inverse import INVERSE_PRELUDE
 from jax_qla.kernels.macros import call, macros, unfenced
 from jax_qla.kernels.preludes import P_PRELUDE, REACH_PRELUDE
@@ -80,7 +80,7 @@ def program(config: Config):
         d_final_state: T.Tensor((final_states, value_heads, K, V), "float32"),
         pieces: T.Tensor((parts, 4), "int32"),
         cuts: T.Tensor((places, 2), "int32"),
-        adjoint_response: T.Tensor((parts, value_heads, K, V), "float32"),
+        adjoint_response: T.Tensor((places, value_heads, K, V), "float32"),
         ratio: T.int32,
         scale: T.float32,
     ):
@@ -208,7 +208,7 @@ def program(config: Config):
                     T.wait_wgmma(0)
                     T.barrier_arrive(shared.free[at])
                 for i, j in T.Parallel(64, K):
-                    adjoint_response[piece, head, j, tile * 64 + i] = d[i, j]
+                    adjoint_response[block // tiles, head, j, tile * 64 + i] = d[i, j]
             T.pdl_sync()  # ends after `summaries`, for `compose` waits for this kernel alone
 
     return adjoint_summaries
@@ -225,13 +225,14 @@ def specification(
     query_lengths: jax.Array,
     d_final_state: jax.Array,
     pieces: jax.Array,
+    cuts: jax.Array,
     chunks: jax.Array,
     *,
     ratio: int,
     scale: float,
     l2norm: int = 0,
 ) -> jax.Array:
-    """The adjoint response [P, Hv, K, V] of P pieces, whose chunk table `chunks` is; not a number where there is none."""
+    """The adjoint response [cuts, Hv, K, V] of the pieces behind the cuts; not a number where there is none. `chunks` is the chunk table of the pieces."""
     keys, queries = (jnp.repeat(gather_chunks(x, chunks), ratio, axis=2) for x in (k, q))
     gradient, gates, strength = (gather_chunks(x, chunks) for x in (do, gamma, beta))
     inverse = unpack_inverses(a, chunks, k.dtype)
@@ -253,10 +254,10 @@ def specification(
         before -= jnp.einsum("ihk,ihv->hkv", keys, rise * strength[..., None] * dx)
         return jnp.where(matters[:, None, None], before, state), None
 
-    first, last = pieces[:, 3] % LAST == FIRST, pieces[:, 3] >= LAST
+    last = pieces[:, 3] >= LAST
     begin = jnp.zeros((pieces.shape[0], do.shape[1], k.shape[2], do.shape[2]), d_final_state.dtype)
     if d_final_state.shape[0]:
         begin = jnp.where((last[:, None] & whole)[..., None, None], d_final_state[pieces[:, 2]], begin)
     xs = (queries, keys, gradient, inverse, p, gates, strength, scales, last_row(gates, chunks), matters)
     response, _ = scan_slots(step, begin, pieces, chunks, xs, reverse=True)
-    return jnp.where(first[:, None, None, None], jnp.nan, response)
+    return jnp.where((cuts[:, 1] >= 0)[:, None, None, None], response[cuts[:, 1]], jnp.nan)

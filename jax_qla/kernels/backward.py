@@ -331,6 +331,7 @@ def program(config: Config):
     kept_heads, vd_heads = T.dynamic("kept_heads, vd_heads")  # of h, and of Vd: all, or those of this launch
     initial_states, final_states = T.dynamic("initial_states, final_states")  # sequences, or 0: not wanted, not given
     cut_sequences, cut_pieces = T.dynamic("cut_sequences, cut_pieces")  # or 0: each of `segments` has an initial state
+    cuts = T.dynamic("cuts")  # places for them, or 0
     counted = T.dynamic("counted")  # sequences, or 0: nobody counts
 
     def of_length(c):
@@ -405,7 +406,7 @@ def program(config: Config):
         balanced: T.Tensor((1,), "int32"),  # needed unless ALWAYS
         pieces: T.Tensor((cut_pieces, 4), "int32"),
         spans: T.Tensor((cut_sequences, 2), "int32"),
-        leaving: T.Tensor((cut_pieces, value_heads, K, V), "float32"),  # gradients of the states between pieces
+        leaving: T.Tensor((cuts, value_heads, K, V), "float32"),  # gradients of the states between pieces
         dq: T.Tensor((tokens, key_heads, K), dtype),
         dk: T.Tensor((tokens, key_heads, K), dtype),
         dv: T.Tensor((tokens, value_heads, V), dtype),
@@ -732,7 +733,10 @@ def program(config: Config):
                         T.annotate_layout(
                             {x: accumulator_layout(x.shape[1], wg * 128) for x in (s, products, result, y)}
                         )
-                        begin_with(d, d_final_state, leaving, pieces, final_states, cut_pieces, n, head, part, True)
+                        begin_with(
+                            *(d, d_final_state, leaving, pieces, final_states, cut_pieces),
+                            *(n, head, part, True, True),
+                        )
                         for c in T.serial(count):
                             at = c % 2
                             lines = T.min(known(bounds_s, BEYOND) - known(bounds_s, FIRST_ROW) + c * C, C)

@@ -5,7 +5,12 @@
 
 A piece is entered from the side that the recurrence comes from: reversed, entering[p] is the gradient of the state after piece p.
 Pieces that are `forgotten` take no product: those that decay, and a sequence's first (reversed, its last), whose response has been
-computed from its own state. Sequences that are not cut have no part in this: who takes their state finds it where it is given.
+computed from its own state.
+
+Rows of the arrays are cuts (jax_qla/segments.py: cut_table): what is found of a piece lies at the cut behind it, but a reversed response at the cut
+before it, and a state at the cut that it crosses. So there is no row for the state that a sequence begins with: who takes it finds it where it is
+given, or, where that memory is of final states too, in a row for every chain from `firsts` on. With `of_pieces`, of a shard's pieces (shard_pieces),
+rows are pieces, and have these states too.
 
 Reversed, blocks begin where those of kernels/states.py leave room (jax_qla/overlap.py), some at once and most at the end: those with products
 first, and where no piece takes one, responses are copied, several at a time. Forwards, all are waited for at once by whoever comes next,
@@ -191,19 +196,19 @@ __device__ __forceinline__ void jax_qla_multiply(float* state, float* response, 
     if constexpr (kSums > 1) state[i] += kSums == 3 ? sums[kSize + i] + sums[2 * kSize + i] : sums[kSize + i];
   }
 }
-// entering of the pieces behind the first becomes the response of the piece before, of all `count` but the last; pieces are `pace` elements apart.
+// The states at `to` become the responses at `from`, `count` of them, `pace` elements apart.
 template <int columns, int pitch>
-__device__ __forceinline__ void jax_qla_copy_responses(float* entering, const float* response, long long corner, long long pace, int count) {
+__device__ __forceinline__ void jax_qla_copy_responses(float* entering, const float* response, long long from, long long to, long long pace, int count) {
   constexpr int together = columns == 64 ? 1 : 128 / columns;  // as many as registers bear
-  for (int step = 0; step < count - 1; step += together) {
+  for (int step = 0; step < count; step += together) {
     float c[together][columns / 2];
 #pragma unroll
     for (int i = 0; i < together; ++i) {
-      if (step + i < count - 1) jax_qla_fetch<columns, pitch>(c[i], response, corner + (step + i) * pace);
+      if (step + i < count) jax_qla_fetch<columns, pitch>(c[i], response, from + (step + i) * pace);
     }
 #pragma unroll
     for (int i = 0; i < together; ++i) {
-      if (step + i < count - 1) jax_qla_leave<columns, pitch>(entering, c[i], corner + (step + i + 1) * pace);
+      if (step + i < count) jax_qla_leave<columns, pitch>(entering, c[i], to + (step + i) * pace);
     }
   }
 }
@@ -234,7 +239,8 @@ def program(config: Config):
     size = tile // 2  # elements of a lane
     truth = "true" if reverse else "false"
     leave_if_uncut = uncut.macro()
-    value_heads, parts, chain_places, sequences = T.dynamic("value_heads, parts, chain_places, sequences")
+    value_heads, rows, entering_rows = T.dynamic("value_heads, rows, entering_rows")
+    chain_places, sequences = T.dynamic("chain_places, sequences")
     initial_states = T.dynamic("initial_states")  # sequences, or 0: not given
 
     @T.macro
@@ -252,14 +258,16 @@ def program(config: Config):
 
     @T.prim_func
     def compose(
-        transition: T.Tensor((parts, value_heads, *map_blocks_shape(K)), "bfloat16"),
-        response: T.Tensor((parts, value_heads, K, V), "float32"),
-        forgotten: T.Tensor((parts, value_heads), "int32"),
+        transition: T.Tensor((rows, value_heads, *map_blocks_shape(K)), "bfloat16"),
+        response: T.Tensor((rows, value_heads, K, V), "float32"),
+        forgotten: T.Tensor((rows, value_heads), "int32"),
         initial_state: T.Tensor((initial_states, value_heads, K, V), "float32"),
         chains: T.Tensor((chain_places, 3), "int32"),  # jax_qla/segments.py: chain_table
         bounds: T.Tensor((sequences, 2), "int32"),
-        entering: T.Tensor((parts, value_heads, K, V), "float32"),
+        entering: T.Tensor((entering_rows, value_heads, K, V), "float32"),
         cut_beyond: T.int32,  # rows, or -1 (kernels/uncut.py); not reversed
+        of_pieces: T.int32,  # 1: rows of the arrays are pieces, 0: cuts
+        firsts: T.int32,  # or -1: no such rows
     ):
         with T.Kernel(chain_places * tiles, value_heads, threads=warps * 32 + 32, prelude=PRELUDE) as (block, number):
             T.annotate_min_blocks_per_sm(1)
@@ -268,15 +276,15 @@ def program(config: Config):
             else:
                 leave_if_uncut(bounds, sequences, cut_beyond, block + number == 0)
             n = T.alloc_var("int32")
-            first = T.alloc_var("int32")  # piece that is entered first
-            count = T.alloc_var("int32")
-            first = chains[block // tiles, 0]
+            first = T.alloc_var("int32")  # row of the sequence's first piece
+            count = T.alloc_var("int32")  # of its pieces
             count = chains[block // tiles, 1]
             if count == 0:
                 if block + number == 0:
                     T.pdl_sync()  # as below; one block is enough
                 T.thread_return()
             n = chains[block // tiles, 2]
+            first = chains[block // tiles, 0] - T.Select(of_pieces != 0, 0, n)
             part = (block % tiles) * tile
             tx = T.get_thread_binding()
             head = T.alloc_var("int32")
@@ -287,10 +295,16 @@ def program(config: Config):
             if reverse:
                 # By a piece in the midst of the sequence; its last one takes no product.
                 head = T.call_extern(
-                    "int32", "jax_qla_zero_first", T.address_of(forgotten[first + count // 2, 0]), value_heads, number
+                    "int32",
+                    "jax_qla_zero_first",
+                    T.address_of(forgotten[first + (count - 1 + of_pieces) // 2, 0]),
+                    *(value_heads, number),
                 )
                 none = T.call_extern(
-                    "int32", "jax_qla_none_is_zero", T.address_of(forgotten[first, head]), value_heads, count
+                    "int32",
+                    "jax_qla_none_is_zero",
+                    T.address_of(forgotten[first, head]),
+                    *(value_heads, count - 1 + of_pieces),
                 )
 
             m_s = T.alloc_shared((stages, *map_blocks_shape(K)), "bfloat16")
@@ -306,7 +320,12 @@ def program(config: Config):
                     for step in T.serial(count - 1):
                         if step >= stages:
                             T.barrier_wait(free[step % stages], (step // stages + 1) % 2)
-                        flag = forgotten[first + (count - 1 - step if reverse else step), head]
+                        if reverse:
+                            flag = 1
+                            if step > 0 or of_pieces != 0:  # behind the last piece there is no cut
+                                flag = forgotten[first + (count - 1 - step), head]
+                        else:
+                            flag = forgotten[first + step, head]
                         if flag == 0:
                             T.tma_copy(
                                 transition[first + (count - 1 - step if reverse else step), head, :, :],
@@ -322,8 +341,12 @@ def program(config: Config):
                 answer = T.alloc_local((size,), "float32")
                 corner = T.alloc_var("int32")
                 map_corner = T.alloc_var("uint32")
-                piece = T.alloc_var("int64")  # of this lane's elements
+                at_response = T.alloc_var("int64")  # of this lane's elements, and so
+                at_state = T.alloc_var("int64")
+                apart = T.alloc_var("int64")  # what a response makes of a state lies so far behind it
                 pace = T.alloc_var("int64")
+                left = T.alloc_var("int32")  # whether the state is
+                row = T.alloc_var("int32")
                 written = T.alloc_var("uint32")  # where this warp puts its part of the state
                 unit = T.alloc_var("uint32")  # and where it begins to read
                 at = T.alloc_var("uint32")  # of the two places for a state
@@ -333,8 +356,14 @@ def program(config: Config):
                 map_corner = T.call_extern("uint32", f"jax_qla_map_corner<{K}, {truth}>", unfenced(m_s[0, 0, 0]))
                 unit = T.call_extern("uint32", f"jax_qla_unit<{tile}>", unfenced(s_s[0, 0, 0, 0]))
                 written = T.call_extern("uint32", "jax_qla_keep", unit + T.cast(tx // 32 * (tile * 32), "uint32"))
-                piece = T.cast((first + (count - 1 if reverse else 0)) * value_heads + head, "int64") * (K * V) + corner
+                row = first + (count - 2 + of_pieces if reverse else 0)  # of the first response
+                at_response = T.cast(row * value_heads + head, "int64") * (K * V) + corner
                 pace = T.cast(value_heads, "int64") * (-K * V if reverse else K * V)
+                apart = T.Select(of_pieces != 0, pace, T.int64(0))
+                at_state = at_response  # of the first one, if it is wanted
+                if firsts >= 0:
+                    at_state = T.cast((firsts + block // tiles) * value_heads + head, "int64") * (K * V) + corner
+                left = T.Select(of_pieces != 0 or firsts >= 0, 1, 0)
                 at = T.uint32(0)
                 stage = 0
                 phase = 0
@@ -350,19 +379,22 @@ def program(config: Config):
                         f"jax_qla_copy_responses<{tile}, {V}>",
                         T.address_of(entering[0, 0, 0, 0]),
                         T.address_of(response[0, 0, 0, 0]),
-                        piece,
-                        pace,
-                        count,
+                        *(at_response, at_response + apart, pace, count - 1),
                     )
-                    leave(entering, state, piece)
+                    if left != 0:
+                        leave(entering, state, at_state)
                 else:
                     if count > 1:
-                        fetch(answer, response, piece)
+                        fetch(answer, response, at_response)
                     call(f"jax_qla_share<{K}, {tile}>", written, state.data)
-                    for _ in T.serial(count - 1):
+                    for step in T.serial(count - 1):
                         T.sync_threads(1, warps * 32)
-                        leave(entering, state, piece)
-                        piece += pace
+                        if left != 0:
+                            leave(entering, state, at_state)
+                        left = 1
+                        at_state = at_response + apart
+                        if step + 2 < count:  # else there is no other response
+                            at_response += pace
                         T.barrier_wait(loaded[stage], phase)
                         if T.call_extern("int32", "jax_qla_any", flag_s[stage] == 0) != 0:
                             call(
@@ -372,18 +404,19 @@ def program(config: Config):
                                 map_corner + T.cast(stage, "uint32") * T.uint32(4 * K * K),
                                 unit + at,
                                 T.address_of(response[0, 0, 0, 0]),
-                                piece,
+                                at_response,
                             )
                         else:
                             for i in T.unroll(size):
                                 state[i] = answer[i]
-                            fetch(answer, response, piece)
+                            fetch(answer, response, at_response)
                         T.barrier_arrive(free[stage])
                         at = T.uint32(4 * K * tile) - at
                         call(f"jax_qla_share<{K}, {tile}>", written + at, state.data)
                         stage = T.if_then_else(stage == stages - 1, 0, stage + 1)
                         phase = T.if_then_else(stage == 0, 1 - phase, phase)
-                    leave(entering, state, piece)
+                    if left != 0:
+                        leave(entering, state, at_state)
             if reverse:
                 T.pdl_sync()  # ends after the forward one, for what follows waits for this kernel alone
 
@@ -398,10 +431,13 @@ def specification(
     chains: jax.Array,
     *,
     reverse: bool = False,
+    of_pieces: int = 0,
+    firsts: int = -1,
 ) -> jax.Array:
-    """entering [P, Hv, K, V]; that of a piece which no chain has is not a number here."""
-    parts = response.shape[0]
-    first, counts, sequence = chains[:, 0], chains[:, 1], chains[:, 2]
+    """entering [rows, Hv, K, V], of cuts or, with `of_pieces`, of pieces, and with `firsts` of chains; what no chain has is not a number here."""
+    rows = response.shape[0]
+    counts, sequence = chains[:, 1], chains[:, 2]
+    first = chains[:, 0] - (0 if of_pieces else sequence)
     maps = of_map_blocks(transition, response.shape[2], response.dtype)
     if reverse:
         maps = jnp.swapaxes(maps, -1, -2)
@@ -411,13 +447,19 @@ def specification(
 
     def step(carry, i):
         state, entering = carry
-        inside = i < counts
-        piece = first + (counts - 1 - i if reverse else i)
-        entering = entering.at[jnp.where(inside, piece, parts)].set(state, mode="drop")
-        alone = (forgotten[piece] != 0)[..., None, None]
-        product = jnp.einsum("nhij,nhjv->nhiv", jnp.where(alone, 0, maps[piece]), state)
-        return (jnp.where((i < counts - 1)[:, None, None, None], response[piece] + product, state), entering), None
+        # Of the piece that is gone through; of cuts that behind it.
+        here = first + (counts - 1 - i if reverse else i)
+        at_response = here - (reverse and not of_pieces)
+        at_state = here - (not reverse and not of_pieces)
+        inside = (i < counts) & ((i > 0) | bool(of_pieces))
+        entering = entering.at[jnp.where(inside, at_state, rows)].set(state, mode="drop")
+        alone = ((forgotten[here] != 0) | (reverse and not of_pieces and i == 0))[..., None, None]
+        product = jnp.einsum("nhij,nhjv->nhiv", jnp.where(alone, 0, maps[here]), state)
+        after = response[at_response] + product
+        return (jnp.where((i < counts - 1)[:, None, None, None], after, state), entering), None
 
     entering = jnp.full_like(response, jnp.nan)
-    (_, entering), _ = jax.lax.scan(step, (begin, entering), jnp.arange(parts))
+    (_, entering), _ = jax.lax.scan(step, (begin, entering), jnp.arange(rows + 1))
+    if firsts >= 0:
+        entering = jnp.concatenate([entering, jnp.where((counts > 0)[:, None, None, None], begin, jnp.nan)])
     return entering

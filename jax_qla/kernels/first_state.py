@@ -1,7 +1,7 @@
 """What a block of a kernel that goes through a sequence, or a piece of one, begins with: a state, or the gradient of one.
 
-That of a sequence is what the caller gives, or zero. Where sequences are cut into pieces (jax_qla/segments.py), that of a piece is what kernels/compose.py
-has found; but a sequence that is not cut, and so its only piece, takes no part in that, and begins as without pieces.
+That of a sequence, and of the piece that it is entered by where it is cut (jax_qla/segments.py), is what the caller gives, or zero. That of any other piece
+kernels/compose.py has found: it lies at the cut by which the piece is entered.
 """
 
 from jax_qla.kernels.common import FIRST, LAST
@@ -12,11 +12,11 @@ def macro():
     import tilelang.language as T
 
     @T.macro
-    def begin_with(state, given, between, pieces, states, cut_pieces, n, head, first, wanted):
+    def begin_with(state, given, between, pieces, states, cut_pieces, n, head, first, wanted, reverse):
         """`state` [columns, K], in registers, becomes columns `first` on, transposed, of what segment `n` and `head` begin with.
 
-        That is of `given` [`states`, Hv, K, V], nothing where `states` is 0; where there are `pieces` [`cut_pieces`, 4], of `between` [`cut_pieces`, ...],
-        unless the piece is a whole sequence. Where it is not `wanted`, zero.
+        That is of `given` [`states`, Hv, K, V], nothing where `states` is 0; where there are `pieces` [`cut_pieces`, 4], of `between` [cuts, ...], unless
+        the piece is its sequence's first or, in `reverse`, its last. Where it is not `wanted`, zero.
         """
         columns, rows = state.shape
         source = T.alloc_var("int32")
@@ -24,10 +24,15 @@ def macro():
         of_piece = T.alloc_var("int32")
         of_piece = 0
         if cut_pieces > 0:
-            if pieces[n, 3] == FIRST + LAST:
-                source = pieces[n, 2]
+            source = pieces[n, 2]
+            if reverse:
+                if pieces[n, 3] < LAST:
+                    source = n - source  # the cut behind it (jax_qla/segments.py: cut_table)
+                    of_piece = 1
             else:
-                of_piece = 1
+                if pieces[n, 3] % LAST != FIRST:
+                    source = n - source - 1  # the cut before it
+                    of_piece = 1
         if of_piece != 0:
             for i, j in T.Parallel(columns, rows):
                 state[i, j] = between[source, head, j, first + i]

@@ -266,6 +266,7 @@ def program(config: Config):
     initial_states, final_states = T.dynamic("initial_states, final_states")  # sequences, or 0: not given, not wanted
     state_slots = T.dynamic("state_slots")
     cut_sequences, cut_pieces = T.dynamic("cut_sequences, cut_pieces")  # or 0: `segments` are sequences
+    cuts = T.dynamic("cuts")  # places for them, or 0
 
     def either(condition, one, other):
         """The address of one of two tables."""
@@ -316,7 +317,7 @@ def program(config: Config):
         segments: T.Tensor((sequences, 2), "int32"),  # sequences, or their pieces
         pieces: T.Tensor((cut_pieces, 4), "int32"),
         spans: T.Tensor((cut_sequences, 2), "int32"),
-        entering: T.Tensor((cut_pieces, value_heads, K, V), "float32"),  # the states between pieces
+        entering: T.Tensor((cuts, value_heads, K, V), "float32"),  # the states between pieces
         bounds: T.Tensor((cut_sequences, 2), "int32"),  # of which `segments` are pieces
         o: T.Tensor((tokens, value_heads, V), dtype),
         final_state: T.Tensor((final_states, value_heads, K, V), "float32"),
@@ -328,6 +329,8 @@ def program(config: Config):
         heads: T.int32,  # of this launch, from first_head on
         awaits: T.int32,
         cut_beyond: T.int32,  # rows, or -1 (kernels/uncut.py)
+        in_place: T.int32,  # 1: final states take the place of initial ones, where those of empty sequences lie already
+        firsts: T.int32,  # row of `entering` from which on it has first states of sequences that are cut (kernels/compose.py), or -1
         share: T.int32,  # with `halve_long` only, and so
         least: T.int32,
         halved: T.int32,  # sequences that may be long, at most
@@ -395,11 +398,14 @@ def program(config: Config):
             if cut_pieces > 0 and uncut == 0:  # only the state after a sequence's last piece
                 source = pieces[n, 2]
                 target = T.Select(n == spans[source, 0] + spans[source, 1] - 1, source, -1)
-                if pieces[n, 3] != FIRST + LAST:
-                    source = n
+                if pieces[n, 3] % LAST != FIRST:
+                    source = n - source - 1  # the cut before it (jax_qla/segments.py: cut_table)
+                    begins = OF_PIECE
+                elif firsts >= 0 and pieces[n, 3] == FIRST:
+                    source = firsts + T.Select(cut_sequences <= firsts, source, n - source)  # its chain (chain_table)
                     begins = OF_PIECE
             if count == 0:
-                if final_states == 0 or target < 0:  # nothing to do
+                if final_states == 0 or target < 0 or in_place != 0:  # nothing to do
                     if block == 0:
                         T.pdl_sync()  # as below; one block is enough
                     T.thread_return()
@@ -785,6 +791,7 @@ def specification(
     first_head: int = 0,
     heads: int | None = None,
     keep: str = "nothing",
+    firsts: int = -1,
 ) -> tuple[jax.Array, ...]:
     """(o [tokens, Hv, V] in v's dtype, final_state [N, Hv, K, V]) and, as `keep` says, Vd, or Vd and h, of `states`; not a number in other heads than
     `heads` from `first_head` on.
@@ -812,7 +819,12 @@ def specification(
         return jnp.exp(end)[:, None, None] * state + update, o
 
     xs = (queries, keys, values, inverse, p, gates, strength, scales, end)
-    final_state, o = scan_slots(step, states_given(initial_state, entering, pieces), segments, chunks, xs)
+    begin = states_given(initial_state, entering, pieces)
+    if firsts >= 0:
+        sequence = pieces[:, 2]
+        chain = sequence if spans.shape[0] <= firsts else jnp.arange(pieces.shape[0]) - sequence
+        begin = jnp.where((pieces[:, 3] == FIRST)[:, None, None, None], entering[firsts + chain], begin)
+    final_state, o = scan_slots(step, begin, segments, chunks, xs)
     if pieces.shape[0] > 0:
         final_state = final_state[jnp.sum(spans, axis=1) - 1]
     o = scatter_chunks(o, chunks, v.shape[0], v.dtype)

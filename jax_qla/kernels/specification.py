@@ -119,13 +119,16 @@ def among_heads(x: jax.Array, first: int, heads: int) -> jax.Array:
     return jnp.full((x.shape[0], heads, *x.shape[2:]), jnp.nan, x.dtype).at[:, first : first + x.shape[1]].set(x)
 
 
-def states_given(state: jax.Array, between: jax.Array, pieces: jax.Array) -> jax.Array:
+def states_given(state: jax.Array, between: jax.Array, pieces: jax.Array, *, reverse: bool = False) -> jax.Array:
     """Of every segment the state that a kernel begins with, [segments, heads, K, V]: `state` where these are sequences; where they are `pieces` [P, 4] of
-    such, `between` [P, ...], but `state`, of their sequence, of those that are whole sequences."""
+    such, `between` [cuts, ...], but `state`, of their sequence, of those that are their sequence's first or, in `reverse`, last."""
     if not pieces.shape[0]:
         return state
-    of_sequence = state[pieces[:, 2]] if state.shape[0] else jnp.zeros_like(between)
-    return jnp.where((pieces[:, 3] == FIRST + LAST)[:, None, None, None], of_sequence, between)
+    piece, sequence, position = jnp.arange(pieces.shape[0]), pieces[:, 2], pieces[:, 3]
+    ends = position >= LAST if reverse else position % LAST == FIRST
+    crossed = jnp.where(ends, 0, piece - sequence - (not reverse))  # jax_qla/segments.py: cut_table
+    of_sequence = state[sequence] if state.shape[0] else jnp.zeros((1,), between.dtype)
+    return jnp.where(ends[:, None, None, None], of_sequence, between[crossed])
 
 
 def part_columns(x: jax.Array) -> jax.Array:

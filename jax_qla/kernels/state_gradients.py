@@ -117,6 +117,7 @@ def program(config: Config):
     heads = T.dynamic("heads")  # of this launch, from first_head on
     initial_states, final_states = T.dynamic("initial_states, final_states")  # sequences, or 0: not wanted, not given
     cut_sequences, cut_pieces = T.dynamic("cut_sequences, cut_pieces")  # or 0: each of `segments` has an initial state
+    cuts = T.dynamic("cuts")  # places for them, or 0
 
     @T.prim_func
     def state_gradients(
@@ -133,7 +134,7 @@ def program(config: Config):
         balanced: T.Tensor((1,), "int32"),  # needed unless ALWAYS
         pieces: T.Tensor((cut_pieces, 4), "int32"),
         spans: T.Tensor((cut_sequences, 2), "int32"),
-        leaving: T.Tensor((cut_pieces, value_heads, K, V), "float32"),  # gradients of the states between pieces
+        leaving: T.Tensor((cuts, value_heads, K, V), "float32"),  # gradients of the states between pieces
         dh: T.Tensor((state_slots, heads, K // 64 * (1 + split) + split, V, 64), dtype),
         dv: T.Tensor((tokens, value_heads, V), dtype),
         d_initial_state: T.Tensor((initial_states, value_heads, K, V), "float32"),
@@ -244,7 +245,10 @@ def program(config: Config):
                 if awaits == STATE:
                     T.pdl_sync()
                 wanted = count > 0 or target >= 0
-                begin_with(d, d_final_state, leaving, pieces, final_states, cut_pieces, n, head, first, wanted)
+                begin_with(
+                    *(d, d_final_state, leaving, pieces, final_states, cut_pieces),
+                    *(n, head, first, wanted, True),
+                )
                 for c in T.serial(count):
                     at = c % stages
                     line = start + (count - 1 - c) * C
@@ -371,7 +375,7 @@ def specification(
     q, k = (of_heads(x, first_head // ratio, heads // ratio) for x in (q, k))
     inverse = unpack_inverses(a, chunks, k.dtype)[:, :, first_head : first_head + heads]
     do, gamma, beta = (of_heads(x, first_head, heads) for x in (do, gamma, beta))
-    begin = of_heads(states_given(d_final_state, leaving, pieces), first_head, heads)
+    begin = of_heads(states_given(d_final_state, leaving, pieces, reverse=True), first_head, heads)
     keys, queries = (jnp.repeat(gather_chunks(x, chunks), ratio, axis=2) for x in (k, q))
     output, gates, strength = (gather_chunks(x, chunks) for x in (do, gamma, beta))
     factor, scales = jnp.where(jnp.abs(strength) < FAINT, 1, strength), jnp.full_like(strength, scale)

@@ -80,6 +80,7 @@ def program(config: Config):
     heads = T.dynamic("heads")  # of this launch, from first_head on
     initial_states = T.dynamic("initial_states")  # sequences, or 0: not given
     cut_pieces = T.dynamic("cut_pieces")  # or 0: each of `segments` has an initial state
+    cuts = T.dynamic("cuts")  # places for them, or 0
 
     @T.prim_func
     def states_from_vd(
@@ -89,7 +90,7 @@ def program(config: Config):
         initial_state: T.Tensor((initial_states, value_heads, K, V), "float32"),
         segments: T.Tensor((sequences, 2), "int32"),  # sequences, or their pieces
         pieces: T.Tensor((cut_pieces, 4), "int32"),
-        entering: T.Tensor((cut_pieces, value_heads, K, V), "float32"),  # the states between pieces
+        entering: T.Tensor((cuts, value_heads, K, V), "float32"),  # the states between pieces
         h: T.Tensor((state_slots, heads, K // 64, V, 64), dtype),
         ratio: T.int32,
         first_head: T.int32,
@@ -182,7 +183,8 @@ def program(config: Config):
                 vk_b = T.alloc_fragment((W, C), dtype)
                 whole = T.alloc_var("float32")
                 begin_with(
-                    state, initial_state, entering, pieces, initial_states, cut_pieces, n, head, first, count > 0
+                    *(state, initial_state, entering, pieces, initial_states, cut_pieces),
+                    *(n, head, first, count > 0, False),
                 )
                 for c in T.serial(count):
                     at = c % stages

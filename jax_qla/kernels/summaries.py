@@ -12,8 +12,8 @@ may begin at once (kernels/uncut.py).
 
 Gates decide how much is computed. Where the bounds of the chunks' effect on the state (kernels/prepare.py) add up to less than
 FORGOTTEN over the whole piece, M counts as zero, and N is computed from as many chunks at the piece's end as these bounds leave to
-matter. Heads that do not decay take the exact way. `forgotten` is 1 where no product with M is to be taken: there, and at both ends of
-a sequence.
+matter. Heads that do not decay take the exact way. `forgotten` is 1 where no product with M is to be taken: there, and of a sequence's
+first piece. What is found of a piece lies at the cut behind it.
 
 Plan, one block per (cut, value head, tile of 64 columns of [N | M]), two blocks an SM or, where those of heads that do not decay are few, one
 (policy.summarised_alone), three stages of chunk tiles; the recurrence is that of kernels/states.py, in registers and transposed:
@@ -129,9 +129,9 @@ def program(config: Config):
         pieces: T.Tensor((parts, 4), "int32"),
         cuts: T.Tensor((places, 2), "int32"),
         bounds: T.Tensor((sequences, 2), "int32"),
-        response: T.Tensor((parts, value_heads, K, V), "float32"),
-        transition: T.Tensor((parts, value_heads, *map_blocks_shape(K)), "bfloat16"),
-        forgotten: T.Tensor((parts, value_heads), "int32"),
+        response: T.Tensor((places, value_heads, K, V), "float32"),
+        transition: T.Tensor((places, value_heads, *map_blocks_shape(K)), "bfloat16"),
+        forgotten: T.Tensor((places, value_heads), "int32"),
         ratio: T.int32,
         cut_beyond: T.int32,  # rows, or -1 (kernels/uncut.py)
     ):
@@ -145,6 +145,7 @@ def program(config: Config):
             T.pdl_sync()  # `prepare` has ended
             T.pdl_trigger()  # what follows waits by itself
             head = T.alloc_var("int32")
+            cut = T.alloc_var("int32")
             piece = T.alloc_var("int32")
             tile = T.alloc_var("int32")
             start = T.alloc_var("int32")
@@ -165,7 +166,8 @@ def program(config: Config):
                 block,
             )
             head = item[0]
-            piece = cuts[item[1], 0]
+            cut = item[1]
+            piece = cuts[cut, 0]
             if piece < 0:
                 T.thread_return()
             tile = item[2]
@@ -177,9 +179,7 @@ def program(config: Config):
             chunks = (end - start + C - 1) // C
             count = m.chunks_that_matter(gamma, value_heads, head, start, end, chunks, from_end=True)
             if tile == 0 and tx == 0:
-                forgotten[piece, head] = T.Select(count < 0 and position != FIRST, 0, 1)
-                if pieces[cuts[item[1], 1], 3] >= LAST:  # of which nobody else says it
-                    forgotten[cuts[item[1], 1], head] = 1
+                forgotten[cut, head] = T.Select(count < 0 and position != FIRST, 0, 1)
             if tile >= value_tiles and (count >= 0 or position == FIRST):
                 count = 0
             else:
@@ -267,13 +267,13 @@ def program(config: Config):
                     T.barrier_arrive(shared.free[at])
                 if tile < value_tiles:
                     for i, j in T.Parallel(64, K):
-                        response[piece, head, j, tile * 64 + i] = state[i, j]
+                        response[cut, head, j, tile * 64 + i] = state[i, j]
                 else:
                     if count > 0:
                         call(
                             f"jax_qla_store_map<{K}>",
                             T.address_of(transition[0, 0, 0, 0]),
-                            T.cast(piece * value_heads + head, "int64") * (2 * K * K),
+                            T.cast(cut * value_heads + head, "int64") * (2 * K * K),
                             state.data,
                             tile - value_tiles,
                         )
@@ -290,14 +290,15 @@ def specification(
     lengths: jax.Array,
     initial_state: jax.Array,
     pieces: jax.Array,
+    cuts: jax.Array,
     chunks: jax.Array,
     *,
     ratio: int,
     l2norm: int = 0,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """(response [P, Hv, K, V], transition [P, Hv, K K / 128, 256] bf16, forgotten int32 [P, Hv]) of P pieces.
+    """(response [cuts, Hv, K, V], transition [cuts, Hv, K K / 128, 256] bf16, forgotten int32 [cuts, Hv]) of the pieces before the cuts.
 
-    `chunks` is the chunk table of the pieces. What the kernel does not write is not a number here.
+    `chunks` is the chunk table of the pieces. What the kernel does not write is not a number here, or -1.
     """
     keys = jnp.repeat(gather_chunks(k, chunks), ratio, axis=2)
     values, gates, strength = (gather_chunks(x, chunks) for x in (v, gamma, beta))
@@ -315,7 +316,7 @@ def specification(
         update = jnp.einsum("ihk,ihv->hkv", keys, jnp.exp(end - gates)[..., None] * vd)
         return jnp.where(matters[:, None, None], jnp.exp(end)[:, None, None] * state + update, state), None
 
-    first, last = pieces[:, 3] % 2 == FIRST, pieces[:, 3] >= LAST
+    first = pieces[:, 3] % LAST == FIRST
     begin = jnp.zeros((pieces.shape[0], v.shape[1], columns, v.shape[2]), initial_state.dtype)
     if initial_state.shape[0]:
         takes = (first[:, None] & whole)[..., None, None]
@@ -325,9 +326,8 @@ def specification(
     identity = jnp.broadcast_to(jnp.eye(columns, dtype=begin.dtype), (*begin.shape[:2], columns, columns))
     xs = (keys, jnp.zeros_like(keys), *xs[2:])
     transition, _ = scan_slots(step, identity, pieces, chunks, xs)
-    forgotten = jnp.maximum(
-        forgotten, (first | last)[:, None].astype(jnp.int32)
-    )  # of sequences that are not cut nobody asks
+    forgotten = jnp.maximum(forgotten, first[:, None].astype(jnp.int32))
     transition = jnp.where(forgotten[..., None, None] != 0, jnp.nan, transition)
-    response = jnp.where(last[:, None, None, None], jnp.nan, response)
-    return response, map_blocks(transition), forgotten
+    is_cut, before = cuts[:, 0] >= 0, cuts[:, 0]
+    response, transition = (jnp.where(is_cut[:, None, None, None], x[before], jnp.nan) for x in (response, transition))
+    return response, map_blocks(transition), jnp.where(is_cut[:, None], forgotten[before], -1)
