@@ -80,20 +80,31 @@ PLACES = {
         8192: {32: 425.1, 16: 415.4, 8: 441.1, 4: 419.1, 2: 524.5, 1: 521.6},
     },
     (16384, 16, 8): {0: {16: 62.3, 4: 113.0, 1: 351.5}, 2048: {16: 69.0, 4: 114.0, 1: 132.6}},
+    (32768, 128, 8): {
+        0: {128: 150.7, 32: 151.6, 4: 269.9, 1: 964.9},
+        2048: {128: 160.1, 32: 156.4, 4: 220.3, 1: 266.8},
+    },
+    (32768, 512, 8): {0: {512: 330.9, 1: 1000.9}, 2048: {512: 316.3, 1: 416.2}},
+    (32768, 64, 16): {0: {64: 236.5, 4: 290.1, 1: 1004.6}, 4096: {64: 243.7, 4: 340.2, 1: 362.7}},
+    (32768, 128, 24): {0: {128: 436.4, 1: 1033.8}, 4096: {128: 448.8, 1: 573.9}},
+    (32768, 128, 32): {
+        0: {128: 588.0, 32: 603.7, 4: 602.4, 1: 1068.8},
+        8192: {128: 592.6, 32: 603.6, 4: 610.5, 1: 756.1},
+    },
 }
 """On an H200, packed, K = V = 128, in turn."""
 
 
 @pytest.mark.parametrize(("shape", "times"), PLACES.items(), ids=map(str, PLACES))
 def test_places_that_are_not_taken_cost_little(shape: tuple[int, int, int], times: dict[int, dict[int, float]]) -> None:
-    """However many are: at most 14 % more than the better of the two, where whole sequences take up to 3.4 times."""
+    """However many are: at most 18 % more than the better of the two, where whole sequences take up to 3.6 times."""
     chosen = times[policy.piece_rows(*shape, 128, 128, packed=True) or 0]
     worst = {rows: max(found[n] / min(x[n] for x in times.values()) for n in found) for rows, found in times.items()}
-    assert max(chosen[n] / min(x[n] for x in times.values()) for n in chosen) <= 1.14
+    assert max(chosen[n] / min(x[n] for x in times.values()) for n in chosen) <= 1.18
     assert worst[0] > 1.4
 
 
-@pytest.mark.parametrize("places", [9, 16, 32, 64])
+@pytest.mark.parametrize("places", [9, 16, 32, 64, 256, 1000])
 @pytest.mark.parametrize("heads", [8, 16, 32])
 def test_many_places_are_cut_for_few_that_are_taken_and_not_where_all_are(places: int, heads: int) -> None:
     sizes = (65536, places, heads)
