@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import repeats
 import stand_in
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -294,16 +295,17 @@ def test_thousands_of_forward_passes_repeat(save: bool | None) -> None:
         return jax.vjp(lambda *rows: of_rest(*rows, x.initial_state, x.segments), *rows)
 
     @jax.jit
-    def different(rows: Any, first: Any) -> jax.Array:
-        found = jnp.int32(0)
+    def compare(rows: Any, first: Any) -> jax.Array:
+        found = []
         for _ in range(25):
             (results, _), rows = jax.lax.optimization_barrier((differentiated(*rows), rows))
-            found += sum(jnp.sum(a != b) for a, b in zip(results, first, strict=True))
-        return found
+            found.append(repeats.different(results, first))
+        return jnp.stack(found)
 
     rows = tuple(x[:5])
     first, _ = jax.jit(differentiated)(*rows)
-    assert not np.any(np.asarray(jnp.stack([different(rows, first) for _ in range(1200)])))
+    found = np.asarray(jnp.concatenate([compare(rows, first) for _ in range(1200)]))
+    assert not found.any(), repeats.described(found, dict(zip(("o", "final_state"), first, strict=True)))
 
 
 @pytest.mark.parametrize(
