@@ -172,6 +172,10 @@ def forward(
     options: dict[str, Any] = {"shard": shard, "rows": piece_rows, "asked_rows": asked_rows}
     # The backward pass cannot tell what pieces kept states are of, unless it has more of these.
     options["whole"] = keep == "states" and piece_rows is None
+    # Who keeps residuals keeps the initial state with them. A block of `forward` has read its own when it writes the
+    # final one; of a sequence that is cut `compose` keeps it, for the piece that begins may begin when another ends.
+    in_place = output_final_state and initial_state is not None and pieces is None and not with_residuals
+    options["in_place"] = in_place
     call = _Call(q, k, v, segments, l2norm=l2norm, precision=precision, **options)
     inputs = call.flat(q=q, k=k, v=v, g=g, beta=beta) | call.tables | {"initial_state": call.states(initial_state)}
     tokens, value_heads, value_dim = call.tokens, call.value_heads, v.shape[3]
@@ -189,11 +193,6 @@ def forward(
     else:
         inputs |= call.prepared(residuals) | pieces._asdict()
         steps = []
-    # Who keeps residuals keeps the initial state with them. A block of `forward` has read its own when it writes the
-    # final one; of a sequence that is cut `compose` keeps it, for the piece that begins may begin when another ends.
-    in_place = output_final_state and initial_state is not None and pieces is None and not with_residuals
-    if in_place:
-        call.compute_in_place()
     more_steps, between = call.entering_states(known=pieces is not None)
     results = launch(
         [
@@ -566,9 +565,10 @@ class _Call:
         rows: int | None = None,
         asked_rows: int | None = None,
         backward: bool = False,
+        in_place: bool = False,
     ) -> None:
         """Cut as `shard` says, not at all if `whole`, into pieces of `rows`, or as `policy` says to `asked_rows` of the
-        forward or the `backward` pass."""
+        forward or the `backward` pass; `in_place`: final states take the memory of initial ones."""
         self.batch, self.length, self.key_heads, self.key_dim = k.shape
         self.value_heads, self.value_dim = v.shape[2:]
         self.tokens = self.batch * self.length
@@ -592,10 +592,7 @@ class _Call:
         """Rows of what lies between pieces: cuts, or all pieces of a shard."""
         self.chains = 0
         """Places for sequences that are cut (segments.chain_table)."""
-        self.in_place = False
-        """Whether final states take the memory of initial ones."""
-        self.firsts = -1
-        """Row of what enters pieces from which on there are first states of sequences that are cut, or -1."""
+        self.in_place = in_place
         self.asked_beyond = -1
         """Rows beyond which sequences are cut, where kernels find out themselves whether any is (kernels/uncut.py)."""
         if rows is not None:
@@ -650,11 +647,14 @@ class _Call:
         found = {"shard_pieces": pieces, "shard_cuts": all_of_them, "entered": entered, "left": left}
         return {name: jnp.asarray(x, jnp.int32) for name, x in found.items()}
 
-    def compute_in_place(self) -> None:
-        """Final states are to take the memory of initial ones. `compose` then keeps those of sequences that are cut."""
-        self.in_place = True
-        if self.chains:
-            self.firsts = self.between
+    @property
+    def firsts(self) -> int:
+        """Row of what enters pieces from which on `compose` keeps first states of sequences that are cut, or -1."""
+        return self.between if self.in_place and self.chains else -1
+
+    def shapes_between(self) -> dict[str, jax.ShapeDtypeStruct]:
+        """What lies between the pieces."""
+        return Between.shapes(self.between, self.value_heads, self.key_dim, self.value_dim)
 
     def no_pieces(self) -> dict[str, jax.Array]:
         """What kernels that go through sequences have as operands where they have no pieces of these."""
@@ -743,7 +743,7 @@ class _Call:
         """
         if not self.cut:
             return [], {}
-        outputs = Between.shapes(self.between, self.value_heads, self.key_dim, self.value_dim)
+        outputs = self.shapes_between()
         states = outputs["entering"]
         if known:
             steps = [self.compose_step("entered")]
@@ -766,7 +766,7 @@ class _Call:
         """Steps and shapes as of `entering_states`, of the gradients alone, where the states are known."""
         if not self.cut:
             return [], {}
-        states = Between.shapes(self.between, self.value_heads, self.key_dim, self.value_dim)["entering"]
+        states = self.shapes_between()["entering"]
         if known:
             return [self.compose_step("left", rename=_OF_GRADIENTS, reverse=True)], {"leaving": states}
         steps = [
@@ -820,7 +820,7 @@ class _Call:
             # Of places for more sequences than there can be pieces it is supposed that one is taken.
             sequences = self.sequences if self.sequences < self.recurrences else 1
             responses, rename = self.between - (sequences if self.packed else 0), {}
-            transitions = responses - sequences  # none of those that sequences begin with
+            transitions = max(responses - sequences, 0)  # none of those that sequences begin with
         else:
             responses = transitions = shard.pieces * self.sequences
             rename = {"pieces": "shard_pieces", "cuts": "shard_cuts"}

@@ -80,7 +80,7 @@ class _Layout:
         self.batch, self.tokens = batch, tokens
         table = None if segments is None else chunk_table(segments, tokens)
         chunks = math.ceil(tokens / CHUNK) if table is None else table.shape[0]
-        # Where the program will run is not known yet, but most likely: wrong, it takes longer, no more.
+        # Where the program will run is not known yet. If this guess is wrong it takes longer, no more.
         at_once = _AT_ONCE_ON_CPU if jax.default_backend() == "cpu" else _AT_ONCE
         limit = min(max(at_once // (batch * value_heads), 4), 32)
         self.groups = math.ceil(chunks / limit)

@@ -709,6 +709,25 @@ def test_pieces_are_summarised_once(packed: bool, room: bool, monkeypatch: pytes
     stand_in.forget_traces()
 
 
+def test_pieces_that_may_be_summarised(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a packed batch all but one of every sequence, or, where there are more sequences than cuts, but one."""
+    asked: list[tuple[int, ...]] = []
+
+    def summarised_alone(*sizes: int) -> bool:
+        asked.append(sizes[:2])
+        return False
+
+    monkeypatch.setattr(policy, "summarised_alone", summarised_alone)
+    _steps(monkeypatch)
+    operands, segments, _ = jax.tree.map(lambda x: x[0], _batched(packed=True, members=1))
+    operands, segments = (*operands[:-1], operands[-1][0]), segments[0]
+    kernels: Any = cuda
+    options: Any = {"scale": 0.25, "output_final_state": False, "with_residuals": False}
+    for rows in (64, 128):  # 6 and 3 cuts, of 5 sequences
+        jax.eval_shape(functools.partial(kernels.forward, **options, piece_rows=rows), *operands, segments)
+    assert asked == [(1, 0), (2, 1)]
+
+
 @pytest.mark.parametrize("alone", [False, True], ids=["shared", "alone"])
 @pytest.mark.usefixtures("_in_pieces")
 def test_blocks_that_do_not_share_a_multiprocessor(alone: bool, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -827,11 +846,8 @@ OF_BOTH_PASSES = [
     *((heads, batch) for heads in ((2, 8), (16, 32)) for batch in ((1, 8192), (4, 8192), (1, 32768), (8, 1024))),
     *(((16, 64), batch) for batch in ((4, 8192), (1, 8192))),
     ((2, 8), (2, 16384)),
-    *(
-        ((4, 16), (32, 1024)),
-        ((16, 32), (32, 1024)),
-        ((2, 8), (128, 256)),
-    ),  # cut if packed, for one may have all tokens
+    # Cut if packed, for one may have all tokens.
+    *(((4, 16), (32, 1024)), ((16, 32), (32, 1024)), ((2, 8), (128, 256))),
 ]
 
 

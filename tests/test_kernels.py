@@ -279,9 +279,8 @@ def test_pieces(gates: str, l2norm: int) -> None:
         given = of_any_length(given)
     found = check(given, segments, packed=True, piece_rows=128, l2norm=l2norm)
     before = np.asarray(found["cuts"])[:, 0]
-    inside = (before >= 0) & (
-        np.asarray(found["pieces"])[before, 3] == 0
-    )  # neither a sequence's first piece nor its last
+    # Of pieces that are neither a sequence's first nor its last.
+    inside = (before >= 0) & (np.asarray(found["pieces"])[before, 3] == 0)
     forgotten = np.asarray(found["forgotten"])[inside]
     assert forgotten.shape[0] == 4
     assert np.all(forgotten == (gates == "strong"))

@@ -93,14 +93,17 @@ PLACES = {
     },
 }
 """On an H200, packed, K = V = 128, in turn."""
+ABOVE_THE_BETTER = {(32768, 64, 16): 1.18}
+"""What the policy may take of the better of the two, where that is more than 1.14."""
 
 
 @pytest.mark.parametrize(("shape", "times"), PLACES.items(), ids=map(str, PLACES))
 def test_places_that_are_not_taken_cost_little(shape: tuple[int, int, int], times: dict[int, dict[int, float]]) -> None:
-    """However many are: at most 18 % more than the better of the two, where whole sequences take up to 3.6 times."""
+    """However many are: at most 14 % more than the better of the two, in one batch 18 %, where whole ones take up to
+    3.6 times."""
     chosen = times[policy.piece_rows(*shape, 128, 128, packed=True) or 0]
     worst = {rows: max(found[n] / min(x[n] for x in times.values()) for n in found) for rows, found in times.items()}
-    assert max(chosen[n] / min(x[n] for x in times.values()) for n in chosen) <= 1.18
+    assert max(chosen[n] / min(x[n] for x in times.values()) for n in chosen) <= ABOVE_THE_BETTER.get(shape, 1.14)
     assert worst[0] > 1.4
 
 
