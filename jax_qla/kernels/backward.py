@@ -434,23 +434,17 @@ def program(config: Config):
             within = number - key_head * ratio
             key_head = T.truncdiv(first_head, ratio) + key_head
             head = key_head * ratio + within
-            n = T.alloc_var("int32")
-            start = T.alloc_var("int32")
-            end = T.alloc_var("int32")
-            count = T.alloc_var("int32")
             target = T.alloc_var("int32")  # where the gradient of the initial state goes, if anywhere
             first_slot = T.alloc_var("int32")
             T.pdl_sync()
             m.leave_unless(only, balanced)
-            n = T.call_extern("int32", "jax_qla_long_first", T.address_of(segments[0, 0]), sequences, tokens, place)
-            start = segments[n, 0]
-            end = segments[n, 1]
-            count = (end - start + C - 1) // C
+            n = T.alloc_var("int32")
+            start = T.alloc_var("int32")
+            end = T.alloc_var("int32")
+            count = T.alloc_var("int32")
+            m.find_sequence(n, start, end, count, segments, sequences, tokens, place)
             first_slot = start // C + n
-            target = n
-            if cut_pieces > 0:  # only that of the state before a sequence's first piece
-                target = pieces[n, 2]
-                target = T.Select(n == spans[target, 0], target, -1)
+            m.find_target(target, n, pieces, spans, cut_pieces)
             tx = T.get_thread_binding()
 
             q_s = T.alloc_shared((2, C, K), dtype)

@@ -35,6 +35,11 @@ FIRST, LAST = 1, 2
 """Bits of a piece's position in its sequence."""
 
 
+def cut_behind(piece, sequence):
+    """Where the cut behind a piece is among all cuts (jax_qla/segments.py: cut_table); the cut before it is one place before that."""
+    return piece - sequence
+
+
 def state_tile_rows(key_dim: int) -> int:
     """Rows of K of a tile in `h` and `dh`, the states before all chunks and their gradients: such tiles lie one behind the other, so that what TMA
     stores at a time is contiguous."""

@@ -44,7 +44,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_qla.kernels import uncut
-from jax_qla.kernels.common import PASS_CONFIGS, map_blocks_shape
+from jax_qla.kernels.common import PASS_CONFIGS, cut_behind, map_blocks_shape
 from jax_qla.kernels.macros import call, unfenced
 from jax_qla.kernels.preludes import MATRIX_PRELUDE, NTH_PRELUDE
 from jax_qla.kernels.specification import of_map_blocks
@@ -284,7 +284,7 @@ def program(config: Config):
                     T.pdl_sync()  # as below; one block is enough
                 T.thread_return()
             n = chains[block // tiles, 2]
-            first = chains[block // tiles, 0] - T.Select(of_pieces != 0, 0, n)
+            first = cut_behind(chains[block // tiles, 0], T.Select(of_pieces != 0, 0, n))
             part = (block % tiles) * tile
             tx = T.get_thread_binding()
             head = T.alloc_var("int32")

@@ -4,7 +4,7 @@ That of a sequence, and of the piece that it is entered by where it is cut (jax_
 kernels/compose.py has found: it lies at the cut by which the piece is entered.
 """
 
-from jax_qla.kernels.common import FIRST, LAST
+from jax_qla.kernels.common import FIRST, LAST, cut_behind
 
 
 def macro():
@@ -27,11 +27,11 @@ def macro():
             source = pieces[n, 2]
             if reverse:
                 if pieces[n, 3] < LAST:
-                    source = n - source  # the cut behind it (jax_qla/segments.py: cut_table)
+                    source = cut_behind(n, source)
                     of_piece = 1
             else:
                 if pieces[n, 3] % LAST != FIRST:
-                    source = n - source - 1  # the cut before it
+                    source = cut_behind(n, source) - 1
                     of_piece = 1
         if of_piece != 0:
             for i, j in T.Parallel(columns, rows):

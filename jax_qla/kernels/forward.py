@@ -73,7 +73,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_qla.kernels import states
-from jax_qla.kernels.common import CHUNK, FIRST, LAST, LOG2_E, LONG, PASS_CONFIGS, SHORT
+from jax_qla.kernels.common import CHUNK, FIRST, LAST, LOG2_E, LONG, PASS_CONFIGS, SHORT, cut_behind
 from jax_qla.kernels.inverse import INVERSE_PRELUDE
 from jax_qla.kernels.macros import accumulator_layout, call, macros, unfenced
 from jax_qla.kernels.preludes import LENGTH_PRELUDE, P_PRELUDE
@@ -399,10 +399,11 @@ def program(config: Config):
                 source = pieces[n, 2]
                 target = T.Select(n == spans[source, 0] + spans[source, 1] - 1, source, -1)
                 if pieces[n, 3] % LAST != FIRST:
-                    source = n - source - 1  # the cut before it (jax_qla/segments.py: cut_table)
+                    source = cut_behind(n, source) - 1
                     begins = OF_PIECE
                 elif firsts >= 0 and pieces[n, 3] == FIRST:
-                    source = firsts + T.Select(cut_sequences <= firsts, source, n - source)  # its chain (chain_table)
+                    # its chain (jax_qla/segments.py: chain_table)
+                    source = firsts + T.Select(cut_sequences <= firsts, source, cut_behind(n, source))
                     begins = OF_PIECE
             if count == 0:
                 if final_states == 0 or target < 0 or in_place != 0:  # nothing to do
@@ -822,7 +823,7 @@ def specification(
     begin = states_given(initial_state, entering, pieces)
     if firsts >= 0:
         sequence = pieces[:, 2]
-        chain = sequence if spans.shape[0] <= firsts else jnp.arange(pieces.shape[0]) - sequence
+        chain = sequence if spans.shape[0] <= firsts else cut_behind(jnp.arange(pieces.shape[0]), sequence)
         begin = jnp.where((pieces[:, 3] == FIRST)[:, None, None, None], entering[firsts + chain], begin)
     final_state, o = scan_slots(step, begin, segments, chunks, xs)
     if pieces.shape[0] > 0:

@@ -54,6 +54,22 @@ def macros():
                 T.pdl_sync()
                 T.thread_return()
 
+    @T.macro
+    def find_sequence(n: T.Ref, start: T.Ref, end: T.Ref, count: T.Ref, segments, sequences, tokens, place: T.Ref):
+        """Number, first row, the row behind the last, and chunks of the one of `sequences`, of `tokens` in all, that blocks at this `place` compute."""
+        n = T.call_extern("int32", "jax_qla_long_first", T.address_of(segments[0, 0]), sequences, tokens, place)
+        start = segments[n, 0]
+        end = segments[n, 1]
+        count = (end - start + C - 1) // C  # noqa: F841
+
+    @T.macro
+    def find_target(target: T.Ref, n: T.Ref, pieces, spans, cut_pieces):
+        """Where the gradient of the state before sequence or piece n goes: to that of its sequence, or, of pieces but a sequence's first, nowhere, -1."""
+        target = n
+        if cut_pieces > 0:
+            target = pieces[n, 2]
+            target = T.Select(n == spans[target, 0], target, -1)
+
     def chunks_that_matter(gamma, heads, head, start, end, chunks, from_end):
         """Of a piece's `chunks`, how many at its end, or its beginning, may matter to the state after it, or the gradient before it: -1, all of them."""
         name = f"jax_qla_reach<{'true' if from_end else 'false'}>"
@@ -549,6 +565,8 @@ def macros():
 
     return SimpleNamespace(
         leave_unless=leave_unless,
+        find_sequence=find_sequence,
+        find_target=find_target,
         chunks_that_matter=chunks_that_matter,
         fetch_gates=fetch_gates,
         fetch_lengths=fetch_lengths,

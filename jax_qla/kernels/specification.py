@@ -18,6 +18,7 @@ from jax_qla.kernels.common import (
     FORGOTTEN,
     LAST,
     STRETCHES,
+    cut_behind,
     map_block,
     map_blocks_shape,
     state_tile_rows,
@@ -126,7 +127,7 @@ def states_given(state: jax.Array, between: jax.Array, pieces: jax.Array, *, rev
         return state
     piece, sequence, position = jnp.arange(pieces.shape[0]), pieces[:, 2], pieces[:, 3]
     ends = position >= LAST if reverse else position % LAST == FIRST
-    crossed = jnp.where(ends, 0, piece - sequence - (not reverse))  # jax_qla/segments.py: cut_table
+    crossed = jnp.where(ends, 0, cut_behind(piece, sequence) - (not reverse))
     of_sequence = state[sequence] if state.shape[0] else jnp.zeros((1,), between.dtype)
     return jnp.where(ends[:, None, None, None], of_sequence, between[crossed])
 

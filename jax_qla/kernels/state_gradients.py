@@ -153,22 +153,16 @@ def program(config: Config):
             head = first_head + number
             T.pdl_trigger()  # `gradients` waits by itself
             m.leave_unless(only, balanced)
+            key_head = T.alloc_var("int32")
+            target = T.alloc_var("int32")  # where the gradient of the initial state goes, if anywhere
             n = T.alloc_var("int32")
             start = T.alloc_var("int32")
             end = T.alloc_var("int32")
             count = T.alloc_var("int32")
-            key_head = T.alloc_var("int32")
-            target = T.alloc_var("int32")  # where the gradient of the initial state goes, if anywhere
-            n = T.call_extern("int32", "jax_qla_long_first", T.address_of(segments[0, 0]), sequences, tokens, place)
-            start = segments[n, 0]
-            end = segments[n, 1]
-            count = (end - start + C - 1) // C
+            m.find_sequence(n, start, end, count, segments, sequences, tokens, place)
             key_head = T.truncdiv(head, ratio)
             first = (of_place % tiles) * W  # first value column of this block
-            target = n
-            if cut_pieces > 0:  # only that of the state before a sequence's first piece
-                target = pieces[n, 2]
-                target = T.Select(n == spans[target, 0], target, -1)
+            m.find_target(target, n, pieces, spans, cut_pieces)
             tx = T.get_thread_binding()
 
             shared = m.tiles_last_first(K, W, stages, dtype, split, l2norm, gives_dv=True, readers=S)

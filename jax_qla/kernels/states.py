@@ -124,15 +124,12 @@ def program(config: Config):
             of_place = block - place * (heads * tiles)
             number = of_place // tiles
             head = first_head + number
+            key_head = T.alloc_var("int32")
             n = T.alloc_var("int32")
             start = T.alloc_var("int32")
             end = T.alloc_var("int32")
             count = T.alloc_var("int32")
-            key_head = T.alloc_var("int32")
-            n = T.call_extern("int32", "jax_qla_long_first", T.address_of(segments[0, 0]), sequences, tokens, place)
-            start = segments[n, 0]
-            end = segments[n, 1]
-            count = (end - start + C - 1) // C
+            m.find_sequence(n, start, end, count, segments, sequences, tokens, place)
             key_head = T.truncdiv(head, ratio)
             first = (of_place % tiles) * W  # first value column of this block
             tx = T.get_thread_binding()

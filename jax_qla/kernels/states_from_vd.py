@@ -110,10 +110,7 @@ def program(config: Config):
             start = T.alloc_var("int32")
             end = T.alloc_var("int32")
             count = T.alloc_var("int32")
-            n = T.call_extern("int32", "jax_qla_long_first", T.address_of(segments[0, 0]), sequences, tokens, place)
-            start = segments[n, 0]
-            end = segments[n, 1]
-            count = (end - start + C - 1) // C
+            m.find_sequence(n, start, end, count, segments, sequences, tokens, place)
             first = (of_place % tiles) * W  # first value column of this block
             tx = T.get_thread_binding()
 

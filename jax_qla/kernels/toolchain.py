@@ -54,12 +54,13 @@ def cuda_version() -> str:
     return importlib.metadata.version("nvidia-cuda-nvrtc-cu12")
 
 
-def compile_cubin(source: str, include: list[Path]) -> tuple[bytes, dict[str, int]]:
+def compile_cubin(source: str, include: list[Path], *, lines: bool = False) -> tuple[bytes, dict[str, int]]:
     """Compiles CUDA source for Hopper.
 
     Args:
         source: CUDA C++ with one kernel.
         include: folders of TileLang's headers and of CUTLASS'.
+        lines: whether the cubin is to say which line of `source` an instruction is of; its code is the same.
 
     Returns:
         The cubin, and what ptxas reports of it: registers, spill_stores and spill_loads in bytes, and, if it has made
@@ -71,9 +72,10 @@ def compile_cubin(source: str, include: list[Path]) -> tuple[bytes, dict[str, in
     """
     nvrtc = _nvrtc()
     # CUDA's own functions for programmatic dependent launch, then what TileLang's headers take from the host's C++.
-    prelude = '#include "cuda_device_runtime_api.h"\n#include <tl_templates/cuda/nvrtc_std.h>\n'
+    prelude = '#include "cuda_device_runtime_api.h"\n#include <tl_templates/cuda/nvrtc_std.h>\n#line 1\n'
     # `default-device`: CUTLASS has functions that say nothing of where they run.
     options = [f"--gpu-architecture={ARCHITECTURE}", "-std=c++17", "-ftz=true", "-default-device", "-w"]
+    options += ["--generate-line-info"] * lines
     options += ["--ptxas-options=-v", *(f"-I{folder}" for folder in (*include, *find_nvrtc().include))]
     arguments = (ctypes.c_char_p * len(options))(*(option.encode() for option in options))
     program = ctypes.c_void_p()
