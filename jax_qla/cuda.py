@@ -34,7 +34,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import jax
@@ -83,6 +83,9 @@ what long or short keys make of Vd and dX."""
 
 _OF_GRADIENTS = {"response": "adjoint_response", "initial_state": "d_final_state", "entering": "leaving"}
 """Operands of `compose` in reverse."""
+
+_COMPOSED = {"response": "entering", "adjoint_response": "leaving"}
+"""What lies in whose memory, of cuts: a response becomes a state in its place (kernels/compose.py)."""
 
 _RECURRENT = frozenset({"recurrent"})
 _OF_LAYERS = frozenset({"convolution", "convolution_gradients", "gated_norm"})  # cuda_conv1d.py, cuda_norm.py
@@ -194,6 +197,7 @@ def forward(
         inputs |= call.prepared(residuals) | pieces._asdict()
         steps = []
     more_steps, between = call.entering_states(known=pieces is not None)
+    outputs |= between | call.table_shapes
     results = launch(
         [
             *steps,
@@ -202,8 +206,9 @@ def forward(
             *call.forward_steps(scale, keep=keep),
         ],
         inputs,
-        outputs | between | call.table_shapes,
+        outputs,
         {"initial_state": "final_state"} if in_place else {},
+        _composed(outputs),
     )
     final_state = None
     if output_final_state:
@@ -269,17 +274,13 @@ def backward(
         split=call.split,
         packed=segments is not None and call.sequences > 1,
         parts=call.parts,
-        of_parts=call.between * (3 if between is not None else 4),
+        of_parts=3 * call.between,  # `transition`, `entering` and `leaving`
         states=2 * call.sequences * ((initial_state is not None) + (d_final_state is not None)),
         with_states=h is not None,
     )
     of_pieces |= call.chunk_state_shapes(v, precision, groups=found.groups)
-    within: dict[str, str] = {}
     if found.in_one != "always":
-        of_pieces["dh"] = dh = call.chunk_gradient_shape(v, precision, groups=found.groups * found.uneven)
-        # The first gradients of states are written when what has been found of the pieces is composed.
-        if (response := of_pieces.get("adjoint_response")) and _bytes(response) <= _bytes(dh):
-            within["adjoint_response"] = "dh"
+        of_pieces["dh"] = call.chunk_gradient_shape(v, precision, groups=found.groups * found.uneven)
     ratio = call.value_heads // call.key_heads
     if found.in_one == "if balanced":
         scalars = policy.balance(call.recurrences, call.value_heads // found.groups, ratio=ratio)._asdict()
@@ -295,23 +296,16 @@ def backward(
         progress = {"progress": jax.ShapeDtypeStruct((counted, call.value_heads), jnp.int32)}
         inputs["none_done"] = jnp.zeros((counted, call.value_heads), jnp.int32)
         in_place = {"none_done": "progress"}
-    results = launch(
-        steps,
-        inputs,
-        {
-            "dq": flat_shape["q"],
-            "dk": flat_shape["k"],
-            "dv": flat_shape["v"],
-            "dg": gates,
-            "dbeta": gates,
-            "d_initial_state": call.state_shape(initial_state is not None, whole=pieces is None),
-        }
-        | {name: x for name, x in of_pieces.items() if name not in inputs}
-        | progress
-        | call.table_shapes,
-        in_place,
-        within,
-    )
+    outputs = {
+        "dq": flat_shape["q"],
+        "dk": flat_shape["k"],
+        "dv": flat_shape["v"],
+        "dg": gates,
+        "dbeta": gates,
+        "d_initial_state": call.state_shape(initial_state is not None, whole=pieces is None),
+    }
+    outputs |= {name: x for name, x in of_pieces.items() if name not in inputs} | progress | call.table_shapes
+    results = launch(steps, inputs, outputs, in_place, _composed(outputs))
     dq, dk, dv, dg, dbeta = (call.unflat(results[name]) for name in ("dq", "dk", "dv", "dg", "dbeta"))
     d_initial_state = None
     if initial_state is not None:
@@ -541,8 +535,8 @@ _LENGTHS = ("lengths", "query_lengths")
 """The kernels' names of `Lengths`."""
 
 
-def _bytes(x: jax.ShapeDtypeStruct) -> int:
-    return int(x.size) * x.dtype.itemsize
+def _composed(outputs: Collection[str]) -> dict[str, str]:
+    return {name: around for name, around in _COMPOSED.items() if name in outputs}
 
 
 class _Call:

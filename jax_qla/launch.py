@@ -93,7 +93,7 @@ def launch(
         aliases: names of inputs, each with the name of the output of the same shape and dtype that takes its memory.
             XLA copies such an input first if anything else still needs it.
         within: names of workspaces among `outputs`, each with the name of the output in whose memory it lies, at its
-            beginning, which is to be written only when nothing reads the workspace any more.
+            beginning, of which no element is to be written before what it replaces has been read for the last time.
 
     Returns:
         The results by name, without the workspaces within others.

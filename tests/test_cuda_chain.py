@@ -952,6 +952,8 @@ def test_no_kernel_writes_early_what_another_may_still_read() -> None:
     of_pieces = ["prepare", "adjoint_summaries", "states", "compose", "state_gradients"]
     assert early(*of_pieces) == [False, True, True, True, True]
     assert early(*of_pieces, adjoint_response="dh") == [False, True, True, True, False]
+    assert early(*of_pieces, adjoint_response="leaving") == [False, True, True, True, True]
+    assert early("prepare", "adjoint_summaries", "compose", adjoint_response="leaving") == [False, True, False]
     of_vd = ["states_from_vd", *END[1:]]
     results.remove("vd")  # an operand
     assert early(*of_vd, *of_vd) == [False, True, True, True, True, True]
@@ -967,10 +969,10 @@ def test_final_state_takes_the_memory_of_the_initial_one(
     monkeypatch.setenv(policy.OVERRIDE, rows)
     found: list[Any] = []
 
-    def recording(steps: Any, inputs: Any, outputs: Any, aliases: Any) -> dict[str, jax.Array]:
+    def recording(steps: Any, inputs: Any, outputs: Any, aliases: Any, within: Any) -> dict[str, jax.Array]:
         found.append(aliases)
         assert not aliases or inputs["initial_state"].shape == outputs["final_state"].shape
-        return launch_specifications(steps, inputs, outputs, aliases)
+        return launch_specifications(steps, inputs, outputs, aliases, within)
 
     monkeypatch.setattr(cuda, "launch", recording)
     operands, segments, _ = jax.tree.map(lambda x: x[0], _batched(packed, 1))

@@ -586,6 +586,9 @@ def test_pieces_with_and_without_products(columns: int, reverse: bool, of_pieces
     operands = map(jnp.asarray, arrays.values())
     expected = np.asarray(compose.specification(*operands, reverse=reverse, of_pieces=of_pieces, firsts=firsts))
     arrays |= {"entering": np.full(expected.shape, np.nan, np.float32), "bounds": np.zeros((3, 2), np.int32)}
+    if not of_pieces:
+        arrays["entering"][:rows] = arrays["response"]
+        arrays["response"] = arrays["entering"][:rows]
     scalars = {"cut_beyond": -1, "of_pieces": of_pieces, "firsts": firsts}
     emulator.emulated("compose", compose.Config(64, 64, reverse, columns))(arrays, scalars)
     np.testing.assert_allclose(arrays["entering"], expected, rtol=1e-4, atol=1e-4)

@@ -9,12 +9,13 @@ computed from its own state.
 
 Rows of the arrays are cuts (jax_qla/segments.py: cut_table): what is found of a piece lies at the cut behind it, but a reversed response at the cut
 before it, and a state at the cut that it crosses. So there is no row for the state that a sequence begins with: who takes it finds it where it is
-given, or, where that memory is of final states too, in a row for every chain from `firsts` on. With `of_pieces`, of a shard's pieces (shard_pieces),
-rows are pieces, and have these states too.
+given, or, where that memory is of final states too, in a row for every chain from `firsts` on. And a state's row is that of the response it is made
+of: `response` is in the memory of `entering`, its first rows. A thread has read what it overwrites. With `of_pieces`, of a shard's pieces
+(shard_pieces), rows are pieces, and have first states too; `response` is elsewhere.
 
 Reversed, blocks begin where those of kernels/states.py leave room (jax_qla/overlap.py), some at once and most at the end: those with products
-first, and where no piece takes one, responses are copied, several at a time. Forwards, all are waited for at once by whoever comes next,
-and what finds this out takes longer than it gains.
+first, and where no piece takes one, responses are the states; of pieces they are copied, several at a time. Forwards, all are waited for at once by
+whoever comes next, and what finds this out takes longer than it gains.
 
 Plan, one block per (sequence that is cut, value head, tile of `columns` value columns), K / 16 + 1 warps, two or three stages of M:
 
@@ -375,12 +376,13 @@ def program(config: Config):
                 if not reverse:
                     wait()
                 if none != 0:
-                    call(
-                        f"jax_qla_copy_responses<{tile}, {V}>",
-                        T.address_of(entering[0, 0, 0, 0]),
-                        T.address_of(response[0, 0, 0, 0]),
-                        *(at_response, at_response + apart, pace, count - 1),
-                    )
+                    if of_pieces != 0:
+                        call(
+                            f"jax_qla_copy_responses<{tile}, {V}>",
+                            T.address_of(entering[0, 0, 0, 0]),
+                            T.address_of(response[0, 0, 0, 0]),
+                            *(at_response, at_response + pace, pace, count - 1),
+                        )
                     if left != 0:
                         leave(entering, state, at_state)
                 else:
