@@ -4,9 +4,9 @@
 //   nvcc -gencode arch=compute_90a,code=sm_90a -std=c++17 -O3 -o arrivals benchmarks/arrivals.cu && ./arrivals
 //
 // On every multiprocessor one warpgroup, or two, stores a tile or loads one and arrives; another warpgroup, or block,
-// waits, and reads or overwrites the tile at once, some 100 000 turns each. Prints of how many turns what was found is
-// not what the tile should hold then. `clog` instructions before have all lanes in one bank, so that the queue of
-// shared memory is long when the warp arrives.
+// waits, and reads or overwrites the tile at once, 100 000 or 300 000 turns each. Prints in how many turns of all
+// threads that look what is found is not what the tile should hold then. `clog` stores before have all lanes in one
+// bank, so that the queue of shared memory is long when the warp arrives.
 
 #include <cuda_bf16.h>
 
@@ -14,6 +14,8 @@
 #include <cstdio>
 
 namespace {
+
+using Count = unsigned long long;
 
 constexpr int kBlocks = 132, kThreads = 384, kWriters = 256, kTile = 16384, kShared = 100 * 1024;
 
@@ -82,7 +84,7 @@ __device__ uint64_t Descriptor(unsigned address) {
 }
 
 template <Reader reader, Fence fence>
-__global__ void __launch_bounds__(kThreads, 1) Stores(int turns, int clog, unsigned* wrong, unsigned* out) {
+__global__ void __launch_bounds__(kThreads, 1) Stores(int turns, int clog, Count* wrong, unsigned* out) {
   extern __shared__ __align__(1024) unsigned char memory[];
   unsigned char *tile = memory, *ones = memory + kTile, *scratch = memory + 2 * kTile;
   uint64_t *full = reinterpret_cast<uint64_t*>(memory + kTile + 1024), *empty = full + 1;
@@ -163,14 +165,14 @@ __global__ void __launch_bounds__(kThreads, 1) Stores(int turns, int clog, unsig
     }
   }
   if (found > 0) {
-    atomicAdd(wrong, found);
+    atomicAdd(wrong, static_cast<Count>(found));
   }
 }
 
 // One warpgroup loads the tile and arrives; a thread that waits has a bulk copy overwrite it. `images`: the tile of
 // every turn modulo 2.
 template <Loads loads>
-__global__ void __launch_bounds__(160, 1) Overwritten(int turns, int clog, unsigned* wrong, const unsigned* images) {
+__global__ void __launch_bounds__(160, 1) Overwritten(int turns, int clog, Count* wrong, const unsigned* images) {
   extern __shared__ __align__(1024) unsigned char memory[];
   unsigned char *tile = memory, *scratch = memory + 2 * kTile;
   uint64_t *full = reinterpret_cast<uint64_t*>(memory + kTile), *empty = full + 1;
@@ -222,13 +224,13 @@ __global__ void __launch_bounds__(160, 1) Overwritten(int turns, int clog, unsig
     }
   }
   if (found > 0) {
-    atomicAdd(wrong, found);
+    atomicAdd(wrong, static_cast<Count>(found));
   }
 }
 
 // The second block of a cluster reads the tile of the first, whose warps arrive at its mbarrier.
 template <Order order, bool used>
-__global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kWriters, 1) Remote(int turns, int clog, unsigned* wrong) {
+__global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kWriters, 1) Remote(int turns, int clog, Count* wrong) {
   extern __shared__ __align__(1024) unsigned char memory[];
   unsigned char *tile = memory, *scratch = memory + 2 * kTile;
   uint64_t *full = reinterpret_cast<uint64_t*>(memory + kTile), *empty = full + 1;
@@ -282,13 +284,13 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kWriters, 1) Remote(
   }
   Meet();
   if (found > 0) {
-    atomicAdd(wrong, found);
+    atomicAdd(wrong, static_cast<Count>(found));
   }
 }
 
 template <typename Kernel, typename... Arguments>
 void Report(const char* what, Kernel kernel, int blocks, int threads, int turns, int clog, Arguments... arguments) {
-  unsigned *wrong, found;
+  Count *wrong, found;
   cudaEvent_t begin, end;
   float milliseconds;
   cudaMalloc(&wrong, sizeof(found));
@@ -302,7 +304,7 @@ void Report(const char* what, Kernel kernel, int blocks, int threads, int turns,
   const cudaError_t error = cudaDeviceSynchronize();
   cudaEventElapsedTime(&milliseconds, begin, end);
   cudaMemcpy(&found, wrong, sizeof(found), cudaMemcpyDeviceToHost);
-  std::printf("%-62s clog %2d: %10u wrong, %5.0f ns a turn%s%s\n", what, clog, found, milliseconds * 1e6 / turns,
+  std::printf("%-62s clog %2d: %10llu wrong, %5.0f ns a turn%s%s\n", what, clog, found, milliseconds * 1e6 / turns,
               error == cudaSuccess ? "" : ", ", error == cudaSuccess ? "" : cudaGetErrorString(error));
   cudaFree(wrong);
 }
