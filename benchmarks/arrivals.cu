@@ -12,6 +12,7 @@
 
 #include <cstdint>
 #include <cstdio>
+#include <initializer_list>
 
 namespace {
 
@@ -113,7 +114,6 @@ __global__ void __launch_bounds__(kThreads, 1) Stores(int turns, int clog, Count
   } else {
     for (int turn = 0; turn < turns; ++turn) {
       bool different = false;
-      unsigned seen = 0;
       Wait(full, turn % 2);
       if (fence == Fence::kWaits) {
         ProxyFence();
@@ -126,8 +126,8 @@ __global__ void __launch_bounds__(kThreads, 1) Stores(int turns, int clog, Count
                        : "r"(Address(tile) + i * 2048 + (thread - kWriters) * 16)
                        : "memory");
           different |= x != Pair(turn);
-          seen |= x;
         }
+        Arrive(empty);                        // what it loads may still be under way
       } else if (reader == Reader::kWgmma) {  // sums of the tile's rows, the last written first
         float d[4] = {};
         asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
@@ -142,8 +142,10 @@ __global__ void __launch_bounds__(kThreads, 1) Stores(int turns, int clog, Count
         for (int i = 0; i < 4; ++i) {
           different |= d[i] != 128.f * Number(turn);
         }
+        Arrive(empty);
       } else if (thread == kWriters) {
         unsigned* to = out + blockIdx.x * (kTile / 4);
+        unsigned seen = 0;
         asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(to), "r"(Address(tile)),
                      "r"(kTile)
                      : "memory");
@@ -154,11 +156,6 @@ __global__ void __launch_bounds__(kThreads, 1) Stores(int turns, int clog, Count
           different |= x != Pair(turn);
           seen |= x;
         }
-      }
-      if (reader == Reader::kLoad) {
-        Arrive(empty);  // what it loads may still be under way
-      }
-      if (reader == Reader::kWgmma || (reader == Reader::kBulk && thread == kWriters)) {
         ArriveAfter(seen, Address(empty));
       }
       found += different;

@@ -39,7 +39,6 @@ class Instruction:
 
     address: int
     operation: str
-    conditional: bool
     writes: int
     waits: frozenset[int]
     lines: tuple[int, ...]
@@ -49,11 +48,6 @@ class Instruction:
     def arrives(self) -> bool:
         """At an mbarrier."""
         return self.operation.startswith("SYNCS.ARRIVE")
-
-    @property
-    def arrives_elsewhere(self) -> bool:
-        """Perhaps at that of another block."""
-        return self.arrives and ".RED" in self.operation
 
     @property
     def loads(self) -> bool:
@@ -83,11 +77,12 @@ def functions(cubin: bytes, source: str = "kernel.cu") -> dict[str, list[Instruc
     found: dict[str, list[Instruction]] = {}
     for part in re.split(r"^\.text\.", text, flags=re.MULTILINE)[1:]:
         name, _, body = part.partition(":\n")
-        found[name] = _function(body.splitlines(), source)
+        found[name] = function(body.splitlines(), source)
     return found
 
 
-def _function(text: Sequence[str], source: str) -> list[Instruction]:
+def function(text: Sequence[str], source: str = "kernel.cu") -> list[Instruction]:
+    """The instructions of one, from what nvdisasm prints of it."""
     labels: dict[str, int] = {}
     read: list[tuple[int, str, tuple[int, ...]]] = []
     bits: list[int] = []
@@ -115,18 +110,22 @@ def _instruction(
 ) -> Instruction:
     operation = _PREDICATE.sub("", text, count=1)
     conditional = operation != text
-    name = operation.split(maxsplit=1)[0].split(".")[0]
+    name, *_ = operation.split()
     target = re.search(r"`\((\.L_[\w.]+)\)", operation)
     after = [number + 1]
-    if name in ("EXIT", "RET") and not conditional:
+    if name.startswith(("EXIT", "RET")) and not conditional:
         after = []
-    if name == "BRA" and target:
-        # Some have their condition among the operands.
-        stays = conditional or re.search(r"\bU?P\d", operation)
+    if name.startswith("BRA"):
+        assert target, operation
+        # Some have their condition among the operands, of which the target is the only one else.
+        stays = conditional or not operation.startswith(f"{name} `")
         after = [*after, labels[target[1]]] if stays else [labels[target[1]]]
+    # CUDA's own functions, for divisions, neither load nor arrive, and return behind the call; nothing else jumps.
+    assert not name.startswith(("BRX", "JM")), operation
+    assert not name.startswith("CALL") or "$__cuda_sm" in operation, operation
     waits = frozenset(board for board in range(SCOREBOARDS) if bits >> _WAITS >> board & 1)
     writes, known = bits >> _WRITES & 7, tuple(place for place in after if place < count)
-    return Instruction(address, operation, conditional, writes, waits, lines, known)
+    return Instruction(address, operation, writes, waits, lines, known)
 
 
 def under_way(code: Sequence[Instruction]) -> dict[Instruction, list[Instruction]]:
