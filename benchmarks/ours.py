@@ -83,7 +83,7 @@ class JaxQla:
             device=self.device_time(row, arguments),
             call=call,
             samples=samples,
-            memory=self._memory_found(row),
+            memory=self.memory_found(row),
         )
 
     def arguments(self, row: Row, operands: Mapping[str, Any]) -> tuple[Any, ...]:
@@ -109,7 +109,8 @@ class JaxQla:
         """Some numbers of each result of the calls that are timed."""
         return [np.asarray(x) for x in self.chain(row)(*arguments)]
 
-    def _memory_found(self, row: Row) -> dict[str, int]:
+    def memory_found(self, row: Row) -> dict[str, int]:
+        """Bytes of forward and backward in one program, if `prepare` was to find them and they could be compiled."""
         future = self._memory[row.both]
         if error := future.exception():
             print(f"{row.name} {self.name}: no memory of forward and backward, {str(error)[:300]}", flush=True)

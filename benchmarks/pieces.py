@@ -94,7 +94,7 @@ def chosen(row: Row) -> Choice:
     back = kept or policy.backward_rows(*sizes, **of_kernel) or 0
     recurrences = row.tokens // back if back else row.places
     in_one = policy.in_one(recurrences, *sizes[2:], **of_kernel) != "never"
-    by_lengths = policy.balance(recurrences, row.value_heads, ratio=of_kernel["ratio"])
+    by_lengths = policy.balance(row.value_heads, ratio=of_kernel["ratio"])
     lengths = [row.tokens // recurrences] * recurrences if back else row.lengths
     in_one = in_one and balanced(lengths, *by_lengths)
     return Choice(alone, kept or alone, back, in_one)

@@ -283,7 +283,7 @@ def backward(
         of_pieces["dh"] = call.chunk_gradient_shape(v, precision, groups=found.groups * found.uneven)
     ratio = call.value_heads // call.key_heads
     if found.in_one == "if balanced":
-        scalars = policy.balance(call.recurrences, call.value_heads // found.groups, ratio=ratio)._asdict()
+        scalars = policy.balance(call.value_heads // found.groups, ratio=ratio)._asdict()
         steps = [Step("balance", balance_kernel.Config(), scalars), *steps]
         of_pieces["balanced"] = jax.ShapeDtypeStruct((1,), jnp.int32)
     else:
@@ -613,7 +613,8 @@ class _Call:
         elif rows is None:
             self.tables["segments"] = self.tables["bounds"]
         elif packed:
-            beyond = policy.cut_beyond(rows, self.tokens, self.sequences, self.value_heads)
+            sizes = (self.tokens, self.sequences, self.value_heads, self.key_dim, self.value_dim)
+            beyond = policy.cut_beyond(rows, *sizes)
             scalars = {"piece_rows": rows, "cut_beyond": beyond}
             if not backward and self.sequences <= policy.ASKED_AMONG:
                 self.asked_beyond = beyond
@@ -834,7 +835,9 @@ class _Call:
     ) -> Step:
         """`compose` of all sequences that are cut, or of those of a shard by its table `of_shard` (`shard_tables`)."""
         chains = {} if of_shard is None else {"chains": of_shard}
+        sizes = (self.chains or self.sequences, self.value_heads, options.get("value_dim", self.value_dim))
         options |= {"reverse": reverse, "of_pieces": int(of_shard is not None)}
+        options |= policy.composed(*sizes, packed=self.packed and of_shard is None)._asdict()
         return self.step(compose_kernel, rename={**(rename or {}), **chains}, **options)
 
     def step(self, kernel: Any, *, rename: Mapping[str, str] | None = None, **options: Any) -> Step:
@@ -843,9 +846,6 @@ class _Call:
         """
         sizes = {"key_dim": self.key_dim, "value_dim": self.value_dim, "dtype": self.dtype}
         values = sizes | {"value_tile": self.value_tile, "l2norm": self.l2norm, "split": self.split} | options
-        values["columns"] = policy.composed_columns(
-            (self.chains or self.sequences) * self.value_heads, options.get("value_dim", self.value_dim)
-        )
         fields = [field.name for field in dataclasses.fields(kernel.Config)]
         config = kernel.Config(**{field: values[field] for field in fields})
         scalars = {name: x for name, x in options.items() if name not in fields}

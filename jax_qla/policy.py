@@ -38,6 +38,8 @@ _COMPOSE_STEP, _COMPOSE_STEP_BACK = {16: 0.9, 32: 1.5, 64: 2.3}, {16: 1.2, 32: 1
 """One piece in kernels/compose.py by value columns of its block, beside other kernels and alone."""
 _PREPARED_ALONE = 2
 """Blocks of kernels/prepare.py of a multiprocessor up to which they take less time with half as many heads each."""
+_PREPARE, _PREPARED = 8.0, 4.6e-3
+"""All of kernels/prepare.py, which precedes, at the least, and a chunk and value head of it."""
 _FEW_LONG = 100
 """Long blocks of kernels/summaries.py up to which each takes less time with a multiprocessor to itself."""
 _BLOCK = 1.0
@@ -125,11 +127,21 @@ ASKED_AMONG = 256
 _ALL_TAKEN = 8
 """Places for sequences, of which it is supposed that most are taken."""
 
+_CUT_AT_ONCE = 2
+"""Sequences of a packed batch that are supposed to be cut, at the most."""
+
+_ONE_OF_FEW, _ONE_OF_MANY = 0.12, 0.25
+"""What the case counts that one of a packed batch's sequences has nearly all tokens, where all places being taken by
+equal ones counts one."""
+
+_UNLIKE = 1.125
+"""Sequences that are supposed to be alike differ by so much."""
+
 _ROUNDS_OF_ANY = 2
 """Rounds of blocks from which on a card may be busy to the end whatever the sequences' lengths."""
 
-_NO_MATTER_HOW_ALIKE = 1 << 30
-"""As many sequences as no batch has."""
+_LIMIT_OF_ROUNDS = 70
+"""As `_IN_ONE_LIMITS`, of as many rounds of the longest block as there are, which is nearly what blocks take."""
 
 
 InOne = Literal["never", "if balanced", "always"]
@@ -244,9 +256,34 @@ def summarised_alone(responses: int, transitions: int, heads: int, key_dim: int,
     return heads / 4 * (responses * value_dim + transitions * key_dim) / 64 <= _FEW_LONG
 
 
-def composed_columns(recurrences: int, value_dim: int) -> int:
-    """Value columns of a block of kernels/compose.py: as few, for the shorter step, as let all blocks run at once."""
-    return next((n for n in COLUMNS if recurrences * (value_dim // n) <= MULTIPROCESSORS), COLUMNS[-1])
+class Composed(NamedTuple):
+    """Blocks of kernels/compose.py."""
+
+    columns: int
+    """Value columns of each, ..."""
+    together: int
+    """... and sequences that are cut, of which each has a block for every head and so many columns. A block takes every
+    `together`-th of them."""
+
+
+def composed(chains: int, heads: int, value_dim: int, *, packed: bool) -> Composed:
+    """As few columns, for the shorter step, as let all blocks run at once.
+
+    Of a packed batch, whose lengths are known on the device only, no more than two sequences are supposed to be cut, or
+    as many as run at once: the more they are, the fewer pieces each has.
+
+    Args:
+        chains: sequences that may be cut.
+        heads, value_dim: value heads, and V.
+        packed: whether it may be fewer.
+    """
+    most = min(chains, _CUT_AT_ONCE) if packed else chains
+
+    def blocks(columns: int) -> int:
+        return heads * (value_dim // columns)
+
+    columns = next((n for n in COLUMNS if most * blocks(n) <= MULTIPROCESSORS), COLUMNS[-1])
+    return Composed(columns, max(most, min(chains, MULTIPROCESSORS // blocks(columns))))
 
 
 def prepared_together(slots: int, key_heads: int, value_heads: int) -> int:
@@ -427,20 +464,20 @@ def in_one(
 
 
 class Balance(NamedTuple):
-    """By what kernels/balance.py finds whether the sequences of a packed batch are balanced."""
+    """By what kernels/balance.py finds whether the sequences of a packed batch are balanced, in 64ths."""
 
-    expected: int
-    """Sequences that fill the card in each of their rounds of blocks if they are so many and alike."""
     share: int
-    """Multiprocessors over blocks of a sequence, which has one for each head, in 64ths."""
+    """Multiprocessors over blocks of a sequence, which has one for each head."""
     limit: int
-    """The most that blocks of others may take of what they took if their work could be divided at will, in 64ths."""
+    """The most that blocks may take, by a bound, of what they took if their work could be divided at will."""
+    limit_of_rounds: int
+    """The same of as many rounds of the longest block as all blocks make."""
 
 
-def balance(recurrences: int, value_heads: int, *, ratio: int) -> Balance:
-    """Of blocks of so many `value_heads`; the arguments are those of `in_one`."""
-    expected = recurrences if _fills(recurrences * value_heads) else _NO_MATTER_HOW_ALIKE
-    return Balance(expected, -(-64 * MULTIPROCESSORS // value_heads), _IN_ONE_LIMITS.get(ratio, 0))
+def balance(value_heads: int, *, ratio: int) -> Balance:
+    """Of so many value heads that are computed at once, `ratio` of a key head."""
+    limit = _IN_ONE_LIMITS.get(ratio, 0)
+    return Balance(-(-64 * MULTIPROCESSORS // value_heads), limit, max(limit, _LIMIT_OF_ROUNDS))
 
 
 def _fills(blocks: float) -> bool:
@@ -493,7 +530,8 @@ def piece_rows(
         return _even(override // CHUNK, mean, total, packed) if override else None
 
     def time(length: int | None, count: int, chunks: int) -> float:
-        return _time(length, chunks, count, heads, key_dim, value_dim, packed, places=sequences)
+        recurrence = _time(length, chunks, count, heads, key_dim, value_dim, packed, tokens=tokens, places=sequences)
+        return recurrence + max(_PREPARE, _PREPARED * total * heads)
 
     lengths: list[int | None] = [None]
     if tokens and sequences:
@@ -528,15 +566,15 @@ def backward_rows(
     rows = piece_rows(*sizes, packed=packed, asked_rows=asked_rows)
     if rows is None or _override(asked_rows) is not None:
         return rows
-    time = _backward_time(sequences, heads, key_dim, value_dim, ratio=ratio, split=split, packed=packed)
+    time = _backward_time(*sizes, ratio=ratio, split=split, packed=packed)
     return rows if _best((None, rows // CHUNK), time, tokens, sequences, packed) else None
 
 
 def _backward_time(
-    sequences: int, heads: int, key_dim: int, value_dim: int, *, ratio: int, split: bool, packed: bool
+    tokens: int, sequences: int, heads: int, key_dim: int, value_dim: int, *, ratio: int, split: bool, packed: bool
 ) -> Callable[[int | None, int, int], float]:
     """Microseconds of the backward pass, as `_best` asks for them. The forward pass has summarised the pieces. Where
-    there are as many sequences as the call has, they and their pieces are taken to be alike."""
+    there are as many sequences as the call has, or it has many places, they and their pieces are taken to be alike."""
 
     def by_one_kernel(count: int, chunks: int) -> float:
         recurrences = count * heads
@@ -553,14 +591,14 @@ def _backward_time(
     def time(length: int | None, count: int, chunks: int) -> float:
         def in_one_of(recurrences: int) -> bool:
             chosen = in_one(recurrences, heads, key_dim, value_dim, ratio=ratio, split=split, packed=False)
-            return count == max(sequences, 1) and chosen != "never"
+            return chosen != "never" and (count == max(sequences, 1) or sequences > _ALL_TAKEN)
 
         if length is None or (length >= chunks and not packed):
             if in_one_of(count):
                 return max(1.0, by_one_kernel(count, chunks))
             return max(1.0, by_three_kernels(count, chunks, value_tile(max(count, sequences) * heads, value_dim)))
-        tokens = count * chunks * CHUNK
-        if packed and chunks * CHUNK <= cut_beyond(length * CHUNK, tokens, sequences, heads):  # left whole
+        beyond = cut_beyond(length * CHUNK, tokens, sequences, heads, key_dim, value_dim) if packed else 0
+        if chunks * CHUNK <= beyond:  # left whole
             if chunks <= length and in_one_of(count):
                 return by_one_kernel(count, chunks) + _OVERHEAD
             tile = value_tile(max(count * chunks // length, sequences) * heads, value_dim)
@@ -571,7 +609,9 @@ def _backward_time(
         summaries = _ADJOINT_STEP * max(length, (exact * length + short * min(length, _SHORT)) / MULTIPROCESSORS)
         if in_one_of(pieces * count):
             return by_one_kernel(pieces * count, length) + summaries + _COMPOSED
-        compositions = pieces * _COMPOSE_STEP_BACK[composed_columns(recurrences, value_dim)]
+        chains = min(sequences, max(count * chunks // length, 1)) if packed else count
+        columns, together = composed(chains, heads, value_dim, packed=packed)
+        compositions = pieces * -(-count // together) * _COMPOSE_STEP_BACK[columns]
         tile = value_tile(max(pieces * count, sequences) * heads, value_dim)
         return by_three_kernels(pieces * count, length, tile) + summaries + compositions + _OVERHEAD
 
@@ -601,11 +641,12 @@ def _rows_for_both(
     `back`, those of each by itself, because kernels/backward.py then fills the card; None if there are none."""
     tokens, sequences, heads, key_dim, value_dim = sizes
     mean, total = -(-tokens // (sequences * CHUNK)), -(-tokens // CHUNK)
-    backward_time = _backward_time(*sizes[1:], ratio=ratio, split=split, packed=packed)
+    backward_time = _backward_time(*sizes, ratio=ratio, split=split, packed=packed)
     gain = _GAIN_OF_ONE if sequences == 1 else _GAIN
 
     def of_passes(forward: int | None, back: int | None, count: int, chunks: int) -> float:
-        of_forward = _time(forward, chunks, count, heads, key_dim, value_dim, packed, places=sequences)
+        of_batch: dict[str, Any] = {"packed": packed, "tokens": tokens, "places": sequences}
+        of_forward = _time(forward, chunks, count, heads, key_dim, value_dim, **of_batch)
         return of_forward + backward_time(back, count, chunks)
 
     def time(length: int | None, count: int, chunks: int) -> float:
@@ -643,12 +684,7 @@ def _best(
 ) -> int | None:
     """The one of `lengths` (chunks of a piece, None for whole sequences) with the least `time`, a function of it, of
     the sequences' number and of their chunks."""
-    mean, total = -(-tokens // (max(sequences, 1) * CHUNK)), -(-tokens // CHUNK)
-    layouts = [(1.0, sequences, mean)]
-    if packed and sequences > 1:
-        # Of packed sequences nothing is known but their number. What is chosen must be good if they are equal and, of
-        # less weight, if half of them are twice as long, or if one has nearly all tokens.
-        layouts += [(0.4, -(-sequences // 2), 2 * mean), (0.12, 1, total)]
+    layouts = _layouts(tokens, sequences, packed)
     table = {length: [time(length, count, chunks) for _, count, chunks in layouts] for length in lengths}
     least = [min(column) for column in zip(*table.values(), strict=True)]
 
@@ -658,6 +694,17 @@ def _best(
         )
 
     return min(lengths, key=excess)
+
+
+def _layouts(tokens: int, sequences: int, packed: bool) -> list[tuple[float, int, int]]:
+    """(weight, number, chunks of each) of sequences that are alike, as which a batch is considered."""
+    mean, total = -(-tokens // (max(sequences, 1) * CHUNK)), -(-tokens // CHUNK)
+    if not packed or sequences <= 1:
+        return [(1.0, sequences, mean)]
+    # Of packed sequences nothing is known but their number. What is chosen must be good if they are equal and, of
+    # less weight, if half of them are twice as long, or if one has nearly all tokens, as it may where places are many.
+    of_one = _ONE_OF_FEW if sequences <= _ALL_TAKEN else _ONE_OF_MANY
+    return [(1.0, sequences, mean), (0.4, -(-sequences // 2), 2 * mean), (of_one, 1, total)]
 
 
 def _even(length: int, chunks: int, total: int, packed: bool) -> int | None:
@@ -757,20 +804,27 @@ def _override(asked_rows: int | None) -> int | None:
     return int(override)
 
 
-def cut_beyond(rows: int, tokens: int, sequences: int, heads: int) -> int:
+@functools.cache
+def cut_beyond(rows: int, tokens: int, sequences: int, heads: int, key_dim: int, value_dim: int) -> int:
     """Packed sequences are cut into pieces of `rows` rows if any is longer than this, which the device finds out.
 
     Of few, most of which have tokens, it is supposed, that is two pieces. Many may be uneven anyway: one is worth
     cutting if it is longer than a piece, and than what a multiprocessor has to do if all do as much, by what it takes
-    to summarise a piece, and to compose.
+    to summarise a piece, and to compose; and longer than sequences are if all places, or half of them, are taken by
+    some that are alike, where these take no longer whole.
 
     Args:
         rows: of a piece.
-        tokens, sequences, heads: as in `piece_rows`.
+        tokens, sequences, heads, key_dim, value_dim: as in `piece_rows`.
     """
     if sequences <= _ALL_TAKEN:
         return 2 * rows
-    return max(rows, tokens * heads // MULTIPROCESSORS) + rows // 2 + _ROWS_COMPOSED
+    beyond = max(rows, tokens * heads // MULTIPROCESSORS) + rows // 2 + _ROWS_COMPOSED
+    for _, count, chunks in _layouts(tokens, sequences, packed=True)[:2]:
+        sizes = (rows // CHUNK, chunks, count, heads, key_dim, value_dim)
+        if _left_whole(*sizes, places=sequences) <= _cut(*sizes, places=sequences):
+            beyond = max(beyond, math.ceil(_UNLIKE * chunks) * CHUNK)
+    return beyond
 
 
 def _time(
@@ -782,30 +836,42 @@ def _time(
     value_dim: int,
     packed: bool,
     *,
+    tokens: int,
     places: int,
 ) -> float:
     """Microseconds of the forward recurrence of sequences of `chunks` chunks, in pieces of `length` or whole.
 
-    Of the `places` for packed sequences no more than these are taken. Of few places most are, it is supposed, so what
-    pieces cost that find nothing to cut counts twice there.
+    Of the `places` for packed sequences, which have up to `tokens`, no more than these are taken.
     """
     if length is None or (length >= chunks and not packed):
         return max(1.0, _whole(chunks, sequences * heads, value_dim))
-    if packed and chunks * CHUNK <= cut_beyond(length * CHUNK, sequences * chunks * CHUNK, places, heads):
-        cuts = sequences * chunks // length
-        in_halves = places <= _ALL_TAKEN or halves(places + cuts, heads)  # the long ones, where columns go by places
-        tile = value_tile(max(cuts, sequences if in_halves else places) * heads, value_dim)
-        nothing = _not_cut(cuts, sequences, heads, key_dim, value_dim)
-        whole = _rounds(sequences * heads * (value_dim // tile), 1) * chunks * _STEP[tile]
-        return whole + (2 if places <= _ALL_TAKEN else 1) * nothing
-    return _cut(length, chunks, sequences, heads, key_dim, value_dim)
+    sizes = (length, chunks, sequences, heads, key_dim, value_dim)
+    if not packed:
+        return _cut(*sizes)
+    if chunks * CHUNK <= cut_beyond(length * CHUNK, tokens, places, heads, key_dim, value_dim):
+        return _left_whole(*sizes, places=places)
+    return _cut(*sizes, places=places)
 
 
-def _not_cut(cuts: int, sequences: int, heads: int, key_dim: int, value_dim: int) -> float:
-    """Microseconds of summaries and compose where nothing is cut, which has room for so many cuts."""
-    chains = min(cuts, sequences)
-    composed = chains * heads * value_dim // composed_columns(chains * heads, value_dim)
-    return _NOT_CUT + _EMPTY * (cuts * heads * (key_dim + value_dim) / 64 + composed)
+def _left_whole(
+    length: int, chunks: int, sequences: int, heads: int, key_dim: int, value_dim: int, *, places: int
+) -> float:
+    """The same of packed sequences that might have been cut and are not. Of few places most are taken, it is supposed,
+    so what pieces cost that find nothing to cut counts twice there."""
+    cuts, few = sequences * chunks // length, places <= _ALL_TAKEN
+    blocks = max(cuts, sequences if few else places)
+    if not few and halves(places + cuts, heads):  # of all, where they run at once
+        blocks = sequences
+    tile = value_tile(blocks * heads, value_dim)
+    whole = _rounds(sequences * heads * (value_dim // tile), 1) * chunks * _STEP[tile]
+    return whole + (2 if few else 1) * _not_cut(cuts, places, heads, key_dim, value_dim)
+
+
+def _not_cut(cuts: int, places: int, heads: int, key_dim: int, value_dim: int) -> float:
+    """Microseconds of summaries and compose where nothing is cut, which have room for so many cuts."""
+    columns, together = composed(min(cuts, places), heads, value_dim, packed=True)
+    blocks = cuts * heads * (key_dim + value_dim) / 64 + together * heads * value_dim / columns
+    return _NOT_CUT + _EMPTY * blocks
 
 
 def _whole_back(chunks: int, recurrences: int, tile: int, value_dim: int) -> float:
@@ -823,23 +889,33 @@ def _whole(chunks: int, recurrences: int, value_dim: int) -> float:
 
 
 def _cut(
-    length: int, chunks: int, sequences: int, heads: int, key_dim: int, value_dim: int, *, shard: bool = False
+    length: int,
+    chunks: int,
+    sequences: int,
+    heads: int,
+    key_dim: int,
+    value_dim: int,
+    *,
+    places: int | None = None,
+    shard: bool = False,
 ) -> float:
-    """Microseconds of summaries, compose and forward for pieces of `length` chunks.
+    """Microseconds of summaries, compose and forward for pieces of `length` chunks, packed if there are `places`.
 
     Of a `shard` all pieces are summarised, and composed twice: for its summary, and when its first state is known.
     """
     pieces = -(-chunks // length)
     recurrences = pieces * sequences * heads
     cuts = recurrences if shard else (pieces - 1) * sequences * heads
-    composed = (2 * (pieces + 1) if shard else pieces) * _COMPOSE_STEP[composed_columns(sequences * heads, value_dim)]
+    chains = sequences if places is None else min(places, max(sequences * chunks // length, 1))
+    columns, together = composed(chains, heads, value_dim, packed=places is not None)
+    steps = 2 * (pieces + 1) if shard else pieces * -(-sequences // together)
     # Three of four heads decay, so that nothing is summarised of them but N over a few chunks: between the extremes.
     exact, short = cuts / 4 * (key_dim + value_dim) / 64, cuts * 3 / 4 * value_dim / 64
     slots = 2 * MULTIPROCESSORS
     shared = (exact * length + short * min(length, _SHORT)) / slots
     summaries = max(_SUMMARY_STEP * length, _SHARED_STEP * shared)
     rounds = _rounds(recurrences * (value_dim // value_tile(recurrences, value_dim)), 1) + _rounds(exact + short, 2)
-    serial = _whole(length, recurrences, value_dim) + summaries + composed
+    serial = _whole(length, recurrences, value_dim) + summaries + steps * _COMPOSE_STEP[columns]
     return serial + rounds * _BLOCK + recurrences * _STATES + _BETWEEN
 
 

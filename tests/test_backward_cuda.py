@@ -195,7 +195,7 @@ def test_thousands_of_calls_repeat(key_heads: int, l2norm: bool, monkeypatch: py
 def test_packed_batches(lengths: tuple[int, ...], balanced: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of sequences that keep the card busy to the end one kernel computes the gradients, of others two: whichever
     would, and whether or not these two divide the heads."""
-    assert found_balanced(lengths, *policy.balance(len(lengths), 32, ratio=2)) == balanced
+    assert found_balanced(lengths, *policy.balance(32, ratio=2)) == balanced
     monkeypatch.setenv(policy.OVERRIDE, "0")
     ends = np.cumsum((0, *lengths))
     operands = _operands(1, max(2000, sum(lengths)), 16, 32)

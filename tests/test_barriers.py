@@ -26,7 +26,7 @@ def operands_of(chunks: int, rows: int, ratio: int) -> dict[str, Any]:
     pieces = np.array([[0, end, 0, 0], [end, end, 0, 2]])
     spans = np.array([[0, chunks]])
     operands: dict[str, Any] = {"ratio": ratio, "heads": ratio, "scale": 1.0, "tokens": end, "cut_beyond": -1}
-    operands |= {"of_pieces": 0, "firsts": -1, "in_place": 0}
+    operands |= {"of_pieces": 0, "firsts": -1, "in_place": 0, "together": 1}
     numbers = {"segments": segments, "pieces": pieces, "bounds": segments, "spans": spans, "balanced": np.zeros(1)}
     numbers |= {"cuts": np.array([[0, 1]]), "chains": np.array([[0, chunks, 0]])}
     return operands | {key: barrier_model.Value(x.shape, "int32", x) for key, x in numbers.items()}

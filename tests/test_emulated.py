@@ -126,7 +126,8 @@ def test_whole_and_in_pieces(
 ) -> None:
     used = _used(monkeypatch)
     assert PACKED.segments
-    beyond = policy.cut_beyond(128, PACKED.tokens, len(PACKED.segments), PACKED.value_heads)
+    sizes = (PACKED.tokens, len(PACKED.segments), PACKED.value_heads, PACKED.key_dim, PACKED.value_dim)
+    beyond = policy.cut_beyond(128, *sizes)
     assert max(end - start for start, end in PACKED.segments) > beyond
     monkeypatch.setenv(policy.OVERRIDE, str(rows))
     monkeypatch.setattr(policy, "room_for_both", lambda blocks: room)
@@ -163,7 +164,8 @@ def test_sequences_that_are_not_cut_have_the_same_bits(
     case = dataclasses.replace(PACKED, initial_state=initial_state)
     assert case.segments
     longest = max(end - start for start, end in case.segments)
-    some = longest > policy.cut_beyond(pieces, case.tokens, len(case.segments), case.value_heads)
+    sizes = (case.tokens, len(case.segments), case.value_heads, case.key_dim, case.value_dim)
+    some = longest > policy.cut_beyond(pieces, *sizes)
     assert some == (pieces == 128)
     results = []
     for rows in ("0", str(pieces)):
@@ -289,7 +291,7 @@ def test_packed_sequences_in_one_if_balanced(balanced: bool, monkeypatch: pytest
     sizes: Any = {"tokens": 400, "key_dim": 128, "value_dim": 128, "key_heads": 1, "value_heads": 2}
     case = battery.Case(f"in one if balanced, {balanced}", dtype="bfloat16", segments=segments, poisoned=True, **sizes)
     monkeypatch.setattr(policy, "in_one", lambda *_, **__: "if balanced")
-    monkeypatch.setattr(policy, "balance", lambda *_, **__: policy.Balance(3, 64 * 66, 72))
+    monkeypatch.setattr(policy, "balance", lambda *_, **__: policy.Balance(64 * 66, 72, 1500))
     written: dict[str, bool] = {}
     run = emulator.Emulated.__call__
 
@@ -561,13 +563,15 @@ def test_states_from_vd(key_dim: int, value_dim: int, tile: int, dtype: str, in_
 
 
 @pytest.mark.parametrize("of_pieces", [0, 1])
+@pytest.mark.parametrize("together", [1, 2, 3])
 @pytest.mark.parametrize(("columns", "reverse"), [(16, False), (16, True), (64, True)])
-def test_pieces_with_and_without_products(columns: int, reverse: bool, of_pieces: int) -> None:
-    """Of the first head no piece takes a product, of the second every one between the ends, of the third some."""
+def test_pieces_with_and_without_products(columns: int, reverse: bool, together: int, of_pieces: int) -> None:
+    """Of the first head no piece takes a product, of the second every one between the ends, of the third some. One
+    after the other by the same blocks, or so many sequences `together`."""
     random = np.random.default_rng(columns)
-    counts, heads = (6, 1, 2), 3
+    counts, heads = (6, 1, 5), 3
     rows = sum(counts) if of_pieces else sum(counts) - len(counts)
-    chains = np.array([[0, 6, 0], [0, 0, 0], [7, 2, 2]], np.int32)  # the second sequence is not cut
+    chains = np.array([[0, 6, 0], [0, 0, 0], [7, 5, 2]], np.int32)  # the second sequence is not cut
     forgotten = np.stack([np.ones(rows), np.zeros(rows), random.integers(0, 2, rows)], axis=1).astype(np.int32)
     for first, count, n in chains[::2]:
         forgotten[[first, first + count - 1] if of_pieces else [first - n]] = 1
@@ -589,7 +593,7 @@ def test_pieces_with_and_without_products(columns: int, reverse: bool, of_pieces
     if not of_pieces:
         arrays["entering"][:rows] = arrays["response"]
         arrays["response"] = arrays["entering"][:rows]
-    scalars = {"cut_beyond": -1, "of_pieces": of_pieces, "firsts": firsts}
+    scalars = {"cut_beyond": -1, "of_pieces": of_pieces, "firsts": firsts, "together": together}
     emulator.emulated("compose", compose.Config(64, 64, reverse, columns))(arrays, scalars)
     np.testing.assert_allclose(arrays["entering"], expected, rtol=1e-4, atol=1e-4)
     assert np.isnan(expected).any() == (bool(of_pieces) or firsts >= 0)  # of the sequence that is not cut
@@ -700,15 +704,15 @@ def test_balanced_sequences(count: int) -> None:
                 np.round(500 * np.exp(spread * rng.normal(size=count))).astype(int) * rng.integers(0, 4, count) // 3
             )
             segments = np.stack([np.cumsum(lengths) - lengths, np.cumsum(lengths)], axis=1).astype(np.int32)
-            scalars = policy.balance(count, heads, ratio=2)
+            scalars = policy.balance(heads, ratio=2)
             result = np.full(1, -1, np.int32)
             kernel({"segments": segments, "balanced": result}, scalars._asdict())
             found.append(balance.balanced(lengths.tolist(), *scalars))
             assert result == found[-1]
-            if balance.balanced(lengths.tolist(), *scalars._replace(expected=1 << 30)):
+            if found[-1]:
                 divided = sum(lengths) * heads / policy.MULTIPROCESSORS
                 last = _ends(sorted(lengths, reverse=True), heads, policy.MULTIPROCESSORS)
-                assert last <= scalars.limit / 64 * divided
+                assert last <= max(scalars.limit, scalars.limit_of_rounds) / 64 * divided
     assert any(found) == (count > 7)
     assert not all(found)
 

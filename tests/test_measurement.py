@@ -14,7 +14,12 @@ import pytest
 sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
 
 import inputs
+import jax
+import jax.numpy as jnp
+import lengths
 import measurement
+import numpy as np
+import ours
 import power
 import rows
 import timeline
@@ -156,6 +161,27 @@ def chain(start: float, calls: int, parts: int) -> list[Kernel]:
                 Kernel(begin + 1e3, begin + 36e3 / parts, "gradients_kernel", ""),
             ]
     return found
+
+
+def test_dense_calls_compute_what_packed_ones_do() -> None:
+    """benchmarks/lengths.py times both of the same operands."""
+    row = rows.parse("backward/1,2/2x70")
+    packed, dense = ours.JaxQla("", "xla"), lengths.Dense("", "xla")
+    results = []
+    for library in (packed, dense):
+        arguments = library.arguments(row, inputs.make(row))
+        results.append(jax.tree.leaves(jax.jit(library._single(row))(*arguments)))
+    for a, b in zip(*results, strict=True):
+        a, b = (np.asarray(x.astype(jnp.float32)) for x in (a, b))
+        assert np.linalg.norm(a.reshape(b.shape) - b) <= 2e-2 * np.linalg.norm(b)
+
+
+def test_one_long_sequence_beside_short_ones() -> None:
+    row = lengths.OneLong("forward", 2, 8, sequences=4, length=1000)
+    assert row.lengths[0] == 1000
+    assert all(1 <= length <= 512 for length in row.lengths[1:])
+    assert (row.places, row.tokens, row.offsets[1]) == (4, sum(row.lengths), 1000)
+    assert inputs.shapes(row)["cu_seqlens"].shape == (5,)
 
 
 @pytest.mark.parametrize(

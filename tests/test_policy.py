@@ -76,8 +76,9 @@ PLACES = {
     },
     (32768, 32, 16): {0: {32: 210.5, 8: 204.3, 1: 717.9}, 4096: {32: 215.2, 8: 206.9, 1: 282.6}},
     (32768, 32, 32): {
-        0: {32: 421.6, 16: 420.2, 8: 419.6, 4: 435.3, 2: 501.6, 1: 781.2},
-        8192: {32: 425.1, 16: 415.4, 8: 441.1, 4: 419.1, 2: 524.5, 1: 521.6},
+        0: {32: 427.5, 16: 417.1, 8: 401.1, 4: 417.6, 2: 491.8, 1: 755.8},
+        4096: {32: 427.0, 16: 425.5, 8: 430.2, 4: 404.9, 2: 511.5, 1: 532.8},
+        8192: {32: 435.8, 16: 417.8, 8: 408.5, 4: 427.0, 2: 503.4, 1: 553.9},
     },
     (16384, 16, 8): {0: {16: 62.3, 4: 113.0, 1: 351.5}, 2048: {16: 69.0, 4: 114.0, 1: 132.6}},
     (32768, 128, 8): {
@@ -88,8 +89,9 @@ PLACES = {
     (32768, 64, 16): {0: {64: 236.5, 4: 290.1, 1: 1004.6}, 4096: {64: 243.7, 4: 340.2, 1: 362.7}},
     (32768, 128, 24): {0: {128: 436.4, 1: 1033.8}, 4096: {128: 448.8, 1: 573.9}},
     (32768, 128, 32): {
-        0: {128: 588.0, 32: 603.7, 4: 602.4, 1: 1068.8},
-        8192: {128: 592.6, 32: 603.6, 4: 610.5, 1: 756.1},
+        0: {128: 487.6, 32: 444.8, 4: 432.9, 1: 1038.7},
+        4096: {128: 501.3, 32: 457.0, 4: 443.1, 1: 576.1},
+        8192: {128: 479.9, 32: 462.6, 4: 449.1, 1: 573.4},
     },
 }
 """On an H200, packed, K = V = 128, in turn."""
@@ -113,16 +115,19 @@ def test_many_places_are_cut_for_few_that_are_taken_and_not_where_all_are(places
     sizes = (65536, places, heads)
     rows = policy.piece_rows(*sizes, 128, 128, packed=True)
     assert rows
-    assert 65536 // places <= policy.cut_beyond(rows, *sizes) < 65536 // 2
+    assert 65536 // places <= policy.cut_beyond(rows, *sizes, 128, 128) < 65536 // 2
     assert policy.backward_rows(*sizes, 128, 128, ratio=2, split=False, packed=True) == rows
 
 
 def test_when_a_batch_is_cut() -> None:
     """Few sequences beyond two pieces; of many, which may be uneven, beyond what a multiprocessor has to do anyway, and
-    what it takes to summarise a piece."""
-    assert policy.cut_beyond(2048, 32768, 8, 8) == 4096
-    assert policy.cut_beyond(2048, 32768, 9, 8) == 2048 + 1024 + 512
-    assert policy.cut_beyond(8192, 65536, 32, 32) == 65536 * 32 // 132 + 4096 + 512
+    what it takes to summarise a piece, and beyond what as many alike have that take no longer whole."""
+    of = (128, 128)
+    assert policy.cut_beyond(2048, 32768, 8, 8, *of) == 4096
+    assert policy.cut_beyond(2048, 32768, 64, 8, *of) == 2048 + 1024 + 512
+    assert policy.cut_beyond(2048, 32768, 9, 8, *of) == 8256 >= 9 / 8 * 7296  # 5 of 114 chunks
+    assert policy.cut_beyond(2048, 32768, 16, 8, *of) == 4608 == 9 / 8 * 4096  # 8 of 64 chunks
+    assert policy.cut_beyond(8192, 65536, 32, 32, *of) == 65536 * 32 // 132 + 4096 + 512
 
 
 def test_two_sequences_are_cut_where_one_may_have_all_tokens() -> None:
@@ -242,7 +247,7 @@ def test_choice_for_both_passes_is_within_five_or_two_per_cent_of_the_best_that_
     backward = rows or policy.backward_rows(*sizes, **of_kernel) or 0
     recurrences = sequences * tokens // backward if backward else sequences
     in_one = policy.in_one(recurrences, heads, 128, 128, **of_kernel) != "never"
-    by_lengths = policy.balance(recurrences, heads, ratio=of_kernel["ratio"])
+    by_lengths = policy.balance(heads, ratio=of_kernel["ratio"])
     in_one = in_one and balanced([tokens // recurrences] * recurrences, *by_lengths)
     best = min(
         times[of_forward][0] + min(times[of_backward][1:])
@@ -284,8 +289,16 @@ def test_backward_cuts_as_asked_and_as_the_forward_pass_or_not_at_all(monkeypatc
     [(1, 16, 16), (16, 16, 16), (17, 32, 16), (33, 32, 16), (34, 64, 32), (66, 64, 32), (67, 64, 64), (1000, 64, 64)],
 )
 def test_all_blocks_of_compose_run_at_once_if_they_can(recurrences: int, columns: int, of_64: int) -> None:
-    assert policy.composed_columns(recurrences, 128) == columns
-    assert policy.composed_columns(recurrences, 64) == of_64
+    assert policy.composed(recurrences, 1, 128, packed=False) == (columns, recurrences)
+    assert policy.composed(1, recurrences, 64, packed=False) == (of_64, 1)
+
+
+def test_of_packed_sequences_two_are_supposed_to_be_cut() -> None:
+    """Blocks, of two or as many as run at once, take the others one after the other."""
+    found = ((1, 8, 16, 1), (2, 8, 16, 2), (16, 8, 16, 2), (16, 2, 16, 8), (16, 48, 64, 2))
+    for chains, heads, columns, together in found:
+        assert policy.composed(chains, heads, 128, packed=True) == (columns, together)
+    assert policy.composed(16, 8, 128, packed=False) == (64, 16)
 
 
 @pytest.mark.parametrize(
@@ -668,15 +681,17 @@ def test_recurrence_and_gradients_in_one(
 def test_what_is_balanced() -> None:
     """Alike sequences where they fill the card, others by how evenly their blocks can be dealt out."""
     uneven = [2000, 1500, 1000, 500, 400, 300, 200, 100] * 2
-    for recurrences, heads, ratio, expected, limit in ((4, 32, 2, 4, 72), (5, 32, 1, 1 << 30, 80), (16, 32, 2, 16, 72)):
-        found = policy.balance(recurrences, heads, ratio=ratio)
-        assert found == (expected, 264, limit)
-        assert balanced([500] * recurrences, *found) == (expected == recurrences)
-        assert balanced([500, 505, *[500] * (recurrences - 2)], *found) == (expected == recurrences)
+    for recurrences, ratio, limit, filled in ((4, 2, 72, True), (4, 4, 68, True), (5, 1, 80, False), (16, 2, 72, True)):
+        found = policy.balance(32, ratio=ratio)
+        assert found == (264, limit, max(limit, 70))
+        assert balanced([500] * recurrences, *found) == filled
+        assert balanced([500, 505, *[500] * (recurrences - 2)], *found) == filled
+        assert balanced([500] * recurrences + [0] * 100, *found) == filled  # whatever places there are for others
+        assert not balanced([*[500] * (recurrences - 1), 1000], *found)
     assert balanced(uneven, *found)
     assert not balanced([*uneven, 8000], *found)
     assert not balanced(uneven[:8], *found)
-    assert policy.balance(4, 48, ratio=3).limit == 0
+    assert policy.balance(48, ratio=3).limit == 0
 
 
 def test_in_one_as_the_environment_says(monkeypatch: pytest.MonkeyPatch) -> None:

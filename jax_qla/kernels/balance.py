@@ -1,12 +1,13 @@
 """Whether a packed batch's sequences keep a card busy until nearly the end, one block for each of them and head (kernels/backward.py).
 
-    balanced = the longest of them is at most a 32nd longer than `expected` of them would be on average, or
-               max_i (64 sum_{j: l_j >= l_i} l_j + share l_i) <= limit sum_j l_j           of lengths l
-               and the mean of those that are not empty is SHORTEST or more
+    balanced = share ceil(64 n / share) max_i l_i <= limit_of_rounds sum_j l_j          of the n lengths l that are not 0, or
+               max_i (64 sum_{j: l_j >= l_i} l_j + share l_i) <= limit sum_j l_j
+               and the mean of those n is SHORTEST or more
 
-The first is that they are alike, and no fewer: `expected` of them fill the card in each of their rounds of blocks. The second is a bound: blocks begin in the order of their
-lengths, the longest first, each where a multiprocessor is free, so at the latest when all multiprocessors have done, together, what is at least as long, and it ends
-its own length later; the last ends after at most `limit` 64ths of what all took if the work could be divided at will. `share` is multiprocessors over heads, in 64ths.
+`share` is multiprocessors over heads, in 64ths, the limits what the last block may take longer than all would if the work could be divided at will, in 64ths too. By the first
+line no multiprocessor has more blocks than ceil(64 n / share), none of which is longer than the longest: sequences are alike, and fill the card in each of their rounds of
+blocks, whatever places for others there are. The second is a bound: blocks begin in the order of their lengths, the longest first, each where a multiprocessor is free, so at
+the latest when all multiprocessors have done, together, what is at least as long, and it ends its own length later.
 
 Plan: one warp. Up to 32 sequences it takes one by one, of more those alike in eighths of the longest. In integers, so that it is the same wherever it runs. The kernels of
 which some are to compute a batch and the others not read the result (macros().leave_unless): they have thousands of blocks, and what each does before it leaves
@@ -32,7 +33,7 @@ PRELUDE = (
     f"constexpr int kShortest = {SHORTEST};"
     r"""
 // What is said above, of `count` sequences (first row and end of each). To be called by a whole warp.
-__device__ __forceinline__ int jax_qla_balanced(const int* segments, int count, int expected, int share, int limit) {
+__device__ __forceinline__ int jax_qla_balanced(const int* segments, int count, int share, int limit, int limit_of_rounds) {
   const int lane = threadIdx.x & 31;
   const auto length = [=](int n) { return n < count ? segments[2 * n + 1] - segments[2 * n] : 0; };
   const int own = length(lane);
@@ -76,7 +77,8 @@ __device__ __forceinline__ int jax_qla_balanced(const int* segments, int count, 
       late = late || (longer[i] > longer[i + 1] && 512LL * longer[i] + static_cast<long long>(share) * longest * (i + 1) > latest);
     }
   }
-  const bool alike = 32LL * longest * expected <= 33LL * all;
+  const long long rounds = (64LL * some + share - 1) / share;
+  const bool alike = share * rounds * longest <= limit_of_rounds * all;
   return all >= static_cast<long long>(kShortest) * some && !__any_sync(0xffffffffu, late && !alike);
 }
 """
@@ -99,16 +101,17 @@ def program(config: Config):
     def balance(
         segments: T.Tensor((sequences, 2), "int32"),  # sequences, or their pieces
         balanced: T.Tensor((1,), "int32"),
-        expected: T.int32,
         share: T.int32,
         limit: T.int32,
+        limit_of_rounds: T.int32,
     ):
         with T.Kernel(1, threads=32, prelude=PRELUDE):
             T.pdl_sync()
             T.pdl_trigger()  # what follows goes by it only once this has ended
             found = T.alloc_var("int32")
             found = T.call_extern(
-                "int32", "jax_qla_balanced", T.address_of(segments[0, 0]), sequences, expected, share, limit
+                *("int32", "jax_qla_balanced", T.address_of(segments[0, 0]), sequences),
+                *(share, limit, limit_of_rounds),
             )
             if T.get_thread_binding() == 0:
                 balanced[0] = found
@@ -116,18 +119,18 @@ def program(config: Config):
     return balance
 
 
-def balanced(lengths: Sequence[int], expected: int, share: int, limit: int) -> bool:
+def balanced(lengths: Sequence[int], share: int, limit: int, limit_of_rounds: int) -> bool:
     """What the kernel finds of sequences of so many rows."""
     lengths = [int(length) for length in lengths]
-    longest, everything = max(lengths), sum(lengths)
+    longest, everything, some = max(lengths), sum(lengths), sum(length > 0 for length in lengths)
 
     def late(before: int, length: int, eighths: int) -> bool:
         """Whether what is `eighths` eighths of `length`, the last of `before` rows, may end too late."""
         return 8 * 64 * before + share * length * eighths > 8 * limit * everything
 
-    if everything < SHORTEST * sum(length > 0 for length in lengths):
+    if everything < SHORTEST * some:
         return False
-    if 32 * longest * expected <= 33 * everything:
+    if share * -(-64 * some // share) * longest <= limit_of_rounds * everything:
         return True
     if len(lengths) <= 32:
         return not any(late(sum(n for n in lengths if n >= length), length, 8) for length in lengths)
@@ -135,11 +138,11 @@ def balanced(lengths: Sequence[int], expected: int, share: int, limit: int) -> b
     return not any(longer[i] > longer[i + 1] and late(longer[i], longest, i + 1) for i in range(8))
 
 
-def specification(segments: jax.Array, *, expected: int, share: int, limit: int) -> jax.Array:
+def specification(segments: jax.Array, *, share: int, limit: int, limit_of_rounds: int) -> jax.Array:
     """int32 [1], from the sequences' [N, 2]."""
 
     def of_values(segments: Any) -> np.ndarray:
         lengths = np.diff(np.asarray(segments), axis=1)[:, 0].tolist()
-        return np.array([balanced(lengths, expected, share, limit)], np.int32)
+        return np.array([balanced(lengths, share, limit, limit_of_rounds)], np.int32)
 
     return jax.pure_callback(of_values, jax.ShapeDtypeStruct((1,), jnp.int32), segments)

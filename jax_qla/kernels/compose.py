@@ -17,7 +17,9 @@ Reversed, blocks begin where those of kernels/states.py leave room (jax_qla/over
 first, and where no piece takes one, responses are the states; of pieces they are copied, several at a time. Forwards, all are waited for at once by
 whoever comes next, and what finds this out takes longer than it gains.
 
-Plan, one block per (sequence that is cut, value head, tile of `columns` value columns), K / 16 + 1 warps, two or three stages of M:
+Plan, one block per (one of `together` sequences that are cut, value head, tile of `columns` value columns), which takes every `together`-th of them one after the other, since
+of the places for such sequences few are taken, and a block of so much shared memory takes a microsecond of its multiprocessor to find that out; K / 16 + 1 warps, two or three
+stages of M:
 
     last warp      loads M, in two bf16 parts, with TMA
     other warps    16 rows each of the state [K, columns], in float32, in accumulators of mma.sync. A product with M is three of bf16
@@ -31,7 +33,7 @@ Plan, one block per (sequence that is cut, value head, tile of `columns` value c
     free[stage]     others   last    the stage may be overwritten
     1               others   others  the state is in its tile. There are two tiles in turn: one barrier a step is enough
 
-The chain of pieces is serial, and most calls have few heads times sequences: so few columns a block (policy.composed_columns), which
+The chain of pieces is serial, and most calls have few heads times sequences: so few columns a block (policy.composed), which
 fill more of the card and shorten the step: it splits the state, stores it, meets, then computes products, and meanwhile everything else.
 
 Cycles of a step at K = 128, by count. M, 64 KiB: 690 to 880 from the second-level cache by one copy (measured), 512 of shared memory to be
@@ -44,13 +46,16 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 
-from jax_qla.kernels import uncut
-from jax_qla.kernels.common import PASS_CONFIGS, cut_behind, map_blocks_shape
+from jax_qla.kernels import common, uncut
+from jax_qla.kernels.common import cut_behind, map_blocks_shape
 from jax_qla.kernels.macros import call, unfenced
 from jax_qla.kernels.preludes import MATRIX_PRELUDE, NTH_PRELUDE
 from jax_qla.kernels.specification import of_map_blocks
 
 __all__ = ["COLUMNS", "PASS_CONFIGS", "Config", "program", "specification"]
+
+# Of the state's tile TileLang sees that its address is taken, before the loop, and would give its memory away there.
+PASS_CONFIGS = common.PASS_CONFIGS | {"tl.disable_shared_memory_reuse": True}
 
 COLUMNS = (16, 32, 64)
 """Value columns that a block may have."""
@@ -269,44 +274,24 @@ def program(config: Config):
         cut_beyond: T.int32,  # rows, or -1 (kernels/uncut.py); not reversed
         of_pieces: T.int32,  # 1: rows of the arrays are pieces, 0: cuts
         firsts: T.int32,  # or -1: no such rows
+        together: T.int32,  # sequences that are cut, of so many blocks
     ):
-        with T.Kernel(chain_places * tiles, value_heads, threads=warps * 32 + 32, prelude=PRELUDE) as (block, number):
+        with T.Kernel(together * tiles, value_heads, threads=warps * 32 + 32, prelude=PRELUDE) as (block, number):
             T.annotate_min_blocks_per_sm(1)
             if reverse:
                 T.pdl_trigger()  # what follows waits by itself
             else:
                 leave_if_uncut(bounds, sequences, cut_beyond, block + number == 0)
+            part = (block % tiles) * tile
+            tx = T.get_thread_binding()
+            chain = T.alloc_var("int32")
             n = T.alloc_var("int32")
             first = T.alloc_var("int32")  # row of the sequence's first piece
             count = T.alloc_var("int32")  # of its pieces
-            count = chains[block // tiles, 1]
-            if count == 0:
-                if block + number == 0:
-                    T.pdl_sync()  # as below; one block is enough
-                T.thread_return()
-            n = chains[block // tiles, 2]
-            first = cut_behind(chains[block // tiles, 0], T.Select(of_pieces != 0, 0, n))
-            part = (block % tiles) * tile
-            tx = T.get_thread_binding()
             head = T.alloc_var("int32")
-            flag = T.alloc_var("int32")
             none = T.alloc_var("int32")  # 1 if no piece takes a product
-            head = number
-            none = 0
-            if reverse:
-                # By a piece in the midst of the sequence; its last one takes no product.
-                head = T.call_extern(
-                    "int32",
-                    "jax_qla_zero_first",
-                    T.address_of(forgotten[first + (count - 1 + of_pieces) // 2, 0]),
-                    *(value_heads, number),
-                )
-                none = T.call_extern(
-                    "int32",
-                    "jax_qla_none_is_zero",
-                    T.address_of(forgotten[first, head]),
-                    *(value_heads, count - 1 + of_pieces),
-                )
+            waited = T.alloc_var("int32")  # whether this thread has
+            waited = 0
 
             m_s = T.alloc_shared((stages, *map_blocks_shape(K)), "bfloat16")
             s_s = T.alloc_shared((2, 2, K, tile), "bfloat16")  # the state, high and low, of a step and of the one after
@@ -314,113 +299,150 @@ def program(config: Config):
             loaded = T.alloc_barrier([32] * stages)
             free = T.alloc_barrier([warps * 32] * stages)
 
-            if tx >= warps * 32:
-                if not reverse:
-                    wait()
-                if none == 0:
-                    for step in T.serial(count - 1):
-                        if step >= stages:
-                            T.barrier_wait(free[step % stages], (step // stages + 1) % 2)
-                        if reverse:
-                            flag = 1
-                            if step > 0 or of_pieces != 0:  # behind the last piece there is no cut
-                                flag = forgotten[first + (count - 1 - step), head]
-                        else:
-                            flag = forgotten[first + step, head]
-                        if flag == 0:
-                            T.tma_copy(
-                                transition[first + (count - 1 - step if reverse else step), head, :, :],
-                                m_s[step % stages, :, :],
-                                barrier=loaded[step % stages],
-                                leader_scope_threads=32,
-                            )
-                        if tx % 32 == 0:
-                            flag_s[step % stages] = flag
-                        T.barrier_arrive(loaded[step % stages])
-            else:
-                state = T.alloc_local((size,), "float32")
-                answer = T.alloc_local((size,), "float32")
-                corner = T.alloc_var("int32")
-                map_corner = T.alloc_var("uint32")
-                at_response = T.alloc_var("int64")  # of this lane's elements, and so
-                at_state = T.alloc_var("int64")
-                apart = T.alloc_var("int64")  # what a response makes of a state lies so far behind it
-                pace = T.alloc_var("int64")
-                left = T.alloc_var("int32")  # whether the state is
-                row = T.alloc_var("int32")
-                written = T.alloc_var("uint32")  # where this warp puts its part of the state
-                unit = T.alloc_var("uint32")  # and where it begins to read
-                at = T.alloc_var("uint32")  # of the two places for a state
-                stage = T.alloc_var("int32")
-                phase = T.alloc_var("int32")
+            flag = T.alloc_var("int32")
+            begun = T.alloc_var("int32")  # steps of this chain and those before
+            begun = 0
+            state = T.alloc_local((size,), "float32")
+            answer = T.alloc_local((size,), "float32")
+            corner = T.alloc_var("int32")
+            map_corner = T.alloc_var("uint32")
+            at_response = T.alloc_var("int64")  # of this lane's elements, and so
+            at_state = T.alloc_var("int64")
+            apart = T.alloc_var("int64")  # what a response makes of a state lies so far behind it
+            pace = T.alloc_var("int64")
+            left = T.alloc_var("int32")  # whether the state is
+            row = T.alloc_var("int32")
+            written = T.alloc_var("uint32")  # where this warp puts its part of the state
+            unit = T.alloc_var("uint32")  # and where it begins to read
+            at = T.alloc_var("uint32")  # of the two places for a state
+            stage = T.alloc_var("int32")
+            phase = T.alloc_var("int32")
+            at = T.uint32(0)
+            stage = 0
+            phase = 0
+            pace = T.cast(value_heads, "int64") * (-K * V if reverse else K * V)
+            apart = T.Select(of_pieces != 0, pace, T.int64(0))
+            if tx < warps * 32:
                 corner = T.call_extern("int32", "jax_qla_corner", V) + part
                 map_corner = T.call_extern("uint32", f"jax_qla_map_corner<{K}, {truth}>", unfenced(m_s[0, 0, 0]))
                 unit = T.call_extern("uint32", f"jax_qla_unit<{tile}>", unfenced(s_s[0, 0, 0, 0]))
                 written = T.call_extern("uint32", "jax_qla_keep", unit + T.cast(tx // 32 * (tile * 32), "uint32"))
-                row = first + (count - 2 + of_pieces if reverse else 0)  # of the first response
-                at_response = T.cast(row * value_heads + head, "int64") * (K * V) + corner
-                pace = T.cast(value_heads, "int64") * (-K * V if reverse else K * V)
-                apart = T.Select(of_pieces != 0, pace, T.int64(0))
-                at_state = at_response  # of the first one, if it is wanted
-                if firsts >= 0:
-                    at_state = T.cast((firsts + block // tiles) * value_heads + head, "int64") * (K * V) + corner
-                left = T.Select(of_pieces != 0 or firsts >= 0, 1, 0)
-                at = T.uint32(0)
-                stage = 0
-                phase = 0
-                if initial_states > 0:
-                    fetch(state, initial_state, T.cast(n * value_heads + head, "int64") * (K * V) + corner)
-                else:
-                    for i in T.unroll(size):
-                        state[i] = 0
-                if not reverse:
-                    wait()
-                if none != 0:
-                    if of_pieces != 0:
-                        call(
-                            f"jax_qla_copy_responses<{tile}, {V}>",
-                            T.address_of(entering[0, 0, 0, 0]),
-                            T.address_of(response[0, 0, 0, 0]),
-                            *(at_response, at_response + pace, pace, count - 1),
+
+            for turn in T.serial((chain_places - block // tiles + together - 1) // together):
+                chain = block // tiles + turn * together
+                count = chains[chain, 1]
+                if count > 0:
+                    n = chains[chain, 2]
+                    first = cut_behind(chains[chain, 0], T.Select(of_pieces != 0, 0, n))
+                    head = number
+                    none = 0
+                    if reverse:
+                        # By a piece in the midst of the sequence; its last one takes no product.
+                        head = T.call_extern(
+                            "int32",
+                            "jax_qla_zero_first",
+                            T.address_of(forgotten[first + (count - 1 + of_pieces) // 2, 0]),
+                            *(value_heads, number),
                         )
-                    if left != 0:
-                        leave(entering, state, at_state)
-                else:
-                    if count > 1:
-                        fetch(answer, response, at_response)
-                    call(f"jax_qla_share<{K}, {tile}>", written, state.data)
-                    for step in T.serial(count - 1):
-                        T.sync_threads(1, warps * 32)
-                        if left != 0:
-                            leave(entering, state, at_state)
-                        left = 1
-                        at_state = at_response + apart
-                        if step + 2 < count:  # else there is no other response
-                            at_response += pace
-                        T.barrier_wait(loaded[stage], phase)
-                        if T.call_extern("int32", "jax_qla_any", flag_s[stage] == 0) != 0:
-                            call(
-                                f"jax_qla_multiply<{K}, {tile}, {V}, {truth}>",
-                                state.data,
-                                answer.data,
-                                map_corner + T.cast(stage, "uint32") * T.uint32(4 * K * K),
-                                unit + at,
-                                T.address_of(response[0, 0, 0, 0]),
-                                at_response,
-                            )
+                        none = T.call_extern(
+                            "int32",
+                            "jax_qla_none_is_zero",
+                            T.address_of(forgotten[first, head]),
+                            *(value_heads, count - 1 + of_pieces),
+                        )
+                    if tx >= warps * 32:
+                        if not reverse:
+                            if waited == 0:
+                                wait()
+                            waited = 1
+                        if none == 0:
+                            for step in T.serial(count - 1):
+                                if begun >= stages:
+                                    T.barrier_wait(free[stage], 1 - phase)
+                                if reverse:
+                                    flag = 1
+                                    if step > 0 or of_pieces != 0:  # behind the last piece there is no cut
+                                        flag = forgotten[first + (count - 1 - step), head]
+                                else:
+                                    flag = forgotten[first + step, head]
+                                if flag == 0:
+                                    T.tma_copy(
+                                        transition[first + (count - 1 - step if reverse else step), head, :, :],
+                                        m_s[stage, :, :],
+                                        barrier=loaded[stage],
+                                        leader_scope_threads=32,
+                                    )
+                                if tx % 32 == 0:
+                                    flag_s[stage] = flag
+                                T.barrier_arrive(loaded[stage])
+                                begun += 1
+                                stage = T.if_then_else(stage == stages - 1, 0, stage + 1)
+                                phase = T.if_then_else(stage == 0, 1 - phase, phase)
+                    else:
+                        row = first + (count - 2 + of_pieces if reverse else 0)  # of the first response
+                        at_response = T.cast(row * value_heads + head, "int64") * (K * V) + corner
+                        at_state = at_response  # of the first one, if it is wanted
+                        if firsts >= 0:
+                            at_state = T.cast((firsts + chain) * value_heads + head, "int64") * (K * V) + corner
+                        left = T.Select(of_pieces != 0 or firsts >= 0, 1, 0)
+                        if initial_states > 0:
+                            fetch(state, initial_state, T.cast(n * value_heads + head, "int64") * (K * V) + corner)
                         else:
                             for i in T.unroll(size):
-                                state[i] = answer[i]
-                            fetch(answer, response, at_response)
-                        T.barrier_arrive(free[stage])
-                        at = T.uint32(4 * K * tile) - at
-                        call(f"jax_qla_share<{K}, {tile}>", written + at, state.data)
-                        stage = T.if_then_else(stage == stages - 1, 0, stage + 1)
-                        phase = T.if_then_else(stage == 0, 1 - phase, phase)
-                    if left != 0:
-                        leave(entering, state, at_state)
+                                state[i] = 0
+                        if not reverse:
+                            if waited == 0:
+                                wait()
+                            waited = 1
+                        if none != 0:
+                            if of_pieces != 0:
+                                call(
+                                    f"jax_qla_copy_responses<{tile}, {V}>",
+                                    T.address_of(entering[0, 0, 0, 0]),
+                                    T.address_of(response[0, 0, 0, 0]),
+                                    *(at_response, at_response + pace, pace, count - 1),
+                                )
+                            if left != 0:
+                                leave(entering, state, at_state)
+                        else:
+                            if count > 1:
+                                fetch(answer, response, at_response)
+                            call(f"jax_qla_share<{K}, {tile}>", written + at, state.data)
+                            for step in T.serial(count - 1):
+                                T.sync_threads(1, warps * 32)
+                                if left != 0:
+                                    leave(entering, state, at_state)
+                                left = 1
+                                at_state = at_response + apart
+                                if step + 2 < count:  # else there is no other response
+                                    at_response += pace
+                                T.barrier_wait(loaded[stage], phase)
+                                if T.call_extern("int32", "jax_qla_any", flag_s[stage] == 0) != 0:
+                                    call(
+                                        f"jax_qla_multiply<{K}, {tile}, {V}, {truth}>",
+                                        state.data,
+                                        answer.data,
+                                        map_corner + T.cast(stage, "uint32") * T.uint32(4 * K * K),
+                                        unit + at,
+                                        T.address_of(response[0, 0, 0, 0]),
+                                        at_response,
+                                    )
+                                else:
+                                    for i in T.unroll(size):
+                                        state[i] = answer[i]
+                                    fetch(answer, response, at_response)
+                                T.barrier_arrive(free[stage])
+                                at = T.uint32(4 * K * tile) - at
+                                call(f"jax_qla_share<{K}, {tile}>", written + at, state.data)
+                                stage = T.if_then_else(stage == stages - 1, 0, stage + 1)
+                                phase = T.if_then_else(stage == 0, 1 - phase, phase)
+                            if left != 0:
+                                leave(entering, state, at_state)
             if reverse:
                 T.pdl_sync()  # ends after the forward one, for what follows waits for this kernel alone
+            else:
+                if waited == 0 and block + number == 0:
+                    T.pdl_sync()  # as below; one block is enough
 
     return compose
 
