@@ -280,7 +280,7 @@ def composed(chains: int, heads: int, value_dim: int, *, packed: bool) -> Compos
     most = min(chains, _CUT_AT_ONCE) if packed else chains
 
     def blocks(columns: int) -> int:
-        return heads * (value_dim // columns)
+        return heads * -(-value_dim // columns)
 
     columns = next((n for n in COLUMNS if most * blocks(n) <= MULTIPROCESSORS), COLUMNS[-1])
     return Composed(columns, max(most, min(chains, MULTIPROCESSORS // blocks(columns))))

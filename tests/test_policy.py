@@ -80,7 +80,16 @@ PLACES = {
         4096: {32: 427.0, 16: 425.5, 8: 430.2, 4: 404.9, 2: 511.5, 1: 532.8},
         8192: {32: 435.8, 16: 417.8, 8: 408.5, 4: 427.0, 2: 503.4, 1: 553.9},
     },
-    (16384, 16, 8): {0: {16: 62.3, 4: 113.0, 1: 351.5}, 2048: {16: 69.0, 4: 114.0, 1: 132.6}},
+    (16384, 16, 8): {
+        0: {16: 53.8, 4: 98.6, 1: 339.4},
+        1024: {16: 57.7, 4: 88.2, 1: 100.4},
+        2048: {16: 55.1, 4: 98.1, 1: 101.3},
+    },
+    (8192, 16, 8): {
+        0: {16: 31.2, 8: 36.0, 4: 52.4, 2: 92.3, 1: 172.5},
+        1024: {16: 36.0, 8: 42.8, 4: 60.0, 2: 63.3, 1: 64.7},
+    },
+    (32768, 9, 8): {0: {4: 187.2, 1: 682.5}, 2048: {4: 196.2, 1: 163.9}, 8192: {4: 192.1, 1: 306.8}},
     (32768, 128, 8): {
         0: {128: 150.7, 32: 151.6, 4: 269.9, 1: 964.9},
         2048: {128: 160.1, 32: 156.4, 4: 220.3, 1: 266.8},
@@ -95,14 +104,14 @@ PLACES = {
     },
 }
 """On an H200, packed, K = V = 128, in turn."""
-ABOVE_THE_BETTER = {(32768, 64, 16): 1.18}
+ABOVE_THE_BETTER = {(32768, 64, 16): 1.18, (8192, 16, 8): 1.19}
 """What the policy may take of the better of the two, where that is more than 1.14."""
 
 
 @pytest.mark.parametrize(("shape", "times"), PLACES.items(), ids=map(str, PLACES))
 def test_places_that_are_not_taken_cost_little(shape: tuple[int, int, int], times: dict[int, dict[int, float]]) -> None:
-    """However many are: at most 14 % more than the better of the two, in one batch 18 %, where whole ones take up to
-    3.6 times."""
+    """However many are: at most 14 % more than the best of these, in two batches 18 and 19 %, where whole ones take up
+    to 4.2 times."""
     chosen = times[policy.piece_rows(*shape, 128, 128, packed=True) or 0]
     worst = {rows: max(found[n] / min(x[n] for x in times.values()) for n in found) for rows, found in times.items()}
     assert max(chosen[n] / min(x[n] for x in times.values()) for n in chosen) <= ABOVE_THE_BETTER.get(shape, 1.14)
