@@ -1,8 +1,8 @@
 """Times what a call takes by the lengths of its sequences.
 
-    python benchmarks/lengths.py                                               # what docs/performance.md has
-    python benchmarks/lengths.py --parts uneven --heads 2,8
-    python benchmarks/lengths.py --heads 1,2 --tokens 64 --batches '3<=70' --long 0 --implementation xla   # a CPU
+    python benchmarks/lengths.py
+    python benchmarks/lengths.py --parts uneven --heads 4,16 16,64 --long 0
+    python benchmarks/lengths.py --parts uneven --heads 1,2 --batches '3<=70' --long 0 --implementation xla   # a CPU
 
 Three parts, K = V = 128, bfloat16, states given and returned; device milliseconds of the forward pass (of a call
 without gradients) and of the backward pass:
@@ -13,7 +13,7 @@ without gradients) and of the backward pass:
     uneven  packed batches of random lengths (always the same), and one long sequence beside a hundred short ones; over
             a dense batch of as many sequences, the last of one, and tokens
 
-Writes lengths.json to the output folder, row by row.
+Sequences of more than 2^23 tokens times value heads are left out. Writes lengths.json to the output folder, row by row.
 """
 
 from __future__ import annotations
@@ -44,6 +44,8 @@ LONG = 32768
 BATCHES = ("11<=33", "20<=512", "20x512", "7<=4321", "7x4321", "16<=4096")
 SHORT = 100
 """Sequences of 1 to 512 tokens beside a long one."""
+MOST = 2**23
+"""Tokens times value heads of a sequence that is timed; the results of ten calls of more may not fit into a card."""
 
 
 class OneLong(Row):
@@ -168,12 +170,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     found: list[Timed] = []
     implementation = options.implementation
     for part, heads in ((part, heads) for part in options.parts for heads in options.heads):
+        most = MOST // parse(f"forward/{heads}/1x1").value_heads
         if part == "tokens":
-            rows = part_of_tokens(heads, options.tokens, implementation)
+            rows = part_of_tokens(heads, [count for count in options.tokens if count <= most], implementation)
         elif part == "places":
             rows = part_of_places(heads, PLACES, LONG, implementation)
         else:
-            rows = part_of_batches(heads, options.batches, options.long, implementation)
+            rows = part_of_batches(heads, options.batches, options.long if options.long <= most else 0, implementation)
         for row in rows:
             print(row, flush=True)
             found.append(row)

@@ -17,9 +17,9 @@ Reversed, blocks begin where those of kernels/states.py leave room (jax_qla/over
 first, and where no piece takes one, responses are the states; of pieces they are copied, several at a time. Forwards, all are waited for at once by
 whoever comes next, and what finds this out takes longer than it gains.
 
-Plan, one block per (one of `together` sequences that are cut, value head, tile of `columns` value columns), which takes every `together`-th of them one after the other, since
-of the places for such sequences few are taken, and a block of so much shared memory takes a microsecond of its multiprocessor to find that out; K / 16 + 1 warps, two or three
-stages of M:
+Plan, one block per (one of `together` sequences that are cut, value head, tile of `columns` value columns), K / 16 + 1 warps, two or three stages
+of M. It takes every `together`-th of these sequences, one after the other: there may be places for many more than are cut, and a block of so much
+shared memory takes a microsecond of its multiprocessor to find nothing in one.
 
     last warp      loads M, in two bf16 parts, with TMA
     other warps    16 rows each of the state [K, columns], in float32, in accumulators of mma.sync. A product with M is three of bf16
@@ -442,7 +442,7 @@ def program(config: Config):
                 T.pdl_sync()  # ends after the forward one, for what follows waits for this kernel alone
             else:
                 if waited == 0 and block + number == 0:
-                    T.pdl_sync()  # as below; one block is enough
+                    T.pdl_sync()  # nothing is cut; one block of all is enough
 
     return compose
 
@@ -461,7 +461,7 @@ def specification(
     """entering [rows, Hv, K, V], of cuts or, with `of_pieces`, of pieces, and with `firsts` of chains; what no chain has is not a number here."""
     rows = response.shape[0]
     counts, sequence = chains[:, 1], chains[:, 2]
-    first = chains[:, 0] - (0 if of_pieces else sequence)
+    first = cut_behind(chains[:, 0], 0 if of_pieces else sequence)
     maps = of_map_blocks(transition, response.shape[2], response.dtype)
     if reverse:
         maps = jnp.swapaxes(maps, -1, -2)
