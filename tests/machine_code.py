@@ -54,6 +54,16 @@ class Instruction:
         """From shared memory, or what may be that."""
         return re.match(r"(LDS|LDSM|LD)\b", self.operation) is not None
 
+    @property
+    def waits_for_the_kernel_before(self) -> bool:
+        return self.operation.startswith("ACQBULK")
+
+    @property
+    def loads_what_nobody_writes(self) -> bool:
+        """From global memory, where by the source nobody writes while the kernel runs: the compiler may have such a
+        load come before a wait for another kernel, and the first-level cache may have what was there before that."""
+        return self.operation.startswith("LDG") and ".CONSTANT" in self.operation
+
 
 def disassembler() -> Path | None:
     """nvdisasm, or None where its package is not installed."""

@@ -64,6 +64,16 @@ def test_loads_under_way(before: str, found: bool) -> None:
         assert all("ld.shared" in lines[load.lines[-1] - 1] for load in loads)
 
 
+@pytest.mark.parametrize("nobody_writes", [True, False])
+def test_loads_of_what_nobody_writes(nobody_writes: bool) -> None:
+    source = SMALL.replace("BEFORE", "b = x[turn];")
+    if nobody_writes:
+        source = source.replace("const int* x, int* y", "const int* __restrict__ x, int* __restrict__ y")
+    cubin, _ = toolchain.compile_cubin(source, build.headers())
+    code = machine_code.functions(cubin)["small"]
+    assert any(instruction.loads_what_nobody_writes for instruction in code) == nobody_writes
+
+
 NO_BOARD = 7
 
 
@@ -136,7 +146,8 @@ def _forms() -> list[Any]:
 @pytest.mark.parametrize(("name", "config"), _forms())
 def test_no_tile_is_read_when_it_is_free(name: str, config: Any) -> None:
     """A warp that arrives at the barrier behind which TMA overwrites a tile has what it loads of it. (What warps of its
-    block store goes through the queue that the loads are in, and so comes later; not so what another block stores.)"""
+    block store goes through the queue that the loads are in, and so comes later; not so what another block stores.)
+    Nor does a kernel that may begin before the one before it has ended take what that writes for what nobody does."""
     source = _lowered(name, config)
     cubin, _ = toolchain.compile_cubin(source, build.headers(), lines=True)
     lines, awaited = source.splitlines(), _awaited(source)
@@ -144,6 +155,8 @@ def test_no_tile_is_read_when_it_is_free(name: str, config: Any) -> None:
         awaited.remove(("free", "v_s"))  # the warpgroup whose half another block computes uses no V
     for code in machine_code.functions(cubin).values():
         assert any(instruction.arrives for instruction in code) == (".arrive()" in source)
+        if any(instruction.waits_for_the_kernel_before for instruction in code):
+            assert not any(instruction.loads_what_nobody_writes for instruction in code)
         for arrival, loads in machine_code.under_way(code).items():
             barrier = re.search(r"(\w+)\[[^;]*\]\.(arrive|expect_transaction)\(", lines[arrival.lines[-1] - 1])
             assert barrier, lines[arrival.lines[-1] - 1]  # at another block's, what is under way may be lost
