@@ -34,6 +34,7 @@ import inputs
 import jax
 from measurement import SHORT_WARM_UP
 from ours import JaxQla
+from report import share_of_memory
 from rows import Row, parse
 
 PARTS = ("tokens", "places", "uneven")
@@ -56,6 +57,10 @@ class OneLong(Row):
         drawn = random.Random("beside a long one")
         return [self.length, *(drawn.randint(1, 512) for _ in range(self.sequences - 1))]
 
+    @property
+    def batch(self) -> str:
+        return f"{self.length} and {self.sequences - 1}<=512"
+
 
 class Dense(JaxQla):
     """Calls without `cu_seqlens`, of batches whose sequences are alike. Operands are made as for packed calls."""
@@ -67,14 +72,26 @@ class Dense(JaxQla):
         self._backward = functools.partial(_dense, self._backward)
 
 
-def _dense(packed: Callable[..., Any], *operands: Any) -> Any:
-    *rows, initial_state, _, residuals, do, d_final_state = (*operands, None, None, None)[:10]
+def _dense(
+    function: Callable[..., Any],
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    g: jax.Array,
+    beta: jax.Array,
+    initial_state: jax.Array,
+    cu_seqlens: jax.Array,
+    *of_backward: Any,
+) -> Any:
+    del cu_seqlens
 
     def of_batch(x: jax.Array) -> jax.Array:
         return x.reshape(initial_state.shape[0], -1, *x.shape[2:])
 
-    more = () if do is None else (residuals, of_batch(do), d_final_state)
-    return packed(*map(of_batch, rows), initial_state, None, *more)
+    if of_backward:
+        residuals, do, d_final_state = of_backward
+        of_backward = (residuals, of_batch(do), d_final_state)
+    return function(*map(of_batch, (q, k, v, g, beta)), initial_state, None, *of_backward)
 
 
 class Timed(NamedTuple):
@@ -108,9 +125,7 @@ def time(row: Row, library: JaxQla, *, memory: bool = False) -> tuple[float, flo
     if not memory:
         return found[0], found[1], None
     of_both = library.memory_found(row)
-    given = sum(x.nbytes for name, x in operands.items() if name != "cu_seqlens")
-    ratio = of_both["temporary"] / (given + of_both["results"]) if of_both else None
-    return found[0], found[1], ratio
+    return found[0], found[1], share_of_memory(of_both) if of_both else None
 
 
 def part_of_tokens(heads: str, tokens: Sequence[int], implementation: str) -> Iterator[Timed]:
@@ -139,17 +154,15 @@ def part_of_places(heads: str, places: Sequence[int], length: int, implementatio
 def part_of_batches(heads: str, batches: Sequence[str], long: int, implementation: str) -> Iterator[Timed]:
     uneven = [parse(f"forward/{heads}/{batch}") for batch in batches]
     if long:
-        one = parse(f"forward/{heads}/{SHORT + 1}x{long}")
-        uneven.append(OneLong(**{field.name: getattr(one, field.name) for field in dataclasses.fields(one)}))
+        of_heads = parse(f"forward/{heads}/1x1")
+        uneven.append(OneLong("forward", of_heads.key_heads, of_heads.value_heads, SHORT + 1, long))
     for row in uneven:
-        alone = isinstance(row, OneLong)
-        sequences = 1 if alone else row.sequences
+        sequences = 1 if isinstance(row, OneLong) else row.sequences
         even = parse(f"forward/{heads}/{sequences}x{-(-row.tokens // sequences)}")
         of_even = time(even, Dense("dense", implementation))
         forward, backward, _ = time(row, JaxQla("packed", implementation))
-        name = f"{long} and {SHORT}<=512" if alone else row.batch
         ratios = (forward / of_even[0], backward / of_even[1])
-        yield Timed("uneven", heads, name, row.tokens, forward, backward, *ratios)
+        yield Timed("uneven", heads, row.batch, row.tokens, forward, backward, *ratios)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -146,8 +146,12 @@ def _difference(x: np.ndarray, y: np.ndarray) -> float:
 
 
 def _memory(memory: Mapping[str, int]) -> str:
-    share = memory["temporary"] / (memory["arguments"] + memory["results"])
-    return f"{memory['temporary'] / 2**20:.0f} MiB, {share:.2f} of operands and results"
+    return f"{memory['temporary'] / 2**20:.0f} MiB, {share_of_memory(memory):.2f} of operands and results"
+
+
+def share_of_memory(memory: Mapping[str, int]) -> float:
+    """Temporary memory over operands and results."""
+    return memory["temporary"] / (memory["arguments"] + memory["results"])
 
 
 def joined(names: Sequence[str]) -> str:

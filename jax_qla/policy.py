@@ -609,9 +609,9 @@ def _backward_time(
         summaries = _ADJOINT_STEP * max(length, (exact * length + short * min(length, _SHORT)) / MULTIPROCESSORS)
         if in_one_of(pieces * count):
             return by_one_kernel(pieces * count, length) + summaries + _COMPOSED
-        chains = min(sequences, max(count * chunks // length, 1)) if packed else count
-        columns, together = composed(chains, heads, value_dim, packed=packed)
-        compositions = pieces * -(-count // together) * _COMPOSE_STEP_BACK[columns]
+        places = sequences if packed else None
+        columns, turns = _composed_in_turn(length, chunks, count, heads, value_dim, places=places)
+        compositions = pieces * turns * _COMPOSE_STEP_BACK[columns]
         tile = value_tile(max(pieces * count, sequences) * heads, value_dim)
         return by_three_kernels(pieces * count, length, tile) + summaries + compositions + _OVERHEAD
 
@@ -906,9 +906,8 @@ def _cut(
     pieces = -(-chunks // length)
     recurrences = pieces * sequences * heads
     cuts = recurrences if shard else (pieces - 1) * sequences * heads
-    chains = sequences if places is None else min(places, max(sequences * chunks // length, 1))
-    columns, together = composed(chains, heads, value_dim, packed=places is not None)
-    steps = 2 * (pieces + 1) if shard else pieces * -(-sequences // together)
+    columns, turns = _composed_in_turn(length, chunks, sequences, heads, value_dim, places=places)
+    steps = 2 * (pieces + 1) if shard else pieces * turns
     # Three of four heads decay, so that nothing is summarised of them but N over a few chunks: between the extremes.
     exact, short = cuts / 4 * (key_dim + value_dim) / 64, cuts * 3 / 4 * value_dim / 64
     slots = 2 * MULTIPROCESSORS
@@ -917,6 +916,17 @@ def _cut(
     rounds = _rounds(recurrences * (value_dim // value_tile(recurrences, value_dim)), 1) + _rounds(exact + short, 2)
     serial = _whole(length, recurrences, value_dim) + summaries + steps * _COMPOSE_STEP[columns]
     return serial + rounds * _BLOCK + recurrences * _STATES + _BETWEEN
+
+
+def _composed_in_turn(
+    length: int, chunks: int, sequences: int, heads: int, value_dim: int, *, places: int | None
+) -> tuple[int, int]:
+    """Value columns of a block of kernels/compose.py, and sequences that it takes one after the other; as `_cut`."""
+    if places is None:
+        return composed(sequences, heads, value_dim, packed=False).columns, 1
+    chains = min(places, max(sequences * chunks // length, 1))
+    columns, together = composed(chains, heads, value_dim, packed=True)
+    return columns, -(-sequences // together)
 
 
 def _rounds(blocks: float, together: int) -> float:

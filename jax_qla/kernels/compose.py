@@ -258,9 +258,19 @@ def program(config: Config):
         call(f"jax_qla_leave<{tile}, {V}>", T.address_of(target[0, 0, 0, 0]), source.data, at)
 
     @T.macro
-    def wait():
-        T.pdl_sync()  # `summaries` has ended, before which the tables and initial states were there
-        T.pdl_trigger()  # only now: what follows begins with what the kernels before this one wrote (kernels/forward.py: STATE)
+    def wait(waited: T.Ref):
+        """Once, and not reversed."""
+        if not reverse:
+            if waited == 0:
+                T.pdl_sync()  # `summaries` has ended, before which the tables and initial states were there
+                T.pdl_trigger()  # only now: what follows begins with what the kernels before this one wrote (kernels/forward.py: STATE)
+            waited = 1
+
+    @T.macro
+    def go_on(stage: T.Ref, phase: T.Ref):
+        """To the next stage."""
+        stage = T.if_then_else(stage == stages - 1, 0, stage + 1)
+        phase = T.if_then_else(stage == 0, 1 - phase, phase)
 
     @T.prim_func
     def compose(
@@ -351,10 +361,7 @@ def program(config: Config):
                             *(value_heads, count - 1 + of_pieces),
                         )
                     if tx >= warps * 32:
-                        if not reverse:
-                            if waited == 0:
-                                wait()
-                            waited = 1
+                        wait(waited)
                         if none == 0:
                             for step in T.serial(count - 1):
                                 if begun >= stages:
@@ -376,8 +383,7 @@ def program(config: Config):
                                     flag_s[stage] = flag
                                 T.barrier_arrive(loaded[stage])
                                 begun += 1
-                                stage = T.if_then_else(stage == stages - 1, 0, stage + 1)
-                                phase = T.if_then_else(stage == 0, 1 - phase, phase)
+                                go_on(stage, phase)
                     else:
                         row = first + (count - 2 + of_pieces if reverse else 0)  # of the first response
                         at_response = T.cast(row * value_heads + head, "int64") * (K * V) + corner
@@ -390,10 +396,7 @@ def program(config: Config):
                         else:
                             for i in T.unroll(size):
                                 state[i] = 0
-                        if not reverse:
-                            if waited == 0:
-                                wait()
-                            waited = 1
+                        wait(waited)
                         if none != 0:
                             if of_pieces != 0:
                                 call(
@@ -434,8 +437,7 @@ def program(config: Config):
                                 T.barrier_arrive(free[stage])
                                 at = T.uint32(4 * K * tile) - at
                                 call(f"jax_qla_share<{K}, {tile}>", written + at, state.data)
-                                stage = T.if_then_else(stage == stages - 1, 0, stage + 1)
-                                phase = T.if_then_else(stage == 0, 1 - phase, phase)
+                                go_on(stage, phase)
                             if left != 0:
                                 leave(entering, state, at_state)
             if reverse:
