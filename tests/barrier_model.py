@@ -1,16 +1,19 @@
 """Runs a kernel's TileLang program as Python, a thread a warp, to see whether some order of events stops it for ever.
 
-TileLang is replaced by a stand-in of which only control flow, barriers and the tables' numbers are real: what moves or
-computes data does nothing, but an element that a warp's first thread takes of an operand must be there. A barrier is as
-the hardware has it: who waits for a parity goes on if the phase in progress has the other one, so that a warp which is
-late by two phases waits for ever. What TMA loads arrives whenever the schedule lets it.
+TileLang is replaced by a stand-in of which only control flow, barriers and the tables' numbers are real, those that
+macros write too (T.Ref): what moves or computes data does nothing, but an element that a warp's first thread takes of
+an operand must be there. A barrier is as the hardware has it: who waits for a parity goes on if the phase in progress
+has the other one, so that a warp which is late by two phases waits for ever. What TMA loads arrives whenever the
+schedule lets it.
 """
 
 from __future__ import annotations
 
+import ast
 import inspect
 import random
 import sys
+import textwrap
 import threading
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -237,12 +240,66 @@ class _Kernel:
         pass
 
 
+class _Written(dict[int, Any]):
+    """What a macro leaves in those of its parameters that are T.Ref, by their places."""
+
+
+def _after(found: Any, place: int, value: Any) -> Any:
+    """What a variable is after a call that has `found` as its result, and had it at this place."""
+    return found.get(place, value) if isinstance(found, _Written) else value
+
+
+class _References(ast.NodeTransformer):
+    """Of a function: who calls a macro takes the variables that it has written, which TileLang takes from T.Ref."""
+
+    def __init__(self, function: ast.FunctionDef) -> None:
+        stored = (x for x in ast.walk(function) if isinstance(x, ast.Name) and isinstance(x.ctx, ast.Store))
+        self._variables = {name.id for name in stored}
+
+    def visit_Expr(self, statement: ast.Expr) -> Any:
+        call = statement.value
+        if not isinstance(call, ast.Call):
+            return statement
+        names = {n: x.id for n, x in enumerate(call.args) if isinstance(x, ast.Name) and x.id in self._variables}
+        if not names or any(isinstance(x, ast.Starred) for x in call.args):
+            return statement
+        taken = ast.parse("\n".join(f"{name} = _after(_found, {n}, {name})" for n, name in names.items())).body
+        found = ast.Assign([ast.Name("_found", ast.Store())], call, lineno=statement.lineno)
+        return [found, *taken]
+
+
+def with_references(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A macro, or a program, as Python has it, whose variables are numbers; it sees those of the function around it."""
+    (tree,) = ast.parse(textwrap.dedent(inspect.getsource(function))).body
+    assert isinstance(tree, ast.FunctionDef)
+    tree.decorator_list = []
+    tree = _References(tree).visit(tree)
+    parameters = enumerate(tree.args.args)
+    references = {n: x.arg for n, x in parameters if x.annotation and ast.unparse(x.annotation) == "T.Ref"}
+    if references:
+        tree.body += ast.parse(f"return _Written({{{', '.join(f'{n}: {x}' for n, x in references.items())}}})").body
+    for x in tree.args.args:
+        x.annotation = None
+    around = ast.parse(f"def around({', '.join(function.__code__.co_freevars)}): pass").body[0]
+    assert isinstance(around, ast.FunctionDef)
+    around.body = [tree]
+    code = compile(ast.fix_missing_locations(ast.Module([around], [])), inspect.getsourcefile(function) or "", "exec")
+    (outer,) = (x for x in code.co_consts if isinstance(x, types.CodeType))
+    (inner,) = (x for x in outer.co_consts if isinstance(x, types.CodeType))
+    cells = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
+    known = {**function.__globals__, "_after": _after, "_Written": _Written}
+    closure = tuple(cells[name] for name in inner.co_freevars)
+    made = types.FunctionType(inner, known, function.__name__, function.__defaults__, closure)
+    made.__annotations__ = function.__annotations__
+    return made
+
+
 class Language(types.ModuleType):
     """`tilelang.language`; everything that is not here does nothing."""
 
     int32 = staticmethod(lambda x=0: x)
     float32 = staticmethod(lambda x=0.0: x)
-    prim_func = macro = staticmethod(lambda f: f)
+    prim_func = macro = staticmethod(lambda f: with_references(f))
     serial = unroll = staticmethod(range)
     min, max = staticmethod(min), staticmethod(max)
     truncdiv = staticmethod(lambda a, b: a // b)
