@@ -250,6 +250,9 @@ def backward(
     between, h, vd = residuals.between, residuals.h, residuals.vd
     options: dict[str, Any] = {"rows": piece_rows, "asked_rows": asked_rows, "backward": True}
     options |= {"shard": None if pieces is None else cut, "whole": h is not None and piece_rows is None}
+    in_place = segments is not None and policy.gradients_in_place(k.shape[0] * k.shape[1], segments.shape[0])
+    in_place = in_place and initial_state is not None and d_final_state is not None and pieces is None
+    options["in_place"] = in_place
     call = _Call(q, k, v, segments, l2norm=l2norm, precision=precision, **options)
     if do is None:
         do = jnp.zeros_like(v)
@@ -290,12 +293,13 @@ def backward(
         inputs["balanced"] = jnp.zeros((1,), jnp.int32)
     of_h = None if h is not None else states_kernel if vd is None else states_from_vd_kernel
     steps = _gradient_steps(call, [*call.table_steps, *steps], found, of_h, h_ahead=between is not None, scale=scale)
-    progress, in_place = {}, {}
+    progress: dict[str, jax.ShapeDtypeStruct] = {}
+    aliases = {"d_final_state": "d_initial_state"} if in_place else {}
     if found.in_one != "never":
         counted = call.parts if ratio > policy.in_one_width(ratio) else 0
         progress = {"progress": jax.ShapeDtypeStruct((counted, call.value_heads), jnp.int32)}
         inputs["none_done"] = jnp.zeros((counted, call.value_heads), jnp.int32)
-        in_place = {"none_done": "progress"}
+        aliases["none_done"] = "progress"
     outputs = {
         "dq": flat_shape["q"],
         "dk": flat_shape["k"],
@@ -305,7 +309,7 @@ def backward(
         "d_initial_state": call.state_shape(initial_state is not None, whole=pieces is None),
     }
     outputs |= {name: x for name, x in of_pieces.items() if name not in inputs} | progress | call.table_shapes
-    results = launch(steps, inputs, outputs, in_place, _composed(outputs))
+    results = launch(steps, inputs, outputs, aliases, _composed(outputs))
     dq, dk, dv, dg, dbeta = (call.unflat(results[name]) for name in ("dq", "dk", "dv", "dg", "dbeta"))
     d_initial_state = None
     if initial_state is not None:
@@ -562,7 +566,8 @@ class _Call:
         in_place: bool = False,
     ) -> None:
         """Cut as `shard` says, not at all if `whole`, into pieces of `rows`, or as `policy` says to `asked_rows` of the
-        forward or the `backward` pass; `in_place`: final states take the memory of initial ones."""
+        forward or the `backward` pass; `in_place`: final states take the memory of initial ones, in the backward pass
+        gradients of initial states that of those of final ones."""
         self.batch, self.length, self.key_heads, self.key_dim = k.shape
         self.value_heads, self.value_dim = v.shape[2:]
         self.tokens = self.batch * self.length
@@ -587,6 +592,7 @@ class _Call:
         self.chains = 0
         """Places for sequences that are cut (segments.chain_table)."""
         self.in_place = in_place
+        self.backward = backward
         self.asked_beyond = -1
         """Rows beyond which sequences are cut, where kernels find out themselves whether any is (kernels/uncut.py)."""
         if rows is not None:
@@ -644,7 +650,8 @@ class _Call:
 
     @property
     def firsts(self) -> int:
-        """Row of what enters pieces from which on `compose` keeps first states of sequences that are cut, or -1."""
+        """Row of what enters pieces, or leaves them in the backward pass, from which on `compose` keeps what sequences
+        that are cut begin with, or end with, or -1."""
         return self.between if self.in_place and self.chains else -1
 
     def shapes_between(self) -> dict[str, jax.ShapeDtypeStruct]:
@@ -746,11 +753,10 @@ class _Call:
                 steps.append(self.compose_step("left", rename=_OF_GRADIENTS, reverse=True))
             return steps, {"entering": states} | ({"leaving": states} if adjoint else {})
         outputs["response"] = states
-        if self.firsts >= 0:
-            outputs["entering"] = states.update(shape=(self.firsts + self.chains, *states.shape[1:]))
+        outputs["entering"] = states if adjoint else self.with_firsts(states)
         steps = [self.summaries_step(), self.compose_step()]
         if adjoint:
-            outputs |= {"adjoint_response": states, "leaving": states}
+            outputs |= {"adjoint_response": states, "leaving": self.with_firsts(states)}
             steps.insert(1, self.step(adjoint_summaries_kernel, scale=scale))
             steps.append(self.compose_step(rename=_OF_GRADIENTS, reverse=True))
         return steps, outputs
@@ -768,7 +774,12 @@ class _Call:
             self.step(adjoint_summaries_kernel, scale=scale),
             self.compose_step(rename=_OF_GRADIENTS, reverse=True),
         ]
-        return steps, {"adjoint_response": states, "leaving": states}
+        return steps, {"adjoint_response": states, "leaving": self.with_firsts(states)}
+
+    def with_firsts(self, states: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+        """States between pieces, with room behind them for what `firsts` says."""
+        rows = states.shape[0] if self.firsts < 0 else self.firsts + self.chains
+        return states.update(shape=(rows, *states.shape[1:]))
 
     def of_first_pieces(self, states: jax.Array) -> jax.Array:
         """States of all pieces of a shard, of those that a sequence begins with: [P, ...] -> [N, ...]."""
@@ -837,6 +848,7 @@ class _Call:
         chains = {} if of_shard is None else {"chains": of_shard}
         sizes = (self.chains or self.sequences, self.value_heads, options.get("value_dim", self.value_dim))
         options |= {"reverse": reverse, "of_pieces": int(of_shard is not None)}
+        options["firsts"] = self.firsts if reverse == self.backward else -1
         options |= policy.composed(*sizes, packed=self.packed and of_shard is None)._asdict()
         return self.step(compose_kernel, rename={**(rename or {}), **chains}, **options)
 
@@ -850,7 +862,7 @@ class _Call:
         config = kernel.Config(**{field: values[field] for field in fields})
         scalars = {name: x for name, x in options.items() if name not in fields}
         of_call = {"cut_beyond": self.asked_beyond, "in_place": int(self.in_place), "firsts": self.firsts}
-        scalars |= {"ratio": self.value_heads // self.key_heads, **of_call}
+        scalars = {"ratio": self.value_heads // self.key_heads, **of_call, **scalars}
         name = kernel.__name__.rpartition(".")[2]
         neighbours = policy.neighbours(name, getattr(config, "value_tile", self.value_dim), self.value_dim)
         return Step(name, config, scalars, rename or {}, neighbours=neighbours)

@@ -1,8 +1,8 @@
 """Which kernels of a sequence may begin before the end of the one before them (programmatic dependent launch).
 
 Every kernel waits, at its own end at the latest, until the one before it has ended; so when a kernel has ended, all
-before it have. (Blocks of `forward`, `compose` and `adjoint_summaries` that find nothing to do leave at once; others of
-the same launch always wait, if only the first one.)
+before it have. (Blocks that find nothing to do, in a place for a sequence that is not taken say, leave at once; others
+of the same launch always wait, if only the first one.)
 Patient kernels wait before they let the next one begin, which then knows that all before the patient one has ended.
 Others let it begin at once.
 

@@ -127,6 +127,9 @@ ASKED_AMONG = 256
 _ALL_TAKEN = 8
 """Places for sequences, of which it is supposed that most are taken."""
 
+_SHORT_ROWS = 512
+"""Rows of a sequence, on average, up to which copies of states are 5 % or more of the bytes of a backward pass."""
+
 _CUT_AT_ONCE = 2
 """Sequences of a packed batch that are supposed to be cut, at the most."""
 
@@ -223,6 +226,17 @@ def halves(sequences: int, heads: int) -> Halves | None:
     halved = min(sequences - 1, -(-64 // share) - 1)
     full = sequences <= _ALL_TAKEN and sequences * heads > MULTIPROCESSORS
     return Halves(share, _LONG_CHUNKS, halved) if halved > 0 and sequences <= _HALVED_AMONG and not full else None
+
+
+def gradients_in_place(tokens: int, sequences: int) -> bool:
+    """Whether gradients of a packed batch's initial states are to take the memory of those of final states, where both
+    are wanted. Then nothing is copied for places without a sequence, of which batches of so short ones may have many.
+    But `compose` keeps those of sequences that are cut elsewhere, and XLA all if it needs them afterwards.
+
+    Args:
+        tokens, sequences: of the batch.
+    """
+    return sequences > _ALL_TAKEN and tokens <= _SHORT_ROWS * sequences
 
 
 def neighbours(kernel: str, value_tile: int, value_dim: int) -> int:

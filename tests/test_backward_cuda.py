@@ -225,3 +225,36 @@ def test_packed_batches(lengths: tuple[int, ...], balanced: bool, monkeypatch: p
         assert np.linalg.norm(one - two) <= 1e-2 * np.linalg.norm(two)
     # dq and dk are rounded before they are summed over value heads, so one can tell who has computed them.
     assert not np.array_equal(by_one[0], by_two[0])
+
+
+@pytest.mark.parametrize("rows", ["0", "128", "256"])
+@pytest.mark.parametrize("in_one", ["0", "1"])
+def test_gradients_of_initial_states_in_place_of_those_of_final_ones(
+    in_one: str, rows: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same bits as apart, of sequences that are cut, that are not, and that are empty; and cotangents that are
+    needed later are left as they were."""
+    monkeypatch.setenv(policy.OVERRIDE, rows)
+    monkeypatch.setenv(policy.IN_ONE_OVERRIDE, in_one)
+    ends = jnp.asarray(np.cumsum((0, 700, 0, 90, 128, 0, 0, 1000, 60, 0, 400, 0, 0)), jnp.int32)
+    q, k, v, g, beta, do = _operands(1, 2400, 16, 32)
+    state, d_state = (jax.random.normal(jax.random.key(n), (len(ends) - 1, 32, 128, 128)) for n in (7, 8))
+
+    def function(*operands: jax.Array) -> tuple[jax.Array, jax.Array | None]:
+        *rows, initial = operands
+        options: Any = {"output_final_state": True, "cu_seqlens": ends, "implementation": "cuda"}
+        return jax_qla.chunk_gated_delta_rule(*rows, initial_state=initial, **options)
+
+    def gradients() -> list[np.ndarray]:
+        stand_in.forget_traces()
+        both = jax.jit(lambda *x: jax.vjp(function, *x[:6])[1]((x[6], x[7])))
+        return [np.asarray(x, np.float32) for x in both(q, k, v, g, beta, state, do, d_state)]
+
+    before = np.asarray(d_state)
+    found = gradients()
+    np.testing.assert_array_equal(d_state, before)
+    empty = np.diff(ends) == 0
+    np.testing.assert_array_equal(found[5][empty], before[empty])
+    monkeypatch.setattr(policy, "gradients_in_place", lambda *_: False)
+    for mine, other in zip(found, gradients(), strict=True):
+        np.testing.assert_array_equal(mine, other)

@@ -993,6 +993,37 @@ def test_final_state_takes_the_memory_of_the_initial_one(
                 np.testing.assert_array_equal(a, b)
 
 
+@pytest.mark.parametrize(("packed", "rows"), [(True, "0"), (True, "64"), (True, "128"), (False, "64")])
+def test_gradient_of_the_initial_state_takes_the_memory_of_the_final_ones(
+    packed: bool, rows: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of packed batches with many places, where both are given, however sequences are cut."""
+    monkeypatch.setenv(policy.OVERRIDE, rows)
+    found: list[Any] = []
+
+    def recording(steps: Any, inputs: Any, outputs: Any, aliases: Any, within: Any) -> dict[str, jax.Array]:
+        found.append({name: x for name, x in aliases.items() if name != "none_done"})
+        return launch_specifications(steps, inputs, outputs, aliases, within)
+
+    operands, segments, _ = jax.tree.map(lambda x: x[0], _batched(packed, 1))
+    if packed:
+        operands, segments = (*operands[:-1], operands[-1][0]), segments[0]
+    kernels: Any = cuda
+    forward = functools.partial(kernels.forward, scale=0.25, output_final_state=True, with_residuals=True)
+    monkeypatch.setattr(cuda, "launch", launch_specifications)
+    o, final, residuals = forward(*operands, segments)
+    monkeypatch.setattr(cuda, "launch", recording)
+    results = []
+    for many in (True, False):
+        monkeypatch.setattr(policy, "gradients_in_place", lambda *_, found=many: found)
+        results.append(kernels.backward(*operands, segments, residuals, o, final, scale=0.25))
+        kernels.backward(*operands, segments, residuals, o, None, scale=0.25)
+        kernels.backward(*operands[:-1], None, segments, residuals, o, final, scale=0.25)
+    assert found == [{"d_final_state": "d_initial_state"} if packed else {}, *[{}] * 5]
+    for a, b in zip(*results, strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
 def _counted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Rows of states between pieces, 0 for none, of each call of kernels that follows, whatever the environment says;
     and `chunk_gated_delta_rule` on any platform runs them."""

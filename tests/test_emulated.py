@@ -39,6 +39,7 @@ from jax_qla.kernels import (
     inversion,
     prepare,
     specification,
+    state_gradients,
     states,
     states_from_vd,
 )
@@ -152,6 +153,34 @@ def test_final_states_in_place_of_initial_ones(rows: str, monkeypatch: pytest.Mo
     for a, b in zip(in_place[:2], apart[:2], strict=True):
         np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
     np.testing.assert_array_equal(in_place[1][1], operands[5][1])
+
+
+@pytest.mark.parametrize("in_one", ["never", rarely("always")])
+@pytest.mark.parametrize("rows", [rarely("0"), rarely("64"), "128"])
+def test_gradients_of_initial_states_in_place_of_those_of_final_ones(
+    rows: str, in_one: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As above, where places are many: the same bits, and that of the empty sequence stays where it is."""
+    monkeypatch.setenv(policy.OVERRIDE, rows)
+    monkeypatch.setattr(policy, "in_one", lambda *_, **__: in_one)
+    segments = ((0, 300), (300, 300), (310, 330), (330, 390))
+    case = battery.Case(
+        "emulated, in place", dtype="bfloat16", segments=segments, tokens=400, key_dim=128, value_dim=128
+    )
+    x = battery.inputs(case)
+    operands: Any = [jnp.asarray(y) for y in (*x[:5], x.initial_state, x.segments)]
+    kernels: Any = cuda
+    o, final, residuals = kernels.forward(*operands, scale=0.1, output_final_state=True, with_residuals=True, keep="vd")
+    used = _used(monkeypatch)
+    found = []
+    for in_place in (False, True):
+        monkeypatch.setattr(policy, "gradients_in_place", lambda *_, found=in_place: found)
+        found.append(kernels.backward(*operands, residuals, o, jnp.flip(final, 0), scale=0.1))
+    for a, b in zip(*found, strict=True):
+        np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
+    np.testing.assert_array_equal(found[1][5][1], final[2])
+    assert used.count("backward") == (2 if in_one == "always" else 0)
+    assert used.count("compose") == (4 if int(rows) else 0)
 
 
 @only_thorough
@@ -462,6 +491,38 @@ def test_prepare_where_slots_take_another_dimension_of_the_grid(monkeypatch: pyt
     assert not np.isnan(results[1]["gamma"][70:103]).any()
 
 
+@only_thorough
+@pytest.mark.parametrize("in_one", ["0", "1"])
+def test_sequences_that_take_another_dimension_of_the_grid(in_one: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As above, of kernels that go along sequences."""
+    recurrences = (forward, states, states_from_vd, state_gradients, backward)
+    modules: dict[str, Any] = {module.__name__.rpartition(".")[2]: module for module in recurrences}
+    for module in modules.values():
+        monkeypatch.setattr(module, "PLACES", 2)
+    monkeypatch.setenv(policy.OVERRIDE, "0")
+    monkeypatch.setenv(policy.IN_ONE_OVERRIDE, in_one)
+    used: set[str] = set()
+    others = emulator.emulated
+
+    @functools.cache
+    def emulated(name: str, config: Any) -> emulator.Emulated:
+        used.add(name)
+        if name not in modules:
+            return others(name, config)
+        program = functools.partial(modules[name].program, config)
+        return emulator.Emulated(*build.lower_program(program, modules[name].PASS_CONFIGS))
+
+    monkeypatch.setattr(emulator, "emulated", emulated)
+    segments = ((0, 130), (130, 130), (140, 200), (200, 290), (290, 290))
+    sizes: Any = {"dtype": "bfloat16", "tokens": 290, "key_dim": 128, "value_dim": 128}
+    case = battery.Case("another dimension of the grid", segments=segments, **sizes)
+    for function in (rule, that_recomputes):
+        stand_in.forget_traces()
+        battery.check(case, function, LIMITS)
+    wanted = {"backward" if in_one == "1" else "state_gradients"}
+    assert {"forward", "states", "states_from_vd"} | wanted <= used
+
+
 def test_products_of_prepare_by_how_large_the_matrix_is() -> None:
     """Single numbers of fp16 where L is small, else sums of two of bf16. Either way products
     with the inverse are as accurate as with the exact one rounded, or nearly; and chunks are marked that may lengthen a
@@ -586,7 +647,7 @@ def test_pieces_with_and_without_products(columns: int, reverse: bool, together:
         "initial_state": normal(len(counts), heads, 64, 64),
         "chains": chains,
     }
-    firsts = -1 if reverse or of_pieces else rows  # where first states go
+    firsts = -1 if of_pieces else rows  # where first states go
     operands = map(jnp.asarray, arrays.values())
     expected = np.asarray(compose.specification(*operands, reverse=reverse, of_pieces=of_pieces, firsts=firsts))
     arrays |= {"entering": np.full(expected.shape, np.nan, np.float32), "bounds": np.zeros((3, 2), np.int32)}

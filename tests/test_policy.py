@@ -513,6 +513,14 @@ def test_groups_of_heads_that_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> 
             policy.head_groups(128, 1, 6, 12, 128, 128)
 
 
+def test_gradients_take_the_memory_of_others_where_places_are_many() -> None:
+    """Not where so few states, or so long sequences, are what a call moves, that a copy of XLA's might cost more."""
+    assert policy.gradients_in_place(32768, 64)
+    assert not policy.gradients_in_place(32768, 63)
+    assert policy.gradients_in_place(500, 9)
+    assert not policy.gradients_in_place(500, 8)
+
+
 def test_length_grows_with_the_sequence() -> None:
     """So that the number of pieces, and with it the serial composition, stays bounded."""
     for tokens in (1 << 15, 1 << 17, 1 << 20):

@@ -38,7 +38,7 @@ from typing import Any
 import jax
 
 from jax_qla.kernels import first_state, gradients, state_gradients
-from jax_qla.kernels.common import CHUNK, FAINT, LONG, PASS_CONFIGS, SHORT
+from jax_qla.kernels.common import CHUNK, FAINT, LONG, PASS_CONFIGS, PLACES, SHORT
 from jax_qla.kernels.gradient_parts import PRELUDE as GRADIENTS_PRELUDE
 from jax_qla.kernels.gradient_parts import gate_gradients, gate_parts, operations
 from jax_qla.kernels.inverse import INVERSE_PRELUDE
@@ -422,12 +422,16 @@ def program(config: Config):
         heads: T.int32,  # of this launch
         width: T.int32,  # blocks of a cluster
         only: T.int32,  # ALWAYS, or sequences for which it computes anything, BALANCED or UNBALANCED
+        in_place: T.int32,  # 1: gradients of initial states take the place of those of final ones, where those of empty sequences lie already
+        firsts: T.int32,  # row of `leaving` from which on it has gradients of final states of sequences that are cut (kernels/compose.py), or -1
     ):
-        with T.Kernel(sequences * heads, threads=512, prelude=PRELUDE) as block:
+        with T.Kernel(
+            *(heads, T.min(sequences, PLACES), (sequences + PLACES - 1) // PLACES), threads=512, prelude=PRELUDE
+        ) as (number, low_place, high_place):
             T.annotate_min_blocks_per_sm(1)
             place = T.alloc_var("int32")  # among the sequences
-            place = T.truncdiv(block, heads)
-            number = block - place * heads
+            place = high_place * PLACES + low_place
+            waits = place + number == 0  # as all have, in `pdl_sync` below
             key_head = T.alloc_var("int32")
             within = T.alloc_var("int32")  # among the key head's
             key_head = T.truncdiv(number, ratio)
@@ -437,14 +441,20 @@ def program(config: Config):
             target = T.alloc_var("int32")  # where the gradient of the initial state goes, if anywhere
             first_slot = T.alloc_var("int32")
             T.pdl_sync()
-            m.leave_unless(only, balanced)
+            m.leave_unless(only, balanced, place + number)
             n = T.alloc_var("int32")
             start = T.alloc_var("int32")
             end = T.alloc_var("int32")
             count = T.alloc_var("int32")
             m.find_sequence(n, start, end, count, segments, sequences, tokens, place)
             first_slot = start // C + n
+            beyond = T.alloc_var("int32")  # the row behind those of no sequence that follow
+            beyond = T.Select(n + 1 < sequences, segments[T.min(n + 1, sequences - 1), 0], tokens)
+            before = T.Select(n == 0, start, 0)  # and as many are before all sequences
+            alone = count == 0 and beyond == end and before == 0
+            m.leave_if(alone and (initial_states == 0 or in_place != 0), waits)
             m.find_target(target, n, pieces, spans, cut_pieces)
+            m.leave_if(alone and target < 0, waits)
             tx = T.get_thread_binding()
 
             q_s = T.alloc_shared((2, C, K), dtype)
@@ -687,12 +697,7 @@ def program(config: Config):
                             call("jax_qla_publish", T.address_of(progress[0, 0]), known(bounds_s, IN_PROGRESS), turn)
                 for side in tuple(range(2)):  # rows of no sequence that follow, and those before all
                     begin = end if side == 0 else 0
-                    beyond = (
-                        T.Select(n + 1 < sequences, segments[T.min(n + 1, sequences - 1), 0], tokens)
-                        if side == 0
-                        else T.Select(n == 0, start, 0)
-                    )
-                    for x in T.serial(beyond - begin):
+                    for x in T.serial(beyond - end if side == 0 else before):
                         if known(bounds_s, WITHIN) == 0:
                             dq[begin + x, key_head, i] = T.cast(0, dtype)
                             dk[begin + x, key_head, i] = T.cast(0, dtype)
@@ -729,7 +734,7 @@ def program(config: Config):
                         )
                         begin_with(
                             *(d, d_final_state, leaving, pieces, final_states, cut_pieces),
-                            *(n, head, part, True, True),
+                            *(n, head, part, (spans, cut_sequences, firsts)),
                         )
                         for c in T.serial(count):
                             at = c % 2
@@ -995,6 +1000,7 @@ def specification(
     heads: int | None = None,
     width: int | None = None,
     only: int = 0,
+    firsts: int = -1,
 ) -> tuple[jax.Array, ...]:
     """(dq, dk [tokens, Hk, K], dv [tokens, Hv, V], dg, dbeta [tokens, Hv], d_initial_state [N, Hv, K, V]): what the two kernels' specifications give, one
     after the other, of so many value heads from `first_head` on, or of all. `segments` are sequences or, with `pieces`, `spans` and `leaving`, their pieces; without,
@@ -1004,7 +1010,7 @@ def specification(
     of_keys = (gamma, beta, lengths, query_lengths)
     tables = (segments, pieces, spans, leaving, chunks)
     dh, d, d_initial_state = state_gradients.specification(
-        q, k, do, a, *of_keys, d_final_state, *tables, heads=heads, **scalars
+        q, k, do, a, *of_keys, d_final_state, *tables, heads=heads, firsts=firsts, **scalars
     )
     results = gradients.specification(q, k, v, g, *of_keys, do, vd, d, h, dh, segments, **scalars)
     return (*results, d_initial_state)

@@ -9,7 +9,7 @@ computed from its own state.
 
 Rows of the arrays are cuts (jax_qla/segments.py: cut_table): what is found of a piece lies at the cut behind it, but a reversed response at the cut
 before it, and a state at the cut that it crosses. So there is no row for the state that a sequence begins with: who takes it finds it where it is
-given, or, where that memory is of final states too, in a row for every chain from `firsts` on. And a state's row is that of the response it is made
+given, or, where that memory is of what leaves sequences too (final states; reversed, gradients of initial ones), in a row for every chain from `firsts` on. And a state's row is that of the response it is made
 of: `response` is in the memory of `entering`, its first rows. A thread has read what it overwrites. With `of_pieces`, of a shard's pieces
 (shard_pieces), rows are pieces, and have first states too; `response` is elsewhere.
 

@@ -12,11 +12,13 @@ def macro():
     import tilelang.language as T
 
     @T.macro
-    def begin_with(state, given, between, pieces, states, cut_pieces, n, head, first, wanted, reverse):
+    def begin_with(state, given, between, pieces, states, cut_pieces, n, head, first, kept):
         """`state` [columns, K], in registers, becomes columns `first` on, transposed, of what segment `n` and `head` begin with.
 
         That is of `given` [`states`, Hv, K, V], nothing where `states` is 0; where there are `pieces` [`cut_pieces`, 4], of `between` [cuts, ...], unless
-        the piece is its sequence's first or, in `reverse`, its last. Where it is not `wanted`, zero.
+        the piece is its sequence's first. `kept` is None, or of gradients, which enter sequences at their ends, and says where those of sequences that are
+        cut lie, lest others be written over what is given before it is read: (spans [sequences, 2], how many these are, row of `between` from which on, or
+        -1: nowhere).
         """
         columns, rows = state.shape
         source = T.alloc_var("int32")
@@ -25,9 +27,13 @@ def macro():
         of_piece = 0
         if cut_pieces > 0:
             source = pieces[n, 2]
-            if reverse:
+            if kept is not None:
                 if pieces[n, 3] < LAST:
                     source = cut_behind(n, source)
+                    of_piece = 1
+                elif kept[2] >= 0 and pieces[n, 3] == LAST:
+                    # its chain (jax_qla/segments.py: chain_table)
+                    source = kept[2] + T.Select(kept[1] <= kept[2], source, cut_behind(kept[0][source, 0], source))
                     of_piece = 1
             else:
                 if pieces[n, 3] % LAST != FIRST:
@@ -37,7 +43,7 @@ def macro():
             for i, j in T.Parallel(columns, rows):
                 state[i, j] = between[source, head, j, first + i]
         else:
-            if states > 0 and wanted:
+            if states > 0:
                 for i, j in T.Parallel(columns, rows):
                     state[i, j] = given[source, head, j, first + i]
             else:

@@ -73,7 +73,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_qla.kernels import states
-from jax_qla.kernels.common import CHUNK, FIRST, LAST, LOG2_E, LONG, PASS_CONFIGS, SHORT, cut_behind
+from jax_qla.kernels.common import CHUNK, FIRST, LAST, LOG2_E, LONG, PASS_CONFIGS, PLACES, SHORT, cut_behind
 from jax_qla.kernels.inverse import INVERSE_PRELUDE
 from jax_qla.kernels.macros import accumulator_layout, call, macros, unfenced
 from jax_qla.kernels.preludes import LENGTH_PRELUDE, P_PRELUDE
@@ -336,17 +336,20 @@ def program(config: Config):
         halved: T.int32,  # sequences that may be long, at most
     ):
         places = sequences + halved if halve_long else sequences
-        with T.Kernel(places * heads * tiles, threads=S + 256 + 128 * sends, prelude=prelude) as block:
+        with T.Kernel(
+            *(heads * tiles, T.min(places, PLACES), (places + PLACES - 1) // PLACES),
+            threads=S + 256 + 128 * sends,
+            prelude=prelude,
+        ) as (of_place, low_place, high_place):
             T.annotate_min_blocks_per_sm(1)
+            place = T.alloc_var("int32")  # among the sequences
+            place = high_place * PLACES + low_place
             if halve_long:
                 item = T.alloc_local((3,), "int32")
                 head = T.alloc_var("int32")
                 half = T.alloc_var("int32")  # that this block computes, -1: both
                 found = T.alloc_var("int32")
             else:
-                place = T.alloc_var("int32")  # among the sequences
-                place = T.truncdiv(block, heads * tiles)
-                of_place = block - place * (heads * tiles)
                 number = of_place // tiles
                 head = first_head + number
             n = T.alloc_var("int32")
@@ -372,7 +375,15 @@ def program(config: Config):
                 found = T.call_extern(
                     "int32",
                     "jax_qla_in_halves",
-                    *(item.data, either(uncut, bounds, segments), listed, heads, share, least, block),
+                    *(
+                        item.data,
+                        either(uncut, bounds, segments),
+                        listed,
+                        heads,
+                        share,
+                        least,
+                        place * heads + of_place,
+                    ),
                 )
                 if found == 0:  # there are blocks for as many long sequences as there can be
                     T.thread_return()
@@ -390,6 +401,7 @@ def program(config: Config):
                 start = segments[n, 0]
                 end = segments[n, 1]
             count = (end - start + C - 1) // C
+            m.leave_if(count == 0 and (final_states == 0 or in_place != 0), place + of_place == 0)
             key_head = T.truncdiv(head, ratio)
             first = 0 if halve_long else (of_place % tiles) * W  # first value column of this block
             target = n
@@ -405,11 +417,7 @@ def program(config: Config):
                     # its chain (jax_qla/segments.py: chain_table)
                     source = firsts + T.Select(cut_sequences <= firsts, source, cut_behind(n, source))
                     begins = OF_PIECE
-            if count == 0:
-                if final_states == 0 or target < 0 or in_place != 0:  # nothing to do
-                    if block == 0:
-                        T.pdl_sync()  # as below; one block is enough
-                    T.thread_return()
+            m.leave_if(count == 0 and target < 0, place + of_place == 0)
             tx = T.get_thread_binding()
 
             q_s = T.alloc_shared((stages, C, K), dtype)
@@ -820,11 +828,7 @@ def specification(
         return jnp.exp(end)[:, None, None] * state + update, o
 
     xs = (queries, keys, values, inverse, p, gates, strength, scales, end)
-    begin = states_given(initial_state, entering, pieces)
-    if firsts >= 0:
-        sequence = pieces[:, 2]
-        chain = sequence if spans.shape[0] <= firsts else cut_behind(jnp.arange(pieces.shape[0]), sequence)
-        begin = jnp.where((pieces[:, 3] == FIRST)[:, None, None, None], entering[firsts + chain], begin)
+    begin = states_given(initial_state, entering, pieces, spans, firsts)
     final_state, o = scan_slots(step, begin, segments, chunks, xs)
     if pieces.shape[0] > 0:
         final_state = final_state[jnp.sum(spans, axis=1) - 1]

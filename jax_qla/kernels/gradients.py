@@ -175,7 +175,7 @@ def program(config: Config):
             state_slots + 1, T.ceildiv(T.truncdiv(of_launch, ratio), group), threads=512, prelude=PRELUDE
         ) as (slot, part_of_heads):
             T.annotate_min_blocks_per_sm(1)
-            m.leave_unless(only, balanced)
+            m.leave_unless(only, balanced, slot + part_of_heads)
             row, rows, fill = find_chunk(segments, sequences, tokens, slot)
             first = T.alloc_var("int32")  # first key head of this block
             keys = T.alloc_var("int32")  # their number

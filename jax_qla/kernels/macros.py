@@ -44,19 +44,28 @@ def macros():
     C = CHUNK
 
     @T.macro
-    def leave_unless(only, balanced):
-        """All threads return, after what the kernel waits for, unless the sequences are as `only` says: balanced, or not."""
-        if only != ALWAYS:
-            found = T.alloc_var("int32")
-            # A vote: ptxas knows that all of a warp leave, or none.
-            found = T.call_extern("int32", "__any_sync", T.uint32(0xFFFFFFFF), balanced[0])
-            if found != T.Select(only == BALANCED, 1, 0):
+    def leave_if(nothing, waits):
+        """All threads return if there is nothing to do, those of a block that `waits` after what the kernel waits for. One of a launch must."""
+        idle = T.alloc_var("int32")
+        # A vote: ptxas knows that all of a warp leave, or none.
+        idle = T.call_extern("int32", "__any_sync", T.uint32(0xFFFFFFFF), T.cast(nothing, "int32"))
+        if idle != 0:
+            if waits:
                 T.pdl_sync()
-                T.thread_return()
+            T.thread_return()
+
+    @T.macro
+    def leave_unless(only, balanced, block):
+        """`leave_if` the sequences are not as `only` says: balanced, or not."""
+        if only != ALWAYS:
+            leave_if(balanced[0] != T.Select(only == BALANCED, 1, 0), block == 0)
 
     @T.macro
     def find_sequence(n: T.Ref, start: T.Ref, end: T.Ref, count: T.Ref, segments, sequences, tokens, place: T.Ref):
-        """Number, first row, the row behind the last, and chunks of the one of `sequences`, of `tokens` in all, that blocks at this `place` compute."""
+        """Number, first row, the row behind the last, and chunks of the one of `sequences`, of `tokens` in all, that blocks at this `place` compute.
+        All threads return where there are not so many."""
+        if place >= sequences:
+            T.thread_return()
         n = T.call_extern("int32", "jax_qla_long_first", T.address_of(segments[0, 0]), sequences, tokens, place)
         start = segments[n, 0]
         end = segments[n, 1]
@@ -565,6 +574,7 @@ def macros():
 
     return SimpleNamespace(
         leave_unless=leave_unless,
+        leave_if=leave_if,
         find_sequence=find_sequence,
         find_target=find_target,
         chunks_that_matter=chunks_that_matter,

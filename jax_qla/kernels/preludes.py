@@ -298,30 +298,32 @@ __device__ __forceinline__ int jax_qla_long_first(const int* segments, int count
     return __ffs(__ballot_sync(0xffffffffu, before == place)) - 1;
   }
   const int window = place & ~255, end = min(window + 256, count);
-  const auto rank = [&](int n, int length_of_n) {  // 0 of the longest, 4 of none
-    if (n >= end) return 4;
-    const float length = static_cast<float>(length_of_n) * count, mean = tokens;
-    return length > 2.f * mean ? 0 : length > mean ? 1 : length > .5f * mean ? 2 : 3;
-  };
-  const int first = rank(window + lane, window == 0 ? early : length(window + lane));
-  int sizes[3];
+  int ranks[8];  // 0 of the longest, 4 of none; all loads are under way at once
 #pragma unroll
-  for (int i = 0; i < 3; ++i) sizes[i] = __popc(__ballot_sync(0xffffffffu, first == i));
-  for (int base = window + 32; base < end; base += 32) {
-    const int found = rank(base + lane, length(base + lane));
-#pragma unroll
-    for (int i = 0; i < 3; ++i) sizes[i] += __popc(__ballot_sync(0xffffffffu, found == i));
+  for (int i = 0; i < 8; ++i) {
+    const float length_of_n = static_cast<float>(length(window + 32 * i + lane)) * count, mean = tokens;
+    ranks[i] = window + 32 * i + lane >= end ? 4 : length_of_n > 2.f * mean ? 0 : length_of_n > mean ? 1 : length_of_n > .5f * mean ? 2 : 3;
   }
-  int before = place - window, wanted = 0;
+  int before = place - window, wanted = 3;
+  for (int rank = 0; rank < 3; ++rank) {
+    int size = 0;
 #pragma unroll
-  for (int i = 0; i < 3; ++i) {
-    if (sizes[i] == end - window) return place;  // all are alike
-    if (wanted == i && before >= sizes[i]) {
-      before -= sizes[i];
-      ++wanted;
+    for (int i = 0; i < 8; ++i) size += __popc(__ballot_sync(0xffffffffu, ranks[i] == rank));
+    if (before < size) {
+      wanted = rank;
+      break;
     }
+    before -= size;
   }
-  return jax_qla_nth(window, end, before, [&](int n) { return (n < window + 32 ? first : rank(n, length(n))) == wanted; });
+  int found = place;
+#pragma unroll
+  for (int i = 0; i < 8; ++i) {
+    const unsigned alike = __ballot_sync(0xffffffffu, ranks[i] == wanted);
+    const unsigned mine = __ballot_sync(0xffffffffu, ranks[i] == wanted && __popc(alike & ((1u << lane) - 1)) == before);
+    if (mine != 0) found = window + 32 * i + __ffs(mine) - 1;
+    before -= __popc(alike);
+  }
+  return found;
 }
 """
 )

@@ -120,16 +120,30 @@ def among_heads(x: jax.Array, first: int, heads: int) -> jax.Array:
     return jnp.full((x.shape[0], heads, *x.shape[2:]), jnp.nan, x.dtype).at[:, first : first + x.shape[1]].set(x)
 
 
-def states_given(state: jax.Array, between: jax.Array, pieces: jax.Array, *, reverse: bool = False) -> jax.Array:
+def states_given(
+    state: jax.Array,
+    between: jax.Array,
+    pieces: jax.Array,
+    spans: jax.Array | None = None,
+    firsts: int = -1,
+    *,
+    reverse: bool = False,
+) -> jax.Array:
     """Of every segment the state that a kernel begins with, [segments, heads, K, V]: `state` where these are sequences; where they are `pieces` [P, 4] of
-    such, `between` [cuts, ...], but `state`, of their sequence, of those that are their sequence's first or, in `reverse`, last."""
+    such, `between` [cuts, ...], but `state`, of their sequence, of those that are their sequence's first or, in `reverse`, last. Of sequences that are cut,
+    `spans` [N, 2] being those of all, that is in `between` too where `firsts` is a row of it and not -1, from there on."""
     if not pieces.shape[0]:
         return state
     piece, sequence, position = jnp.arange(pieces.shape[0]), pieces[:, 2], pieces[:, 3]
     ends = position >= LAST if reverse else position % LAST == FIRST
     crossed = jnp.where(ends, 0, cut_behind(piece, sequence) - (not reverse))
     of_sequence = state[sequence] if state.shape[0] else jnp.zeros((1,), between.dtype)
-    return jnp.where(ends[:, None, None, None], of_sequence, between[crossed])
+    found = jnp.where(ends[:, None, None, None], of_sequence, between[crossed])
+    if spans is None or firsts < 0:
+        return found
+    chain = sequence if spans.shape[0] <= firsts else cut_behind(spans[sequence, 0], sequence)
+    cut = position == (LAST if reverse else FIRST)
+    return jnp.where(cut[:, None, None, None], between[firsts + chain], found)
 
 
 def part_columns(x: jax.Array) -> jax.Array:

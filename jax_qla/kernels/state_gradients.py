@@ -52,7 +52,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_qla.kernels import first_state
-from jax_qla.kernels.common import CHUNK, FAINT, PASS_CONFIGS, SHORT
+from jax_qla.kernels.common import CHUNK, FAINT, PASS_CONFIGS, PLACES, ROUND, SHORT
 from jax_qla.kernels.inverse import INVERSE_PRELUDE
 from jax_qla.kernels.macros import call, macros, unfenced
 from jax_qla.kernels.preludes import LENGTH_PRELUDE, P_PRELUDE
@@ -143,16 +143,22 @@ def program(config: Config):
         first_head: T.int32,
         awaits: T.int32,
         only: T.int32,  # ALWAYS, or sequences for which it computes anything, BALANCED or UNBALANCED
+        in_place: T.int32,  # 1: gradients of initial states take the place of those of final ones, where those of empty sequences lie already
+        firsts: T.int32,  # row of `leaving` from which on it has gradients of final states of sequences that are cut (kernels/compose.py), or -1
     ):
-        with T.Kernel(sequences * heads * tiles, threads=S + 256 + 128 * sends, prelude=PRELUDE) as block:
+        with T.Kernel(
+            *(heads * tiles, T.min(sequences, PLACES), (sequences + PLACES - 1) // PLACES),
+            threads=S + 256 + 128 * sends,
+            prelude=PRELUDE,
+        ) as (of_place, low_place, high_place):
             T.annotate_min_blocks_per_sm(1)
             place = T.alloc_var("int32")  # among the sequences
-            place = T.truncdiv(block, heads * tiles)
-            of_place = block - place * (heads * tiles)
+            place = high_place * PLACES + low_place
+            block = place * (heads * tiles) + of_place
             number = of_place // tiles
             head = first_head + number
             T.pdl_trigger()  # `gradients` waits by itself
-            m.leave_unless(only, balanced)
+            m.leave_unless(only, balanced, block)
             key_head = T.alloc_var("int32")
             target = T.alloc_var("int32")  # where the gradient of the initial state goes, if anywhere
             n = T.alloc_var("int32")
@@ -160,9 +166,11 @@ def program(config: Config):
             end = T.alloc_var("int32")
             count = T.alloc_var("int32")
             m.find_sequence(n, start, end, count, segments, sequences, tokens, place)
+            m.leave_if(count == 0 and (initial_states == 0 or in_place != 0), block < ROUND)
             key_head = T.truncdiv(head, ratio)
             first = (of_place % tiles) * W  # first value column of this block
             m.find_target(target, n, pieces, spans, cut_pieces)
+            m.leave_if(count == 0 and target < 0, block < ROUND)
             tx = T.get_thread_binding()
 
             shared = m.tiles_last_first(K, W, stages, dtype, split, l2norm, gives_dv=True, readers=S)
@@ -238,10 +246,9 @@ def program(config: Config):
                 slot = T.alloc_var("int32")
                 if awaits == STATE:
                     T.pdl_sync()
-                wanted = count > 0 or target >= 0
                 begin_with(
                     *(d, d_final_state, leaving, pieces, final_states, cut_pieces),
-                    *(n, head, first, wanted, True),
+                    *(n, head, first, (spans, cut_sequences, firsts)),
                 )
                 for c in T.serial(count):
                     at = c % stages
@@ -358,6 +365,7 @@ def specification(
     first_head: int = 0,
     heads: int | None = None,
     only: int = 0,
+    firsts: int = -1,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """(dh [slots - 1, heads, K / 64, V, 64], or where `a` has two parts [.., 2 K / 64 + 1, V, 64], in do's dtype, dv [tokens, Hv, V] in do's dtype, d_initial_state [N, Hv, K, V]), of so many value heads from
     `first_head` on, or of all; dv and d_initial_state are not a number in others.
@@ -369,7 +377,7 @@ def specification(
     q, k = (of_heads(x, first_head // ratio, heads // ratio) for x in (q, k))
     inverse = unpack_inverses(a, chunks, k.dtype)[:, :, first_head : first_head + heads]
     do, gamma, beta = (of_heads(x, first_head, heads) for x in (do, gamma, beta))
-    begin = of_heads(states_given(d_final_state, leaving, pieces, reverse=True), first_head, heads)
+    begin = of_heads(states_given(d_final_state, leaving, pieces, spans, firsts, reverse=True), first_head, heads)
     keys, queries = (jnp.repeat(gather_chunks(x, chunks), ratio, axis=2) for x in (k, q))
     output, gates, strength = (gather_chunks(x, chunks) for x in (do, gamma, beta))
     factor, scales = jnp.where(jnp.abs(strength) < FAINT, 1, strength), jnp.full_like(strength, scale)

@@ -31,7 +31,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_qla.kernels import first_state
-from jax_qla.kernels.common import CHUNK, LONG, PASS_CONFIGS, SHORT
+from jax_qla.kernels.common import CHUNK, LONG, PASS_CONFIGS, PLACES, ROUND, SHORT
 from jax_qla.kernels.inverse import INVERSE_PRELUDE
 from jax_qla.kernels.macros import call, macros, unfenced
 from jax_qla.kernels.preludes import LENGTH_PRELUDE, TILE_PRELUDE
@@ -114,14 +114,17 @@ def program(config: Config):
         first_head: T.int32,
         awaits: T.int32,
     ):
-        with T.Kernel(sequences * heads * tiles, threads=S + 128 + 128 * sends, prelude=PRELUDE) as block:
+        with T.Kernel(
+            *(heads * tiles, T.min(sequences, PLACES), (sequences + PLACES - 1) // PLACES),
+            threads=S + 128 + 128 * sends,
+            prelude=PRELUDE,
+        ) as (of_place, low_place, high_place):
             T.annotate_min_blocks_per_sm(1)
             if awaits == EVERYTHING:
                 T.pdl_sync()
                 T.pdl_trigger()  # `state_gradients` reads nothing of this and may run beside it
             place = T.alloc_var("int32")  # among the sequences
-            place = T.truncdiv(block, heads * tiles)
-            of_place = block - place * (heads * tiles)
+            place = high_place * PLACES + low_place
             number = of_place // tiles
             head = first_head + number
             key_head = T.alloc_var("int32")
@@ -130,6 +133,7 @@ def program(config: Config):
             end = T.alloc_var("int32")
             count = T.alloc_var("int32")
             m.find_sequence(n, start, end, count, segments, sequences, tokens, place)
+            m.leave_if(count == 0, place * (heads * tiles) + of_place < ROUND)
             key_head = T.truncdiv(head, ratio)
             first = (of_place % tiles) * W  # first value column of this block
             tx = T.get_thread_binding()
@@ -216,7 +220,7 @@ def program(config: Config):
                 slot = T.alloc_var("int32")
                 begin_with(
                     *(state, initial_state, entering, pieces, initial_states, cut_pieces),
-                    *(n, head, first, count > 0, False),
+                    *(n, head, first, None),
                 )
                 for c in T.serial(count):
                     at = c % stages
