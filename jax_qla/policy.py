@@ -357,9 +357,9 @@ def head_groups(
 
     As many as fill the card each, once or several times; of packed batches, whose sequences may be uneven so that each
     group waits for the longest of them, as few of these as bring temporary memory below operands and results. Where
-    halves of a group's recurrences fill the card, more of them, as few as do so, if they take little longer, or no
-    larger part of the time than one group's memory exceeds these by. Whole sequences that are not balanced are not
-    divided again.
+    one group's does not, and a group's recurrences, or halves of them, fill the card, as few as do so, if they take
+    little longer, or no larger part of the time than the memory exceeds these by. Whole sequences that are not balanced
+    are not divided again.
 
     Args:
         chunks: of all sequences.
@@ -385,9 +385,11 @@ def head_groups(
     together = recurrences * value_heads
     time = functools.partial(_time_of_groups, chunks, recurrences, key_heads, value_heads, value_dim)
 
-    def halves_fill(groups: int) -> bool:
+    def fill(groups: int) -> bool:
+        """Whether recurrences of such a group fill the card, or halves of them."""
         tile = value_tile(together // groups, value_dim)
-        return tile < value_dim and _fills(2 * together * (value_dim // tile) / groups)
+        of_halves = tile < value_dim and _fills(2 * together * (value_dim // tile) / groups)
+        return of_halves or _fills(together / groups)
 
     # Elements of v's dtype, of which a number in float32 takes two. Vd, as a rule kept, is of all heads.
     state = key_dim * value_dim
@@ -405,10 +407,11 @@ def head_groups(
         of_inverses = CHUNK * chunks * CHUNK * (1 + split)
         return value_heads * (of_inverses + of_vd + in_states + in_gradients + 2 * of_parts * state) - given
 
-    def in_less_memory(fits: Callable[[int], bool]) -> int:
-        """Groups that fit, if they are worth the time."""
+    def in_less_memory(groups: int, of: Callable[[int], float]) -> int:
+        """As few groups, of those that are worth the time, as do not exceed anything, or as many as there are."""
         worth = max(excess(1, 1) / given, _LITTLE_FOR_MEMORY) * (time(1) + _BETWEEN_BACK)
-        return next((n for n in _divisors(key_heads) if fits(n) and halves_fill(n) and time(n) - time(1) <= worth), 1)
+        more = [n for n in _divisors(key_heads) if n > groups and fill(n) and time(n) - time(1) <= worth]
+        return next((n for n in (groups, *more) if of(n) <= 0), (groups, *more)[-1])
 
     filling = [
         n for n in _divisors(key_heads) if n == 1 or (_fills(together / n) and (n - 1) * _GROUP <= _LITTLE * time(1))
@@ -417,13 +420,12 @@ def head_groups(
     if packed:
         groups = next((n for n in filling if excess(1 if with_states else n, n) <= 0), groups)
     chosen, uneven = one(groups), 1
-    if groups == 1 and excess(1, 1) > 0:
-        if chosen == "never" and not with_states:
-            groups = in_less_memory(lambda n: excess(n, n) <= 0)
-            chosen = one(groups)
-        elif chosen == "if balanced" and of_parts > 0:
-            uneven = in_less_memory(lambda n: excess(1, n) <= 0)
-    return HeadGroups(groups, chosen, uneven)
+    of_pieces = chosen == "if balanced" and of_parts > 0
+    if of_pieces and groups == 1:
+        uneven = in_less_memory(1, lambda n: excess(1, n))
+    if (of_pieces or chosen == "never") and not with_states and excess(groups, groups * uneven) > 0:
+        groups, uneven = in_less_memory(groups, lambda n: excess(n, n)), 1
+    return HeadGroups(groups, one(groups), uneven)
 
 
 def _time_of_groups(

@@ -486,6 +486,28 @@ def test_groups_of_heads_for_their_memory(
 
 
 @pytest.mark.parametrize(
+    ("sequences", "key_heads", "value_heads", "states", "found"),
+    [
+        (32, 2, 8, False, (2, "if balanced", 1)),  # with dh of fewer heads alone it would exceed by 2 %
+        (32, 2, 8, True, (1, "if balanced", 2)),
+        (128, 2, 8, False, (2, "if balanced", 1)),
+        (128, 2, 8, True, (1, "if balanced", 1)),  # takes no more than it may
+        (512, 2, 8, False, (2, "if balanced", 1)),  # as near as two key heads come
+        (512, 4, 16, False, (4, "if balanced", 1)),
+    ],
+)
+def test_groups_of_heads_of_many_places(
+    sequences: int, key_heads: int, value_heads: int, states: bool, found: tuple[int, str, int]
+) -> None:
+    """For sequences, in 32768 tokens of packed batches that are cut into pieces, of which few heads fill the card."""
+    pieces = 32768 // (2048 if value_heads == 8 else 4096)
+    given = 2 * sequences * 2 * states
+    sizes = (512, max(pieces, sequences), key_heads, value_heads, 128, 128)
+    options: Any = {"parts": pieces + sequences, "of_parts": 3 * pieces, "states": given}
+    assert policy.head_groups(*sizes, packed=True, **options) == found
+
+
+@pytest.mark.parametrize(
     ("chunks", "sequences", "key_heads", "value_heads", "dense", "packed"),
     [
         (2048, 16, 16, 32, 4, 1),
