@@ -393,6 +393,14 @@ def _batched(
     return operands, segments, (shaped["do"], shaped["d_final_state"])
 
 
+def _of_kernels(packed: bool) -> tuple[tuple[jax.Array, ...], jax.Array | None]:
+    """Operands and segments of `cuda.forward`."""
+    operands, segments, _ = jax.tree.map(lambda x: x[0], _batched(packed, 1))
+    if packed:  # the batch has one row
+        return (*operands[:-1], operands[-1][0]), segments[0]
+    return operands, segments
+
+
 def _one_by_one(function: Any, *operands: Any) -> Any:
     return jax.lax.map(lambda x: function(*x), operands)
 
@@ -912,9 +920,7 @@ def test_heads_in_halves(packed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     _launch_nothing(monkeypatch)
     monkeypatch.setenv(policy.OVERRIDE, "0")
     given = _steps(monkeypatch)
-    operands, segments, _ = jax.tree.map(lambda x: x[0], _batched(packed, 1))
-    if packed:  # the batch has one row
-        operands, segments = (*operands[:-1], operands[-1][0]), segments[0]
+    operands, segments = _of_kernels(packed)
     kernels: Any = cuda
     forward = functools.partial(kernels.forward, scale=0.25, output_final_state=True, with_residuals=False)
     expected = forward(*operands, segments)
@@ -983,9 +989,7 @@ def test_final_state_takes_the_memory_of_the_initial_one(
         return launch_specifications(steps, inputs, outputs, aliases, within)
 
     monkeypatch.setattr(cuda, "launch", recording)
-    operands, segments, _ = jax.tree.map(lambda x: x[0], _batched(packed, 1))
-    if packed:
-        operands, segments = (*operands[:-1], operands[-1][0]), segments[0]
+    operands, segments = _of_kernels(packed)
     kernels: Any = cuda
 
     def forward(*operands: Any, **options: Any) -> Any:
@@ -1013,9 +1017,7 @@ def test_gradient_of_the_initial_state_takes_the_memory_of_the_final_ones(
         found.append({name: x for name, x in aliases.items() if name != "none_done"})
         return launch_specifications(steps, inputs, outputs, aliases, within)
 
-    operands, segments, _ = jax.tree.map(lambda x: x[0], _batched(packed, 1))
-    if packed:
-        operands, segments = (*operands[:-1], operands[-1][0]), segments[0]
+    operands, segments = _of_kernels(packed)
     kernels: Any = cuda
     forward = functools.partial(kernels.forward, scale=0.25, output_final_state=True, with_residuals=True)
     monkeypatch.setattr(cuda, "launch", launch_specifications)
