@@ -278,6 +278,8 @@ def test_a_fence_before_another_block_is_told(fenced: bool) -> None:
         "heads": 2,
         "width": 2,
         "only": ALWAYS,
+        "in_place": 0,
+        "firsts": -1,
     }
     with nullcontext() if fenced else pytest.raises(RuntimeError, match="without a fence of the block that wrote it"):
         kernel(arrays, scalars, neighbours=2, seed=0)
