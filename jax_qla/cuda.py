@@ -277,7 +277,8 @@ def backward(
         split=call.split,
         packed=segments is not None and call.sequences > 1,
         parts=call.parts,
-        of_parts=3 * call.between,  # `transition`, `entering` and `leaving`
+        # `transition`, `entering` and `leaving`, which has more where gradients are in place
+        of_parts=3 * call.between + (call.chains if call.firsts >= 0 else 0),
         states=2 * call.sequences * ((initial_state is not None) + (d_final_state is not None)),
         with_states=h is not None,
     )

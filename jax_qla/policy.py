@@ -17,11 +17,11 @@ import os
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple
 
-from jax_qla.kernels.common import CHUNK
+from jax_qla.kernels.common import CHUNK, ROUND
 from jax_qla.kernels.compose import COLUMNS
 from jax_qla.segments import cut_count, piece_count, rows_of_pieces
 
-MULTIPROCESSORS = 132
+MULTIPROCESSORS = ROUND
 """Of an H100 or H200 SXM."""
 
 # Measured on an H200, microseconds (docs/performance_policy.md).
@@ -358,8 +358,8 @@ def head_groups(
     As many as fill the card each, once or several times; of packed batches, whose sequences may be uneven so that each
     group waits for the longest of them, as few of these as bring temporary memory below operands and results. Where
     one group's does not, and a group's recurrences, or halves of them, fill the card, as few as do so, if they take
-    little longer, or no larger part of the time than the memory exceeds these by. Whole sequences that are not balanced
-    are not divided again.
+    little longer, or no larger part of the time than the memory exceeds these by; or, where none does, as many as these
+    limits let there be. Whole sequences that are not balanced are not divided again.
 
     Args:
         chunks: of all sequences.
