@@ -37,6 +37,7 @@ from jax_qla.kernels import (
     compose,
     forward,
     inversion,
+    macros,
     prepare,
     specification,
     state_gradients,
@@ -476,7 +477,7 @@ def test_prepare_where_slots_take_another_dimension_of_the_grid(monkeypatch: pyt
     }
     config = prepare.Config(key_dim=64, keys=1)
     as_it_is = emulator.emulated("prepare", config)
-    monkeypatch.setattr(prepare, "SLOTS", 2)
+    monkeypatch.setattr(macros, "PLACES", 2)
     program = functools.partial(prepare.program, config)
     results: list[dict[str, np.ndarray]] = []
     for kernel in (as_it_is, emulator.Emulated(*build.lower_program(program, prepare.PASS_CONFIGS))):
@@ -499,8 +500,7 @@ def test_sequences_that_take_another_dimension_of_the_grid(in_one: str, monkeypa
     """As above, of kernels that go along sequences."""
     recurrences = (forward, states, states_from_vd, state_gradients, backward)
     modules: dict[str, Any] = {module.__name__.rpartition(".")[2]: module for module in recurrences}
-    for module in modules.values():
-        monkeypatch.setattr(module, "PLACES", 2)
+    monkeypatch.setattr(macros, "PLACES", 2)
     monkeypatch.setenv(policy.OVERRIDE, "0")
     monkeypatch.setenv(policy.IN_ONE_OVERRIDE, in_one)
     used: set[str] = set()

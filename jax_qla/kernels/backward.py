@@ -38,11 +38,11 @@ from typing import Any
 import jax
 
 from jax_qla.kernels import first_state, gradients, state_gradients
-from jax_qla.kernels.common import CHUNK, FAINT, LONG, PASS_CONFIGS, PLACES, SHORT
+from jax_qla.kernels.common import CHUNK, FAINT, LONG, PASS_CONFIGS, SHORT
 from jax_qla.kernels.gradient_parts import PRELUDE as GRADIENTS_PRELUDE
 from jax_qla.kernels.gradient_parts import gate_gradients, gate_parts, operations
 from jax_qla.kernels.inverse import INVERSE_PRELUDE
-from jax_qla.kernels.macros import accumulator_layout, call, macros, unfenced
+from jax_qla.kernels.macros import accumulator_layout, call, macros, over, place_of, unfenced
 from jax_qla.kernels.preludes import LENGTH_PRELUDE, P_PRELUDE, TILE_PRELUDE
 
 __all__ = ["PASS_CONFIGS", "Config", "program", "specification"]
@@ -425,13 +425,10 @@ def program(config: Config):
         in_place: T.int32,  # 1: gradients of initial states take the place of those of final ones, where those of empty sequences lie already
         firsts: T.int32,  # row of `leaving` from which on it has gradients of final states of sequences that are cut (kernels/compose.py), or -1
     ):
-        with T.Kernel(
-            *(heads, T.min(sequences, PLACES), (sequences + PLACES - 1) // PLACES), threads=512, prelude=PRELUDE
-        ) as (number, low_place, high_place):
+        with T.Kernel(heads, *over(sequences), threads=512, prelude=PRELUDE) as (number, low_place, high_place):
             T.annotate_min_blocks_per_sm(1)
             place = T.alloc_var("int32")  # among the sequences
-            place = high_place * PLACES + low_place
-            waits = place + number == 0  # as all have, in `pdl_sync` below
+            place = place_of(low_place, high_place)
             key_head = T.alloc_var("int32")
             within = T.alloc_var("int32")  # among the key head's
             key_head = T.truncdiv(number, ratio)
@@ -452,9 +449,9 @@ def program(config: Config):
             beyond = T.Select(n + 1 < sequences, segments[T.min(n + 1, sequences - 1), 0], tokens)
             before = T.Select(n == 0, start, 0)  # and as many are before all sequences
             alone = count == 0 and beyond == end and before == 0
-            m.leave_if(alone and (initial_states == 0 or in_place != 0), waits)
+            m.leave_if(alone and (initial_states == 0 or in_place != 0), False)
             m.find_target(target, n, pieces, spans, cut_pieces)
-            m.leave_if(alone and target < 0, waits)
+            m.leave_if(alone and target < 0, False)
             tx = T.get_thread_binding()
 
             q_s = T.alloc_shared((2, C, K), dtype)

@@ -63,8 +63,7 @@ MIN_LOG_DECAY = -110.0  # exp of it is 0 in float32; clamping keeps the cumulati
 LOG2_E = 1.4426950408889634
 
 PLACES = 32768
-"""Blocks along the second dimension of a grid, which may have 65535: others have other numbers along the third. (To find a block's place by a division
-takes 0.2 us of it, before it has asked for anything.)"""
+"""Blocks along the second dimension of a grid, which may have 65535: others have other numbers along the third (macros.py: over)."""
 
 ROUND = 132
 """Blocks that a card runs at once, of those that need a multiprocessor each."""

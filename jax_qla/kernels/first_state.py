@@ -5,6 +5,7 @@ kernels/compose.py has found: it lies at the cut by which the piece is entered.
 """
 
 from jax_qla.kernels.common import FIRST, LAST, cut_behind
+from jax_qla.kernels.macros import kept_first
 
 
 def macro():
@@ -32,8 +33,7 @@ def macro():
                     source = cut_behind(n, source)
                     of_piece = 1
                 elif kept[2] >= 0 and pieces[n, 3] == LAST:
-                    # its chain (jax_qla/segments.py: chain_table)
-                    source = kept[2] + T.Select(kept[1] <= kept[2], source, cut_behind(kept[0][source, 0], source))
+                    source = kept_first(kept[2], kept[1], source, kept[0][source, 0])
                     of_piece = 1
             else:
                 if pieces[n, 3] % LAST != FIRST:

@@ -73,9 +73,9 @@ import jax
 import jax.numpy as jnp
 
 from jax_qla.kernels import states
-from jax_qla.kernels.common import CHUNK, FIRST, LAST, LOG2_E, LONG, PASS_CONFIGS, PLACES, SHORT, cut_behind
+from jax_qla.kernels.common import CHUNK, FIRST, LAST, LOG2_E, LONG, PASS_CONFIGS, SHORT, cut_behind
 from jax_qla.kernels.inverse import INVERSE_PRELUDE
-from jax_qla.kernels.macros import accumulator_layout, call, macros, unfenced
+from jax_qla.kernels.macros import accumulator_layout, call, kept_first, macros, over, place_of, unfenced
 from jax_qla.kernels.preludes import LENGTH_PRELUDE, P_PRELUDE
 from jax_qla.kernels.specification import (
     among_heads,
@@ -337,13 +337,14 @@ def program(config: Config):
     ):
         places = sequences + halved if halve_long else sequences
         with T.Kernel(
-            *(heads * tiles, T.min(places, PLACES), (places + PLACES - 1) // PLACES),
+            heads * tiles,
+            *over(places),
             threads=S + 256 + 128 * sends,
             prelude=prelude,
         ) as (of_place, low_place, high_place):
             T.annotate_min_blocks_per_sm(1)
             place = T.alloc_var("int32")  # among the sequences
-            place = high_place * PLACES + low_place
+            place = place_of(low_place, high_place)
             if halve_long:
                 item = T.alloc_local((3,), "int32")
                 head = T.alloc_var("int32")
@@ -414,8 +415,7 @@ def program(config: Config):
                     source = cut_behind(n, source) - 1
                     begins = OF_PIECE
                 elif firsts >= 0 and pieces[n, 3] == FIRST:
-                    # its chain (jax_qla/segments.py: chain_table)
-                    source = firsts + T.Select(cut_sequences <= firsts, source, cut_behind(n, source))
+                    source = kept_first(firsts, cut_sequences, source, n)
                     begins = OF_PIECE
             m.leave_if(count == 0 and target < 0, place + of_place == 0)
             tx = T.get_thread_binding()

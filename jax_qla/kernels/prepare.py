@@ -35,7 +35,7 @@ import jax.numpy as jnp
 from jax_qla.kernels.common import CHUNK, L2NORM_EPSILON, LOG2_E, LONG, MIN_LOG_DECAY, PASS_CONFIGS
 from jax_qla.kernels.inverse import KEPT
 from jax_qla.kernels.inversion import INVERSION_PRELUDE
-from jax_qla.kernels.macros import call, unfenced
+from jax_qla.kernels.macros import call, over, place_of, unfenced
 from jax_qla.kernels.preludes import CHUNK_PRELUDE
 from jax_qla.kernels.specification import (
     decay,
@@ -65,9 +65,6 @@ class Config:
 
 UPPER_HALF = 10 * 16 * 16
 """Elements of K K^T that are exchanged."""
-
-SLOTS = 32768
-"""Slots along one dimension of the grid, which ends at 65535: so a block need not divide to find its own."""
 
 LENGTHS_PRELUDE = (
     f"constexpr float kL2NormEpsilon = {L2NORM_EPSILON}f;"
@@ -285,8 +282,7 @@ def program(config: Config):
     ):
         with T.Kernel(
             (value_heads + together - 1) // together + measuring,
-            T.min(slots, SLOTS),
-            (slots + SLOTS - 1) // SLOTS,
+            *over(slots),
             threads=128,
             prelude=PRELUDE,
         ) as (number, low_slot, high_slot):
@@ -306,7 +302,7 @@ def program(config: Config):
             unit = warp // 2
             half = warp % 2
             lane = tx % 32
-            slot = slots - 1 - (high_slot * SLOTS + low_slot)
+            slot = slots - 1 - place_of(low_slot, high_slot)
             of_block = number * together  # value heads from this one on
             first = of_block + unit * pair  # and from this one on of two warps
             head = first + half

@@ -52,9 +52,9 @@ import jax
 import jax.numpy as jnp
 
 from jax_qla.kernels import first_state
-from jax_qla.kernels.common import CHUNK, FAINT, PASS_CONFIGS, PLACES, ROUND, SHORT
+from jax_qla.kernels.common import CHUNK, FAINT, PASS_CONFIGS, ROUND, SHORT
 from jax_qla.kernels.inverse import INVERSE_PRELUDE
-from jax_qla.kernels.macros import call, macros, unfenced
+from jax_qla.kernels.macros import call, macros, over, place_of, unfenced
 from jax_qla.kernels.preludes import LENGTH_PRELUDE, P_PRELUDE
 from jax_qla.kernels.specification import (
     among_heads,
@@ -147,13 +147,14 @@ def program(config: Config):
         firsts: T.int32,  # row of `leaving` from which on it has gradients of final states of sequences that are cut (kernels/compose.py), or -1
     ):
         with T.Kernel(
-            *(heads * tiles, T.min(sequences, PLACES), (sequences + PLACES - 1) // PLACES),
+            heads * tiles,
+            *over(sequences),
             threads=S + 256 + 128 * sends,
             prelude=PRELUDE,
         ) as (of_place, low_place, high_place):
             T.annotate_min_blocks_per_sm(1)
             place = T.alloc_var("int32")  # among the sequences
-            place = high_place * PLACES + low_place
+            place = place_of(low_place, high_place)
             block = place * (heads * tiles) + of_place
             number = of_place // tiles
             head = first_head + number

@@ -31,9 +31,9 @@ import jax
 import jax.numpy as jnp
 
 from jax_qla.kernels import first_state
-from jax_qla.kernels.common import CHUNK, LONG, PASS_CONFIGS, PLACES, ROUND, SHORT
+from jax_qla.kernels.common import CHUNK, LONG, PASS_CONFIGS, ROUND, SHORT
 from jax_qla.kernels.inverse import INVERSE_PRELUDE
-from jax_qla.kernels.macros import call, macros, unfenced
+from jax_qla.kernels.macros import call, macros, over, place_of, unfenced
 from jax_qla.kernels.preludes import LENGTH_PRELUDE, TILE_PRELUDE
 from jax_qla.kernels.specification import (
     gather_chunks,
@@ -115,7 +115,8 @@ def program(config: Config):
         awaits: T.int32,
     ):
         with T.Kernel(
-            *(heads * tiles, T.min(sequences, PLACES), (sequences + PLACES - 1) // PLACES),
+            heads * tiles,
+            *over(sequences),
             threads=S + 128 + 128 * sends,
             prelude=PRELUDE,
         ) as (of_place, low_place, high_place):
@@ -124,7 +125,7 @@ def program(config: Config):
                 T.pdl_sync()
                 T.pdl_trigger()  # `state_gradients` reads nothing of this and may run beside it
             place = T.alloc_var("int32")  # among the sequences
-            place = high_place * PLACES + low_place
+            place = place_of(low_place, high_place)
             number = of_place // tiles
             head = first_head + number
             key_head = T.alloc_var("int32")
