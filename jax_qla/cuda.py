@@ -18,6 +18,7 @@ and for M) begins, and `forward`, given what it found, goes on (compose, forward
 `state_gradient` (adjoint_summaries, compose in reverse) and `backward`; meanwhile `chunk_states` (compose,
 states_from_vd) computes what the latter needs of the forward pass.
 Where q and k are to be normalised, prepare finds their lengths, which are residuals (`Lengths`); all others read them.
+Those of q it may leave to forward (policy.measured_by_forward).
 Intermediate results (h, dh, Vd, states between pieces) are results of the call that are dropped here.
 
 Memory of the backward besides its operands and results, in elements of v's dtype: h and dh (h alone where it is known
@@ -189,10 +190,16 @@ def forward(
     chunk_shapes = call.chunk_state_shapes(v, precision)
     outputs |= {name: chunk_shapes[name] for name in KEPT[keep]}
     inputs |= call.no_pieces()
+    measures = False
     if residuals is None or pieces is None:
         residuals = None
-        steps = [call.prepare_step()]
+        measures = call.measures
+        steps = [call.prepare_step(queries=not measures)]
         outputs |= call.prepared_shapes(v, precision)
+        if measures:
+            inputs[_UNMEASURED] = jnp.zeros((0, call.key_heads), jnp.float32)
+            if not with_residuals:
+                outputs["query_lengths"] = outputs["query_lengths"].update(shape=inputs[_UNMEASURED].shape)
     else:
         inputs |= call.prepared(residuals) | pieces._asdict()
         steps = []
@@ -203,7 +210,7 @@ def forward(
             *steps,
             *call.table_steps,
             *more_steps,
-            *call.forward_steps(scale, keep=keep),
+            *call.forward_steps(scale, keep=keep, measures=measures),
         ],
         inputs,
         outputs,
@@ -539,6 +546,9 @@ def chunk_states(
 _LENGTHS = ("lengths", "query_lengths")
 """The kernels' names of `Lengths`."""
 
+_UNMEASURED = "unmeasured"
+"""Lengths of queries where `prepare` is to find none: empty."""
+
 
 def _composed(outputs: Collection[str]) -> dict[str, str]:
     return {name: around for name, around in _COMPOSED.items() if name in outputs}
@@ -641,6 +651,19 @@ class _Call:
         """Value columns of a block where so many heads are computed at once."""
         return 64 if self.split else policy.value_tile(self.recurrences * heads, self.value_dim)
 
+    @property
+    def whole(self) -> int:
+        """Heads whose blocks of `forward` have `value_tile` columns; those of the others have 64."""
+        if self.cut or self.split:
+            return self.value_heads
+        return policy.whole_heads(self.sequences, self.value_heads, self.value_dim)
+
+    @property
+    def measures(self) -> bool:
+        """Whether `forward`, and not `prepare`, is to find lengths of queries."""
+        alike = self.l2norm and self.whole == self.value_heads
+        return alike and policy.measured_by_forward(self.value_heads // self.key_heads, self.value_tile)
+
     def shard_tables(self, segments: jax.Array | None, cut: policy.Cut) -> dict[str, jax.Array]:
         """Pieces of all sequences and how to go through them, for what is computed before first states are known."""
         bounds = tables.dense_segments(self.batch, self.length) if segments is None else segments
@@ -710,20 +733,16 @@ class _Call:
         a = results["a"].reshape(self.value_heads, self.batch, self.length, -1)
         return Residuals(a, self.unflat(results["gamma"]), lengths=lengths)
 
-    def forward_steps(self, scale: float, *, keep: Keep = "nothing") -> list[Step]:
+    def forward_steps(self, scale: float, *, keep: Keep = "nothing", measures: bool = False) -> list[Step]:
         """The kernel `forward`, of heads whose blocks have all value columns and of others in halves, or of sequences
-        of which it halves long ones; `keep`: what it writes of `ChunkStates`."""
-        if self.cut:
-            awaits, whole = forward_kernel.STATE, self.value_heads
-        else:
-            awaits, whole = forward_kernel.PREPARED, self.value_heads
-            if not self.split:
-                whole = policy.whole_heads(self.sequences, self.value_heads, self.value_dim)
+        of which it halves long ones; `keep`: what it writes of `ChunkStates`; `measures`: whether it finds lengths of
+        queries."""
+        awaits, whole = forward_kernel.STATE if self.cut else forward_kernel.PREPARED, self.whole
         may_be_uneven = self.packed and self.sequences > 1 and whole == self.value_heads
         has_halves = self.value_tile > 64 and keep != "states"  # `forward`, in this form
         halves = policy.halves(self.parts, self.value_heads) if may_be_uneven and has_halves else None
         rename = self.of_pieces("initial_state", "entering")
-        options: dict[str, Any] = {"rename": rename, "scale": scale, "keep": keep}
+        options: dict[str, Any] = {"rename": rename, "scale": scale, "keep": keep, "measures": measures}
         options |= {"halve_long": halves is not None, **(halves or policy.NO_HALVES)._asdict()}
         steps = [self.step(forward_kernel, first_head=0, heads=whole, awaits=awaits, **options)]
         if (rest := self.value_heads - whole) > 0:
@@ -812,14 +831,15 @@ class _Call:
         shape = (count if wanted else 0, self.value_heads, self.key_dim, self.value_dim)
         return jax.ShapeDtypeStruct(shape, jnp.float32)
 
-    def prepare_step(self) -> Step:
-        """`prepare`, of all heads."""
+    def prepare_step(self, *, queries: bool = True) -> Step:
+        """`prepare`, of all heads; with lengths of `queries` where q and k are to be normalised."""
         slots = tables.slot_count(self.tokens, self.sequences)
         together = policy.prepared_together(slots, self.key_heads, self.value_heads)
         keys = 1 if self.value_heads // self.key_heads % together == 0 else 2
         if together == 4 and self.key_heads == self.value_heads:
             keys = 4
-        return self.step(prepare_kernel, together=together, keys=keys)
+        rename = {} if queries else {"query_lengths": _UNMEASURED}
+        return self.step(prepare_kernel, rename=rename, together=together, keys=keys)
 
     def summaries_step(self, shard: policy.Cut | None = None) -> Step:
         """`summaries` of all pieces but those that sequences end with, or of all of a `shard`."""

@@ -453,6 +453,10 @@ def _cases() -> Iterator[Case]:
     yield normalised("normalised, some beta faint", beta="some faint")
     yield normalised("normalised, packed, empty sequences", tokens=300, segments=_TIGHT)
     yield normalised("normalised, packed, gaps of NaN", tokens=300, segments=_GAPS, poisoned=True)
+    each = functools.partial(normalised, key_heads=2)
+    yield each("normalised, ratio 1, packed, gaps of NaN", tokens=300, segments=_GAPS, poisoned=True)
+    yield each("normalised, ratio 1, batch 2, some keys zero", batch=2, tokens=100, keys="some zero")
+    yield each("normalised, ratio 1, packed, K and V 128", tokens=300, key_dim=128, value_dim=128, segments=_TIGHT)
 
 
 CASES: tuple[Case, ...] = (

@@ -73,6 +73,8 @@ def configurations() -> list[Any]:
             options = [{}, {"value_tile": 64}, {"key_dim": 64, "value_dim": 64, "value_tile": 64}]
         if name == "forward":
             of_long: list[dict[str, Any]] = [{"halve_long": True}, {"halve_long": True, "keep": "vd", "l2norm": True}]
+            measures: dict[str, Any] = {"l2norm": True, "measures": True}
+            options += [measures, measures | {"keep": "vd"}, measures | {"halve_long": True}]
             keeping = {keep: [{"keep": keep, **option} for option in options] for keep in ("vd", "states")}
             options += [x for x in keeping["vd"] if "split" not in x] + keeping["states"] + of_long
         for option in options:
@@ -98,7 +100,7 @@ def test_no_order_of_events_stops_a_kernel(
             "kept_heads": key_heads * ratio,
             "vd_heads": key_heads * ratio,
             "cut_pieces": 2,
-            "tokens": max(chunks, 1) * CHUNK,
+            **dict.fromkeys(("tokens", "measured"), max(chunks, 1) * CHUNK),
             "key_heads": key_heads,
             "value_heads": key_heads * ratio,
             "value_dim": 128,
@@ -129,6 +131,8 @@ WAITING = [
     ("forward", {}, {"awaits": forward.STATE}),
     ("forward", {}, {"awaits": forward.PREPARED}),
     ("forward", {}, {"awaits": forward.NOTHING}),
+    ("forward", {"l2norm": True, "measures": True}, {"awaits": forward.STATE}),
+    ("forward", {"l2norm": True, "measures": True}, {"awaits": forward.PREPARED}),
     ("summaries", {}, {}),
     ("adjoint_summaries", {}, {}),
     ("compose", {"reverse": False}, {}),
@@ -171,7 +175,7 @@ def test_who_has_waited_when_the_next_kernel_may_begin(
     sizes |= {
         "cut_pieces": 2,
         "cuts": 1,
-        "tokens": 2 * CHUNK,
+        **dict.fromkeys(("tokens", "measured"), 2 * CHUNK),
         "value_dim": 128,
         "parts": 2,
         **dict.fromkeys(("rows", "entering_rows"), 2),

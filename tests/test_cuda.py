@@ -129,6 +129,9 @@ CASES = (
 
 NORMALISED = dataclasses.replace(CASES[-1], name="many heads, packed, gaps, normalised", l2norm=True)
 OWN_KEYS_NORMALISED = dataclasses.replace(OWN_KEYS, name="many key heads, normalised", l2norm=True)
+LAST_OWN_KEYS = dataclasses.replace(
+    LAST_IN_HALVES, name="last heads in halves, ratio 1, normalised", key_heads=48, l2norm=True
+)
 
 
 @pytest.fixture(scope="module")
@@ -151,13 +154,16 @@ MISSED = {
 which case dg of few heads does not is chance (test_emulated.py: test_dg_over_draws)."""
 
 
+OTHERS = (NORMALISED, OWN_KEYS_NORMALISED, LAST_OWN_KEYS, ONE_LONG)
+
+
 def _parameter(case: battery.Case) -> Any:
     missed = MISSED.get(case.name) if case.dtype == "bfloat16" else None
     marks = [pytest.mark.xfail(reason=f"limits not reached: {missed}", strict=True)] if missed else []
     return pytest.param(case, marks=marks, id=str(case))
 
 
-@pytest.mark.parametrize("case", [_parameter(case) for case in (*CASES, NORMALISED, OWN_KEYS_NORMALISED, ONE_LONG)])
+@pytest.mark.parametrize("case", [_parameter(case) for case in (*CASES, *OTHERS)])
 def test_battery(case: battery.Case, measured: dict[str, dict[str, battery.Error]]) -> None:
     limits = IDENTICAL if case.keys.startswith("identical") else LIMITS
     measured[f"{case}, rows of a piece: {os.environ[policy.OVERRIDE]}"] = battery.check(case, cuda, limits)
@@ -224,11 +230,13 @@ def test_bitwise_repeatable(case: battery.Case, function: battery.Function) -> N
 
 @pytest.mark.parametrize("_pieces", ["0"], ids=["whole"], indirect=True)
 @pytest.mark.parametrize("function", [cuda, that_recomputes], ids=["Vd kept", "nothing kept"])
-@pytest.mark.parametrize("l2norm", [False, True], ids=["as given", "normalised"])
+@pytest.mark.parametrize(
+    ("key_heads", "l2norm"), [(9, False), (9, True), (18, True)], ids=["as given", "normalised", "normalised, ratio 1"]
+)
 def test_halves_of_long_sequences_give_the_same_bits(
-    function: battery.Function, l2norm: bool, monkeypatch: pytest.MonkeyPatch
+    function: battery.Function, key_heads: int, l2norm: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    case = dataclasses.replace(ONE_LONG, l2norm=l2norm)
+    case = dataclasses.replace(ONE_LONG, key_heads=key_heads, l2norm=l2norm)
     assert case.segments
     assert policy.halves(len(case.segments), case.value_heads)
     found = battery.run(case, function)

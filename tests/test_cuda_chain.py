@@ -70,6 +70,7 @@ def launch_specifications(
     for step in steps:
         specification = importlib.import_module(f"jax_qla.kernels.{step.kernel}").specification
         operands, options = [], {}
+        measures = getattr(step.config, "measures", False)
         for name, parameter in inspect.signature(specification).parameters.items():
             if parameter.kind == inspect.Parameter.KEYWORD_ONLY:
                 if name in OF_TABLES:  # the kernel has it from its results
@@ -84,7 +85,7 @@ def launch_specifications(
                 operands.append(chunk_table(table))
                 continue
             if name in ("lengths", "query_lengths") or (step.kernel, name) == ("prepare", "q"):
-                if not step.config.l2norm:  # as the plan leaves it out
+                if not step.config.l2norm or (measures and name == "query_lengths"):  # as the plan leaves it out
                     operands.append(None)
                     continue
                 lengths.add(name)
@@ -94,7 +95,8 @@ def launch_specifications(
             operands.append(x)
         found = _compiled(specification, tuple(options.items()), jax.lax.scan)(*operands)
         found = found if isinstance(found, tuple) else (found,)
-        for name, x in zip(RESULTS[step.kernel][: len(found)], found, strict=True):
+        names = RESULTS[step.kernel][: len(found) - measures] + ("query_lengths",) * measures
+        for name, x in zip(names, found, strict=True):
             target = step.rename.get(name, name)
             if target in outputs and outputs[target].shape[:1] != (0,):  # an empty one is not wanted
                 assert x.shape == outputs[target].shape, f"{step.kernel}: {target}"
@@ -549,15 +551,21 @@ def _normalised_by_xla(packed: bool, dtype: str, precision: str | None = None) -
 
 
 @every_value
+@pytest.mark.parametrize("measures", [False, True], ids=["lengths by prepare", "lengths by forward"])
 @pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
 @pytest.mark.usefixtures("_chain")
-def test_kernels_that_normalise(packed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kernels_that_normalise(packed: bool, measures: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Their specifications in float32, of q and k as given, against q and k normalised before and gradients after."""
     monkeypatch.setattr(cuda, "L2NORM_DTYPES", ("float32",))
-    found = _with_l2norm(OF_KERNELS, *_to_be_normalised(packed, "float32"))
+    monkeypatch.setattr(policy, "measured_by_forward", lambda *heads: measures)
+    operands, segments, cotangents = _to_be_normalised(packed, "float32")
+    found = _with_l2norm(OF_KERNELS, operands, segments, cotangents)
     names = ("o", "final_state", "dq", "dk", "dv", "dg", "dbeta", "d_initial_state")
     for name, a, b in zip(names, found, _normalised_by_xla(packed, "float32"), strict=True):
         _close(a, b, name)
+    alone = jax.jit(lambda *x: _rule(OF_KERNELS, *x, segments, l2norm=True))(*operands)  # and nothing kept
+    for name, a, b in zip(names, alone, found, strict=False):
+        np.testing.assert_array_equal(a, b, name)
 
 
 @pytest.mark.parametrize(("dtype", "l2norm"), [("bfloat16", True), rarely("float16", True), rarely("bfloat16", False)])

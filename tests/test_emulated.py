@@ -210,6 +210,19 @@ def test_sequences_that_are_not_cut_have_the_same_bits(
         assert whole.tobytes() == beside.tobytes(), name
 
 
+@pytest.mark.parametrize("rows", [0, rarely(128)])
+@pytest.mark.parametrize("save", [None, rarely(True), rarely(False)])
+def test_lengths_of_queries_by_forward(rows: int, save: bool | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where two heads share a key head, of which one writes them, and rows of no sequence are not numbers."""
+    monkeypatch.setattr(policy, "measured_by_forward", lambda *heads: True)
+    monkeypatch.setattr(policy, "value_tile", lambda *sizes: 128)
+    monkeypatch.setenv(policy.OVERRIDE, str(rows))
+    segments = ((2, 40), (45, 45), (45, 280))
+    case = dataclasses.replace(WIDE_NORMALISED, name="emulated, lengths", segments=segments, poisoned=True)
+    stand_in.forget_traces()
+    battery.check(case, functools.partial(rule, save=save), LIMITS)
+
+
 IN_ONE = [
     battery.Case(f"in one, {name}", dtype=dtype, key_dim=128, value_dim=128, **sizes)
     for name, dtype, sizes in (

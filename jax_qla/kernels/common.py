@@ -16,7 +16,7 @@ for beta |k|^-2 k k^T = beta k^ k^^T and k (beta |k|^-2) (|k| v) = beta k^ v wit
 keys; Vd and dX between kernels are |k| times less and more. What gradients kernels/gradients.py finds by q and k with the lengths held
 constant become the whole ones by dk - k <k, dk> / |k|^2. `prepare` writes the lengths, which are kept for the backward pass, and all others
 read them with the gates. (Where kernels measured the rows of their own tiles, both passes took 11 to 18 % longer than without
-`l2norm`: docs/performance.md.) In bfloat16 only: lengths far from 1 would leave float16's range. (By a run-time flag, calls without it took
+`l2norm`: docs/performance.md. But `forward` finds those of queries by a product where each value head has a key head of its own.) In bfloat16 only: lengths far from 1 would leave float16's range. (By a run-time flag, calls without it took
 6 to 15 % longer where a block's latency is all that counts.)
 
 With `split`, what meets the inverse of a chunk enters products as the sum of two bf16 numbers, high and low: `a`, X and Vd, of the

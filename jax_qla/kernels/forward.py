@@ -22,7 +22,7 @@ Plan, one block per (sequence, value head, tile of `value_tile` value columns), 
     barrier         arrives   waits          says
     loaded[stage]   TMA       P              the tiles are there
     gated[stage]    loads, P  P, then state  tiles and gates are there, rows beyond the sequence are zero in K, V and a
-    ready[stage]    P         state          P is there, which only the last of the five products needs
+    ready[stage]    P         state          P is there, which only the last of the five products needs; with `measures` lengths of queries, too
     free[stage]     state     loads, then    the products of the chunk are done: the stage may be overwritten, and so may its P
                               with Vd kept P
     taken           state     loads          the initial state has left the second and third stage of K and Q, by way of which a block of 128 columns
@@ -34,7 +34,12 @@ releases) is there for who waits (which acquires).
 What stands in the way of the recurrence is latency, so nothing waits that need not: the state goes on to the next chunk before its P is
 there, the loads have a warp to themselves (when the warpgroup of P issued them, the state waited for P a third of its time) and the gates
 two (P's warpgroup has no time to wait for them), O leaves through a tile of its own and not through V's, and while it does the next chunk's K S runs, whose state is the one just computed. Lengths of
-keys and queries come with the gates, from `prepare`: nobody here has time to measure them.
+keys and queries come with the gates, from `prepare`: to read a tile by anything but wgmma nobody here has time.
+
+With `measures` those of queries do not: their squares are the diagonal of Q Q^T, one product more of P's warpgroup, 0.15 us of the tensor cores a
+step, and `prepare` need not read Q for them. Every value head's block computes it anew, and one warpgroup of state waits for it where two need not: so
+that pays where each value head has a key head of its own, in blocks of 128 columns (policy.measured_by_forward). The state then waits for P before it
+scales Q S, by what P's warpgroup has found, and not behind.
 
 The initial state of 128 columns comes by two bulk copies. Its elements, a load each, are requests of 32 bytes, which kept blocks waiting where
 all begin at once. Blocks of 64 columns load elements: where V is 128 they are few (policy.value_tile), and loads as fast.
@@ -73,7 +78,17 @@ import jax
 import jax.numpy as jnp
 
 from jax_qla.kernels import states
-from jax_qla.kernels.common import CHUNK, FIRST, LAST, LOG2_E, LONG, PASS_CONFIGS, SHORT, cut_behind
+from jax_qla.kernels.common import (
+    CHUNK,
+    FIRST,
+    L2NORM_EPSILON,
+    LAST,
+    LOG2_E,
+    LONG,
+    PASS_CONFIGS,
+    SHORT,
+    cut_behind,
+)
 from jax_qla.kernels.inverse import INVERSE_PRELUDE
 from jax_qla.kernels.macros import accumulator_layout, call, kept_first, macros, over, place_of, unfenced
 from jax_qla.kernels.preludes import LENGTH_PRELUDE, P_PRELUDE
@@ -82,6 +97,7 @@ from jax_qla.kernels.specification import (
     decay,
     gather_chunks,
     gather_lengths,
+    inverse_length,
     last_row,
     of_heads,
     scan_slots,
@@ -166,6 +182,38 @@ __device__ __forceinline__ void jax_qla_store_state(const void* registers, float
 )
 
 
+MEASURE_PRELUDE = (
+    f"constexpr float kL2NormEpsilon = {L2NORM_EPSILON}f;"
+    r"""
+// lengths_i = 1 / |q_i|, 0 beyond `rows` rows, and factors_i times that, from the diagonal of Q Q^T, `squares`, a wgmma accumulator [64, 64]; and where
+// they are `wanted` in memory, `pitch` elements apart. A warp finds what is of its 16 rows, and reads it itself in jax_qla_store_decayed.
+__device__ __forceinline__ void jax_qla_take_lengths(const void* squares, float* lengths, float* factors, int rows, bool wanted, float* memory,
+                                                     int pitch) {
+  const float* c = static_cast<const float*>(squares);
+  const int lane = threadIdx.x & 31, warp = (threadIdx.x >> 5) & 3, row = lane / 4;
+  float upper = 0.f, lower = 0.f;
+#pragma unroll
+  for (int w = 0; w < 4; ++w) {  // an index that is no constant would put all of it into memory
+    if (warp != w) continue;
+    upper = row & 1 ? c[8 * w + 1] : c[8 * w];
+    lower = row & 1 ? c[8 * w + 7] : c[8 * w + 6];
+  }
+  if (lane % 4 == row / 2) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int i = warp * 16 + half * 8 + row;
+      const float length = i < rows ? rsqrtf((half ? lower : upper) + kL2NormEpsilon) : 0.f;
+      lengths[i] = length;
+      factors[i] *= length;
+      if (wanted && i < rows) memory[static_cast<long long>(i) * pitch] = length;
+    }
+  }
+  __syncwarp();
+}
+"""
+)
+
+
 HALVES_PRELUDE = r"""
 // What the block that is launched as the `index`-th computes where long ones of `count` sequences (first row and end of each), 32 at most, are computed
 // in halves: sequence, which of `heads` heads, and half of its value columns, or -1 for both. False: nothing. Long are those of `least` chunks or more
@@ -231,7 +279,8 @@ class Config:
     """Sizes this program is specialised for: `key_dim`, `value_dim` 64 or 128, `dtype` "bfloat16" or "float16", and
     `value_tile`, the value columns of a block: 64, or 128 where V is; `l2norm`: whether q and k
     are to be normalised; `split` (kernels/common.py): with bfloat16 and blocks of 64 columns only; `keep`: "nothing", "vd" (not with `split`) or
-    "states", h and Vd; `halve_long`, with blocks of 128 columns only and not with "states": whether long sequences are computed by two blocks a head."""
+    "states", h and Vd; `halve_long`, with blocks of 128 columns only and not with "states": whether long sequences are computed by two blocks a head;
+    `measures`, with `l2norm` and blocks of 128 columns only: whether lengths of queries are found here."""
 
     key_dim: int = 128
     value_dim: int = 128
@@ -241,6 +290,7 @@ class Config:
     split: bool = False
     keep: str = "nothing"
     halve_long: bool = False
+    measures: bool = False
 
 
 def program(config: Config):
@@ -251,7 +301,7 @@ def program(config: Config):
     C, K, V, W, dtype = CHUNK, config.key_dim, config.value_dim, config.value_tile, config.dtype
     tiles = V // W  # blocks a head
     parts = W // 64  # warpgroups that hold the state
-    l2norm, split, halve_long = config.l2norm, config.split, config.halve_long
+    l2norm, split, halve_long, measures = config.l2norm, config.split, config.halve_long, config.measures
     keeps, keeps_h = config.keep != "nothing", config.keep == "states"
     stages = 2 if split and keeps_h and K > 64 else 3
     p_stages = 2 if keeps and parts > 1 else stages
@@ -259,7 +309,7 @@ def program(config: Config):
     # How long the second-level cache is to keep what other blocks or kernels read too, and what nobody does soon.
     kept, passed, written = (LONG, LONG, None) if keeps_h else (None, SHORT, SHORT)
     S = 128 * parts  # threads that hold the state
-    prelude = PRELUDE + HALVES_PRELUDE if halve_long else PRELUDE
+    prelude = PRELUDE + HALVES_PRELUDE * halve_long + MEASURE_PRELUDE * measures
     m = macros()
     by_rows = T.GemmWarpPolicy.FullRow  # a warpgroup has 64 rows, not columns, of a product
     tokens, key_heads, value_heads, sequences = T.dynamic("tokens, key_heads, value_heads, sequences")
@@ -267,6 +317,7 @@ def program(config: Config):
     state_slots = T.dynamic("state_slots")
     cut_sequences, cut_pieces = T.dynamic("cut_sequences, cut_pieces")  # or 0: `segments` are sequences
     cuts = T.dynamic("cuts")  # places for them, or 0
+    measured = T.dynamic("measured") if measures else tokens  # or 0: nobody else wants lengths of queries
 
     def either(condition, one, other):
         """The address of one of two tables."""
@@ -277,6 +328,12 @@ def program(config: Config):
     def put(operand, part, transposed, tiles, wg):
         """A warpgroup's tile becomes columns from 64 `part` on of what products read from its registers, or their transpose."""
         call(f"jax_qla_store_operand<{transposed}>", operand.data, part, T.address_of(tiles[wg, 0, 0]))
+
+    @T.macro
+    def fetch_length(lengths, row, rows, key_head, thread, of_rows):
+        """`fetch_lengths` of keys alone."""
+        if thread < rows:
+            of_rows[0] = lengths[row + thread, key_head]
 
     @T.macro
     def send_parts(state_b, h_s, h, slot, head, first):
@@ -312,7 +369,7 @@ def program(config: Config):
         gamma: T.Tensor((tokens, value_heads), "float32"),
         beta: T.Tensor((tokens, value_heads), "float32"),
         lengths: T.Tensor((tokens, key_heads), "float32"),  # 1 / |k|, with `l2norm` only, and so
-        query_lengths: T.Tensor((tokens, key_heads), "float32"),  # 1 / |q|
+        query_lengths: T.Tensor((measured, key_heads), "float32"),  # 1 / |q|; with `measures` a result
         initial_state: T.Tensor((initial_states, value_heads, K, V), "float32"),
         segments: T.Tensor((sequences, 2), "int32"),  # sequences, or their pieces
         pieces: T.Tensor((cut_pieces, 4), "int32"),
@@ -506,7 +563,9 @@ def program(config: Config):
                     if waits == PREPARED:
                         T.pdl_sync()
                     m.fetch_gates(gamma, beta, start, T.min(end - start, C), head, row, fetched)
-                    if l2norm:
+                    if measures:
+                        fetch_length(lengths, start, T.min(end - start, C), key_head, row, of_rows)
+                    elif l2norm:
                         m.fetch_lengths(lengths, query_lengths, start, T.min(end - start, C), key_head, row, of_rows)
                     for c in T.serial(count):
                         at = c % stages
@@ -515,9 +574,13 @@ def program(config: Config):
                             T.barrier_wait(free[at], (c // stages + 1) % 2)
                         m.store_gates(fetched, rows, row, at, gamma_s, rise_s, fall_s, beta_s)
                         scaled_s[at, row] = scale * rise_s[at, row]
-                        if l2norm:
+                        # With lengths X = beta / |k| (V - exp(gamma) / |k| K S), O = scale / |q| ..
+                        if measures:
                             if row < rows:
-                                # X = beta / |k| (V - exp(gamma) / |k| K S), O = scale / |q| ..
+                                beta_s[at, row] = beta_s[at, row] * of_rows[0]
+                                rise_s[at, row] = rise_s[at, row] * of_rows[0]
+                        elif l2norm:
+                            if row < rows:
                                 beta_s[at, row] = beta_s[at, row] * of_rows[0]
                                 rise_s[at, row] = rise_s[at, row] * of_rows[0]
                                 scaled_s[at, row] = scaled_s[at, row] * of_rows[1]
@@ -530,7 +593,16 @@ def program(config: Config):
                         m.fetch_gates(
                             gamma, beta, start + (c + 1) * C, T.min(end - (start + (c + 1) * C), C), head, row, fetched
                         )
-                        if l2norm:
+                        if measures:
+                            fetch_length(
+                                lengths,
+                                start + (c + 1) * C,
+                                T.min(end - (start + (c + 1) * C), C),
+                                key_head,
+                                row,
+                                of_rows,
+                            )
+                        elif l2norm:
                             m.fetch_lengths(
                                 lengths,
                                 query_lengths,
@@ -561,7 +633,21 @@ def program(config: Config):
                         T.fence_proxy_async()
                         T.sync_threads(3, 128)
                     T.barrier_arrive(gated[at])
+                    if measures:
+                        T.wgmma_gemm(q_s[at, :, :], q_s[at, :, :], p, transpose_B=True, clear_accum=True)
                     T.barrier_wait(gated[at], (c // stages) % 2)
+                    if measures:
+                        T.wait_wgmma(0)
+                        call(
+                            "jax_qla_take_lengths",
+                            p.data,
+                            unfenced(query_s[at, 0]),
+                            unfenced(scaled_s[at, 0]),
+                            rows,
+                            measured > 0 and key_head * ratio == head and (half < 1 if halve_long else True),
+                            T.address_of(query_lengths[start + c * C, key_head]),
+                            key_heads,
+                        )
                     T.wgmma_gemm(q_s[at, :, :], k_s[at, :, :], p, transpose_B=True, clear_accum=True)
                     if p_stages < stages:
                         if c >= p_stages:
@@ -685,6 +771,8 @@ def program(config: Config):
                         T.sync_threads(4 + wg, 128)
                         m.send_state(h_s, wg, 0, h, start // C + n + c, head, 1, first + part)
                     T.wait_wgmma(1 + 2 * split)
+                    if measures:
+                        T.barrier_wait(ready[at], (c // stages) % 2)
                     for i, j in T.Parallel(W, C):
                         acc[i, j] = acc[i, j] * scaled_s[at, j]
                     T.wait_wgmma(0)
@@ -699,7 +787,8 @@ def program(config: Config):
                             u[i, j] = u[i, j] * fall_s[at, j]
                         m.keep_low(u, vk_b, low_vk)
                         T.wgmma_gemm(low_vk, k_s[at, :, :], state, policy=by_rows)
-                    T.barrier_wait(ready[at], (c // stages) % 2)
+                    if not measures:
+                        T.barrier_wait(ready[at], (c // stages) % 2)
                     T.wgmma_gemm(vd_b, p_s[c % p_stages, :, :], acc, transpose_B=True, policy=by_rows)
                     if split:
                         T.wgmma_gemm(low, p_s[c % p_stages, :, :], acc, transpose_B=True, policy=by_rows)
@@ -800,10 +889,11 @@ def specification(
     first_head: int = 0,
     heads: int | None = None,
     keep: str = "nothing",
+    measures: bool = False,
     firsts: int = -1,
 ) -> tuple[jax.Array, ...]:
-    """(o [tokens, Hv, V] in v's dtype, final_state [N, Hv, K, V]) and, as `keep` says, Vd, or Vd and h, of `states`; not a number in other heads than
-    `heads` from `first_head` on.
+    """(o [tokens, Hv, V] in v's dtype, final_state [N, Hv, K, V]) and, as `keep` says, Vd, or Vd and h, of `states`, and with `measures` query_lengths, which
+    are no operand then; not a number in other heads than `heads` from `first_head` on.
 
     `segments` are sequences or, with `pieces`, `spans` and `entering`, their pieces; without, these are empty.
     """
@@ -811,6 +901,8 @@ def specification(
     values, gates, strength = (gather_chunks(x, chunks) for x in (v, gamma, beta))
     inverse = unpack_inverses(a, chunks, k.dtype)
     scales = jnp.full_like(strength, scale)
+    if measures:
+        query_lengths = scatter_chunks(inverse_length(gather_chunks(q, chunks), 1), chunks, q.shape[0], lengths.dtype)
     if l2norm:
         of_key = gather_lengths(lengths, chunks, ratio)
         scales = scale * gather_lengths(query_lengths, chunks, ratio)
@@ -841,4 +933,5 @@ def specification(
             k, v, a, gamma, beta, lengths, initial_state, segments, pieces, entering, chunks, **scalars
         )
         results += [vd, h] if keep == "states" else [vd]
-    return tuple(among_heads(x, first_head, v.shape[1]) for x in results)
+    found = tuple(among_heads(x, first_head, v.shape[1]) for x in results)
+    return (*found, query_lengths) if measures else found

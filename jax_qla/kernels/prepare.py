@@ -11,7 +11,7 @@ spectral norm of what a chunk does to the state before it, which tells kernels/s
 are marked in the lowest bit of their last gamma (kernels/common.py: STRETCHES), which costs gamma 6e-8 of itself and no memory.
 
 With `l2norm`, beta is divided by |k|^2 first, which K K^T has on its diagonal, and 1 / |k| is written for
-`summaries` and `forward` (kernels/common.py). 1 / |q| is written too, by blocks of their own beside those of their rows.
+`summaries` and `forward` (kernels/common.py). 1 / |q| is written too, by blocks of their own beside those of their rows, unless `forward` finds it.
 
 The *gated* matrix is inverted: the gate-free one can overflow where the recurrence itself is stable (long keys, strong decay).
 
@@ -237,8 +237,10 @@ def program(config: Config):
     tokens, key_heads, value_heads, value_dim, sequences = T.dynamic(
         "tokens, key_heads, value_heads, value_dim, sequences"
     )
+    measured = T.dynamic("measured") if l2norm else tokens  # rows of queries: all or none
     slots = tokens // C + sequences + 1  # jax_qla/segments.py: slot_count
-    measuring = (key_heads + 1) // 2 if l2norm else 0  # blocks that measure queries, of a slot
+    pairs = (key_heads + 1) // 2
+    measuring = T.min(measured * pairs, pairs) if l2norm else 0  # blocks that measure queries, of a slot
 
     @T.macro
     def load_keys(k, row, key_head, two, unit, half, tiles, loaded):
@@ -275,7 +277,7 @@ def program(config: Config):
         a: T.Tensor((value_heads, tokens, C * (1 + split)), "int16"),
         gamma: T.Tensor((tokens, value_heads), "float32"),
         lengths: T.Tensor((tokens, key_heads), "float32"),  # 1 / |k|, with `l2norm` only, and so
-        query_lengths: T.Tensor((tokens, key_heads), "float32"),  # 1 / |q|
+        query_lengths: T.Tensor((measured, key_heads), "float32"),  # 1 / |q|, where wanted
         o: T.Tensor((tokens, value_heads, value_dim), dtype),
         ratio: T.int32,
         together: T.int32,  # value heads of a block: 4, with 4 `keys` always, or fewer (policy.prepared_together)
@@ -466,7 +468,7 @@ def specification(
     split: int = 0,
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
     """(a [Hv, tokens, 64], or with `split` [Hv, tokens, 128], of bits of k's dtype, gamma [tokens, Hv], lengths and query_lengths [tokens, Hk]) of sequences
-    `bounds` [N, 2], query_lengths of all rows; `o` is not a result, only its unused rows are zeroed."""
+    `bounds` [N, 2], query_lengths of all rows, if they are wanted; `o` is not a result, only its unused rows are zeroed."""
     from jax_qla.segments import chunk_table  # which takes the constants of kernels/common.py
 
     chunks = jnp.asarray(chunk_table(bounds, k.shape[0]))
