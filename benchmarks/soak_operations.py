@@ -33,6 +33,8 @@ ROUNDING = {"bfloat16": 2.0**-8, "float16": 2.0**-11}
 EPS = 1e-5
 HEAD = 128
 """Elements that count as one value head of one token."""
+STATES = 1024
+"""Most states, of a value head each, that a call of the gated delta rule begins with; eight sequences may have more."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -113,6 +115,8 @@ class GatedDeltaRule(Operation):
     """Of "cuda"."""
     saving: bool | None = None
     """The option `save_chunk_states`."""
+    piece_rows: int | None = None
+    """Of "cuda"."""
 
     by_kernels_only = False
 
@@ -131,11 +135,12 @@ class GatedDeltaRule(Operation):
             value_heads=value_heads,
             key_dim=int(random.choice(dims)),
             value_dim=int(random.choice(dims)),
-            sequences=int(random.integers(1, 9)),
+            sequences=_places(random, max(8, STATES // (value_heads * batch))),
             state=bool(random.random() < 0.7),
             l2norm=bool(random.random() < 0.5),
             precision="high" if kernels and random.random() < 0.3 else None,
             saving=(None, None, True, False)[int(random.integers(4))],
+            piece_rows=(None, None, None, 0, 64, 256)[int(random.integers(6))],
         )
 
     @property
@@ -144,7 +149,8 @@ class GatedDeltaRule(Operation):
 
     @property
     def kinds(self) -> tuple[str, ...]:
-        return (*super().kinds, self.form, f"K {self.key_dim}, V {self.value_dim}")
+        many = ("more than 8 sequences",) if self.form != "dense" and self.sequences > 8 else ()
+        return (*super().kinds, self.form, f"K {self.key_dim}, V {self.value_dim}", *many)
 
     @property
     def alike(self) -> bool:
@@ -183,6 +189,7 @@ class GatedDeltaRule(Operation):
                 use_qk_l2norm_in_kernel=self.l2norm,
                 implementation=implementation,
                 precision=self.precision if implementation == "cuda" else None,
+                piece_rows=self.piece_rows if implementation == "cuda" else None,
                 save_chunk_states=self.saving,
             )
 
@@ -431,8 +438,15 @@ def _unit(random: np.random.Generator, *sizes: int) -> np.ndarray:
     return np.asarray(x / np.linalg.norm(x, axis=-1, keepdims=True))
 
 
+def _places(random: np.random.Generator, most: int) -> int:
+    """For sequences: as often 8 or fewer as more."""
+    return int(random.integers(1, 9)) if random.random() < 0.5 else min(most, 8 + _up_to(random, most))
+
+
 def _cu_seqlens(random: np.random.Generator, tokens: int, sequences: int) -> np.ndarray:
     ends = np.sort(random.integers(0, tokens + 1, sequences))
+    if random.random() < 0.3:  # few that are not empty, anywhere
+        ends = np.sort(random.choice(random.choice(ends, _up_to(random, 8)), sequences))
     ends[-1] = tokens if random.random() < 0.8 else ends[-1]  # else a tail that belongs to nobody
     return np.array([0, *ends], np.int32)
 
