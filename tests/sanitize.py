@@ -50,7 +50,10 @@ CALLS: dict[str, tuple[int, Callable[[], object]]] = {
     "pieces of 128, states kept": (128, partial(battery.run, PACKED, that_keeps)),
     "pieces of 128, Vd computed again": (128, partial(battery.run, PACKED, that_recomputes)),
     "K = V = 128, normalised": (0, partial(battery.run, WIDE, cuda)),
-    "normalised, a key head each": (0, partial(battery.run, replace(WIDE, key_heads=4), cuda)),
+    "normalised, 36 heads with keys of their own": (
+        0,
+        partial(battery.run, replace(WIDE, key_heads=36, value_heads=36), cuda),
+    ),
     "backward pass in one kernel": (0, partial(battery.run, IN_ONE, cuda)),
     "backward pass in one kernel, normalised": (0, partial(battery.run, WIDE, cuda)),
     "backward pass in one kernel, four value heads a key head": (0, partial(battery.run, FOUR, cuda)),

@@ -128,7 +128,9 @@ CASES = (
 )
 
 NORMALISED = dataclasses.replace(CASES[-1], name="many heads, packed, gaps, normalised", l2norm=True)
+# Whose queries `forward` measures.
 OWN_KEYS_NORMALISED = dataclasses.replace(OWN_KEYS, name="many key heads, normalised", l2norm=True)
+OWN_KEYS_OF_64 = dataclasses.replace(OWN_KEYS_NORMALISED, name="many key heads, normalised, K 64", key_dim=64)
 LAST_OWN_KEYS = dataclasses.replace(
     LAST_IN_HALVES, name="last heads in halves, ratio 1, normalised", key_heads=48, l2norm=True
 )
@@ -154,7 +156,7 @@ MISSED = {
 which case dg of few heads does not is chance (test_emulated.py: test_dg_over_draws)."""
 
 
-OTHERS = (NORMALISED, OWN_KEYS_NORMALISED, LAST_OWN_KEYS, ONE_LONG)
+OTHERS = (NORMALISED, OWN_KEYS_NORMALISED, OWN_KEYS_OF_64, LAST_OWN_KEYS, ONE_LONG)
 
 
 def _parameter(case: battery.Case) -> Any:
@@ -178,7 +180,11 @@ def test_battery_in_high_precision(case: battery.Case, measured: dict[str, dict[
 @pytest.mark.parametrize(
     ("case", "precision"),
     [
-        *((case, None) for case in (*CASES, NORMALISED) if case.name not in MISSED),
+        *(
+            (case, None)
+            for case in (*CASES, NORMALISED, OWN_KEYS_NORMALISED, OWN_KEYS_OF_64)
+            if case.name not in MISSED
+        ),
         *((case, "high") for case in (*CASES[-3:], NORMALISED)),
     ],
     ids=str,
@@ -194,11 +200,11 @@ def test_battery_with_states_kept(
 _RECOMPUTED = (
     *("length 65", "length 65, K and V 128", "packed, gaps of NaN, K and V 128", "ratio 1, K 64, V 128, batch 2"),
     *("ratio 4, K 128, V 64", "float16", "normalised, some keys zero", MANY_HEADS.name, CASES[-1].name),
-    NORMALISED.name,
+    *(NORMALISED.name, OWN_KEYS_NORMALISED.name, OWN_KEYS_OF_64.name),
 )
 
 
-@pytest.mark.parametrize("case", [case for case in (*CASES, NORMALISED) if case.name in _RECOMPUTED], ids=str)
+@pytest.mark.parametrize("case", [case for case in (*CASES, *OTHERS) if case.name in _RECOMPUTED], ids=str)
 def test_battery_that_recomputes(case: battery.Case, measured: dict[str, dict[str, battery.Error]]) -> None:
     """Vd too, which is else kept. In high precision nothing is kept anyway."""
     name = f"{case}, Vd computed again, rows of a piece: {os.environ[policy.OVERRIDE]}"
@@ -218,7 +224,7 @@ def _in_ways(cases: Sequence[battery.Case], *ways: str) -> list[Any]:
     ("case", "function"),
     [
         *_in_ways([MANY_HEADS, LAST_IN_HALVES, OWN_KEYS, CASES[-1], NORMALISED], "default", "high", "states kept"),
-        pytest.param(ONE_LONG, cuda, id="one long-default"),
+        *(pytest.param(case, cuda, id=f"{case}-default") for case in (ONE_LONG, OWN_KEYS_NORMALISED)),
     ],
 )
 def test_bitwise_repeatable(case: battery.Case, function: battery.Function) -> None:
@@ -226,6 +232,18 @@ def test_bitwise_repeatable(case: battery.Case, function: battery.Function) -> N
     for _ in range(50):
         again = battery.run(case, function)
         assert all(again[name].tobytes() == first[name].tobytes() for name in first)
+
+
+@pytest.mark.parametrize("case", [CASES[-1], NORMALISED, OWN_KEYS_NORMALISED, OWN_KEYS_OF_64], ids=str)
+def test_calls_without_gradients_have_the_same_bits(case: battery.Case) -> None:
+    """As those that keep nothing but what every gradient needs."""
+    x = battery.inputs(case)
+    alone: Any = functools.partial(cuda, scale=case.key_dim**-0.5, l2norm=case.l2norm, save=False)
+    operands = (x.q, x.k, x.v, x.g, x.beta, x.initial_state, x.segments)
+    found = jax.jit(alone)(*(jnp.asarray(operand) for operand in operands))
+    expected = battery.run(case, that_recomputes)
+    for name, result in zip(("o", "final_state"), found, strict=True):
+        assert np.asarray(result).tobytes() == expected[name].tobytes(), name
 
 
 @pytest.mark.parametrize("_pieces", ["0"], ids=["whole"], indirect=True)

@@ -597,15 +597,17 @@ def test_every_kernel_that_a_call_can_ask_for_is_packaged(piece_rows: str, monke
     monkeypatch.setenv(policy.OVERRIDE, piece_rows)
     shape: Any = jax.ShapeDtypeStruct
     for key_dim, value_dim, dtype in itertools.product(cuda.HEAD_DIMS, cuda.HEAD_DIMS, cuda.DTYPES):
-        ways = (False, True) if dtype in cuda.L2NORM_DTYPES else (False,)
+        # Whether q and k are normalised, and value heads of a key head, by which it depends who then measures them.
+        ways = ((False, 1), (True, 1), (True, 2)) if dtype in cuda.L2NORM_DTYPES else ((False, 1),)
         precisions = (None, "high")
-        for heads, packed, l2norm, precision, keep in itertools.product(
+        for heads, packed, (l2norm, ratio), precision, keep in itertools.product(
             (1, 33, 66, 67, 1000), (False, True), ways, precisions, implementations.KEPT
         ):
             if keep == "vd" and implementations.splits(precision, dtype):
                 continue
-            k, v = (shape((1, 400, heads, dim), dtype) for dim in (key_dim, value_dim))
-            g, segments = shape((1, 400, heads), "float32"), shape((3, 2), "int32") if packed else None
+            key_heads = -(-heads // ratio)
+            k, v = (shape((1, 400, *sizes), dtype) for sizes in ((key_heads, key_dim), (ratio * key_heads, value_dim)))
+            g, segments = shape(v.shape[:3], "float32"), shape((3, 2), "int32") if packed else None
             common: dict[str, Any] = {"scale": 1.0, "l2norm": l2norm, "precision": precision}
             if keep != "nothing" and piece_rows != "0":
                 common["piece_rows"] = int(piece_rows)
