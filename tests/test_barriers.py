@@ -73,10 +73,10 @@ def configurations() -> list[Any]:
             options = [{}, {"value_tile": 64}, {"key_dim": 64, "value_dim": 64, "value_tile": 64}]
         if name == "forward":
             of_long: list[dict[str, Any]] = [{"halve_long": True}, {"halve_long": True, "keep": "vd", "l2norm": True}]
-            measures: dict[str, Any] = {"l2norm": True, "measures": True}
-            options += [measures, measures | {"keep": "vd"}, measures | {"halve_long": True}]
             keeping = {keep: [{"keep": keep, **option} for option in options] for keep in ("vd", "states")}
             options += [x for x in keeping["vd"] if "split" not in x] + keeping["states"] + of_long
+            measures: dict[str, Any] = {"l2norm": True, "measures": True}
+            options += [measures, measures | {"keep": "states"}, measures | {"keep": "vd", "halve_long": True}]
         for option in options:
             # Beside one warpgroup of state there is one with a warp that sends, but where the states are kept.
             alone = option.get("keep") == "states" or name == "states_from_vd"

@@ -210,17 +210,37 @@ def test_sequences_that_are_not_cut_have_the_same_bits(
         assert whole.tobytes() == beside.tobytes(), name
 
 
-@pytest.mark.parametrize("rows", [0, rarely(128)])
-@pytest.mark.parametrize("save", [None, rarely(True), rarely(False)])
-def test_lengths_of_queries_by_forward(rows: int, save: bool | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where two heads share a key head, of which one writes them, and rows of no sequence are not numbers."""
-    monkeypatch.setattr(policy, "measured_by_forward", lambda *heads: True)
+MEASURED = dataclasses.replace(
+    WIDE_NORMALISED, name="emulated, lengths", segments=((2, 40), (45, 45), (45, 280)), poisoned=True
+)
+
+
+@pytest.fixture
+def _by_forward(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It measures queries, also where two heads share a key head, of which one then writes what is kept."""
+    monkeypatch.setattr(policy, "measured_by_forward", lambda *sizes: True)
     monkeypatch.setattr(policy, "value_tile", lambda *sizes: 128)
-    monkeypatch.setenv(policy.OVERRIDE, str(rows))
-    segments = ((2, 40), (45, 45), (45, 280))
-    case = dataclasses.replace(WIDE_NORMALISED, name="emulated, lengths", segments=segments, poisoned=True)
     stand_in.forget_traces()
-    battery.check(case, functools.partial(rule, save=save), LIMITS)
+
+
+@pytest.mark.usefixtures("_by_forward")
+def test_lengths_of_queries_by_forward() -> None:
+    x, expected = battery.inputs(MEASURED), battery.reference(MEASURED)
+    alone: Any = functools.partial(rule, scale=MEASURED.key_dim**-0.5, l2norm=True)
+    operands = (x.q, x.k, x.v, x.g, x.beta, x.initial_state, x.segments)
+    found = jax.jit(alone)(*(jnp.asarray(operand) for operand in operands))
+    for name, result in zip(("o", "final_state"), found, strict=True):
+        difference = np.asarray(result, np.float64) - expected[name]
+        assert np.linalg.norm(difference) <= LIMITS.of(name) * np.linalg.norm(expected[name]), name
+
+
+@only_thorough
+@pytest.mark.parametrize("rows", [0, 128])
+@pytest.mark.parametrize("save", [None, True, False])
+@pytest.mark.usefixtures("_by_forward")
+def test_lengths_of_queries_kept_by_forward(rows: int, save: bool | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(policy.OVERRIDE, str(rows))
+    battery.check(MEASURED, functools.partial(rule, save=save), LIMITS)
 
 
 IN_ONE = [
