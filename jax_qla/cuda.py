@@ -661,8 +661,7 @@ class _Call:
     @property
     def measures(self) -> bool:
         """Whether `forward`, and not `prepare`, is to find lengths of queries."""
-        alike = self.l2norm and self.whole == self.value_heads
-        return alike and policy.measured_by_forward(self.value_heads // self.key_heads, self.value_tile)
+        return self.l2norm and not self.split and policy.measured_by_forward(self.value_heads // self.key_heads)
 
     def shard_tables(self, segments: jax.Array | None, cut: policy.Cut) -> dict[str, jax.Array]:
         """Pieces of all sequences and how to go through them, for what is computed before first states are known."""

@@ -77,6 +77,7 @@ def configurations() -> list[Any]:
             options += [x for x in keeping["vd"] if "split" not in x] + keeping["states"] + of_long
             measures: dict[str, Any] = {"l2norm": True, "measures": True}
             options += [measures, measures | {"keep": "states"}, measures | {"keep": "vd", "halve_long": True}]
+            options += [measures | {"value_tile": 64, "keep": keep} for keep in ("nothing", "vd", "states")]
         for option in options:
             # Beside one warpgroup of state there is one with a warp that sends, but where the states are kept.
             alone = option.get("keep") == "states" or name == "states_from_vd"
@@ -133,6 +134,7 @@ WAITING = [
     ("forward", {}, {"awaits": forward.NOTHING}),
     ("forward", {"l2norm": True, "measures": True}, {"awaits": forward.STATE}),
     ("forward", {"l2norm": True, "measures": True}, {"awaits": forward.PREPARED}),
+    ("forward", {"l2norm": True, "measures": True, "value_tile": 64}, {"awaits": forward.PREPARED}),
     ("summaries", {}, {}),
     ("adjoint_summaries", {}, {}),
     ("compose", {"reverse": False}, {}),

@@ -215,11 +215,12 @@ MEASURED = dataclasses.replace(
 )
 
 
-@pytest.fixture
-def _by_forward(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It measures queries, also where two heads share a key head, of which one then writes what is kept."""
+@pytest.fixture(params=[128, 64])
+def _by_forward(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It measures queries, also where two heads share a key head, of which one then writes what is kept; in blocks of
+    either width, of which those of 64 columns have lengths as factors of O."""
     monkeypatch.setattr(policy, "measured_by_forward", lambda *sizes: True)
-    monkeypatch.setattr(policy, "value_tile", lambda *sizes: 128)
+    monkeypatch.setattr(policy, "value_tile", lambda *sizes: request.param)
     stand_in.forget_traces()
 
 

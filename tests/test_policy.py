@@ -120,22 +120,38 @@ def test_places_that_are_not_taken_cost_little(shape: tuple[int, int, int], time
 
 
 NORMALISED = {
-    (1, 128): {"16, 16, 8x1024": (72.2, 65.2), "16, 16, 1x8192": (107.4, 98.7), "32, 32, 4x8192": (506.1, 469.5)},
-    (1, 64): {"16, 16, 4x8192": (294.0, 290.9), "16, 16, 1x2048": (44.6, 43.8), "4, 4, 8x1024": (34.2, 36.2)},
-    (2, 128): {"16, 32, 4x8192": (439.0, 440.6), "16, 32, 8x1024": (122.5, 123.0), "16, 32, 1x8192": (155.2, 156.0)},
-    (3, 128): {"16, 48, 8x1024": (176.3, 178.9)},
-    (4, 128): {"16, 64, 8x1024": (227.5, 227.0), "16, 64, 4x8192": (820.6, 834.7)},
-    (4, 64): {"2, 8, 1x8192": (62.3, 65.0), "2, 8, 4x8192": (147.4, 151.6)},
+    1: {
+        "16, 16, 8x1024": (72.2, 65.2),
+        "16, 16, 1x8192": (107.4, 98.7),
+        "32, 32, 4x8192": (506.1, 469.5),
+        "16, 16, 4x8192": (313.8, 307.4),
+        "16, 16, 1x2048": (46.3, 44.6),
+        "8, 8, 8x1024": (44.3, 42.8),
+    },
+    2: {
+        "16, 32, 4x8192": (439.0, 440.6),
+        "16, 32, 8x1024": (122.5, 123.0),
+        "16, 32, 1x8192": (155.2, 156.0),
+        "16, 32, 1x2048": (57.8, 61.9),
+    },
+    3: {"16, 48, 8x1024": (176.3, 178.9)},
+    4: {
+        "16, 64, 8x1024": (227.5, 227.0),
+        "16, 64, 4x8192": (820.6, 834.7),
+        "2, 8, 1x8192": (63.3, 64.9),
+        "2, 8, 4x8192": (149.7, 148.8),
+        "4, 16, 4x8192": (247.4, 268.0),
+    },
 }
 """Microseconds of normalised forward passes whose queries `prepare` measures, and `forward`, by value heads of a key
-head and value columns of a block; on an H200, at a steady state but where four value heads share a key head."""
+head; on an H200, of blocks of 128 columns at a steady state but where four value heads share a key head."""
 
 
-@pytest.mark.parametrize(("of", "times"), NORMALISED.items(), ids=map(str, NORMALISED))
+@pytest.mark.parametrize(("ratio", "times"), NORMALISED.items(), ids=map(str, NORMALISED))
 def test_who_measures_queries_is_within_two_per_cent_of_the_better(
-    of: tuple[int, int], times: dict[str, tuple[float, float]]
+    ratio: int, times: dict[str, tuple[float, float]]
 ) -> None:
-    by_forward = policy.measured_by_forward(*of)
+    by_forward = policy.measured_by_forward(ratio)
     assert all(found[by_forward] <= 1.02 * min(found) for found in times.values())
 
 

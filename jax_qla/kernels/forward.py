@@ -15,14 +15,16 @@ Plan, one block per (sequence, value head, tile of `value_tile` value columns), 
 
     warpgroup      registers  work
     0 (and 1)      208        "state": 64 value columns each: S^T in float32, the five products above that contain S or Vd. 240 where there is one
-    then           72         "P": P = scale Q K^T o G into shared memory, ahead of the state
+    then           72         "P": P = scale Q K^T o G into shared memory, ahead of the state. 120 where it finds lengths of queries beside one warpgroup of state
     then           24         "loads": warp 0 loads Q, K, V, a with TMA, 1 and 2 fetch the gates, a row a lane
     last           40         beside one warpgroup of state, unless h is kept: warp 0 sends O (macros().send_results), and Vd where that is kept
 
     barrier         arrives   waits          says
     loaded[stage]   TMA       P              the tiles are there
     gated[stage]    loads, P  P, then state  tiles and gates are there, rows beyond the sequence are zero in K, V and a
-    ready[stage]    P         state          P is there, which only the last of the five products needs; with `measures` lengths of queries, too
+    ready[stage]    P         state          P is there, which only the last of the five products needs; in blocks of 128 columns with `measures` lengths of
+                                             queries, too
+    measured_last   P         state          in blocks of 64 columns those of the last chunk; those of others are there when P is at `gated` for the next
     free[stage]     state     loads, then    the products of the chunk are done: the stage may be overwritten, and so may its P
                               with Vd kept P
     taken           state     loads          the initial state has left the second and third stage of K and Q, by way of which a block of 128 columns
@@ -37,9 +39,10 @@ two (P's warpgroup has no time to wait for them), O leaves through a tile of its
 keys and queries come with the gates, from `prepare`: to read a tile by anything but wgmma nobody here has time.
 
 With `measures` those of queries do not: their squares are the diagonal of Q Q^T, one product more of P's warpgroup, 0.15 us of the tensor cores a
-step, and `prepare` need not read Q for them. Every value head's block computes it anew, and one warpgroup of state waits for it where two need not: so
-that pays where each value head has a key head of its own, in blocks of 128 columns (policy.measured_by_forward). The state then waits for P before it
-scales Q S, by what P's warpgroup has found, and not behind.
+step, and `prepare` need not read Q for them. Every value head's block computes it anew, so that pays where each value head has a key head of its own
+(policy.measured_by_forward). In blocks of 128 columns that product comes before Q K^T, whose registers it takes, and the state waits for P before it
+scales Q S, by what P's warpgroup has found, and not behind. In blocks of 64 P is not so far ahead: there (`late`) both products begin together, P is
+not divided by lengths, nor is Q S, but O, as it leaves.
 
 The initial state of 128 columns comes by two bulk copies. Its elements, a load each, are requests of 32 bytes, which kept blocks waiting where
 all begin at once. Blocks of 64 columns load elements: where V is 128 they are few (policy.value_tile), and loads as fast.
@@ -78,20 +81,10 @@ import jax
 import jax.numpy as jnp
 
 from jax_qla.kernels import states
-from jax_qla.kernels.common import (
-    CHUNK,
-    FIRST,
-    L2NORM_EPSILON,
-    LAST,
-    LOG2_E,
-    LONG,
-    PASS_CONFIGS,
-    SHORT,
-    cut_behind,
-)
+from jax_qla.kernels.common import CHUNK, FIRST, LAST, LOG2_E, LONG, PASS_CONFIGS, SHORT, cut_behind
 from jax_qla.kernels.inverse import INVERSE_PRELUDE
 from jax_qla.kernels.macros import accumulator_layout, call, kept_first, macros, over, place_of, unfenced
-from jax_qla.kernels.preludes import LENGTH_PRELUDE, P_PRELUDE
+from jax_qla.kernels.preludes import LENGTH_PRELUDE, NORM_PRELUDE, P_PRELUDE
 from jax_qla.kernels.specification import (
     among_heads,
     decay,
@@ -183,10 +176,11 @@ __device__ __forceinline__ void jax_qla_store_state(const void* registers, float
 
 
 MEASURE_PRELUDE = (
-    f"constexpr float kL2NormEpsilon = {L2NORM_EPSILON}f;"
-    r"""
-// lengths_i = 1 / |q_i|, 0 beyond `rows` rows, and factors_i times that, from the diagonal of Q Q^T, `squares`, a wgmma accumulator [64, 64]; and where
+    NORM_PRELUDE
+    + r"""
+// lengths_i = 1 / |q_i|, 0 beyond `rows` rows, and if it `scales` factors_i times that, from the diagonal of Q Q^T, `squares`, a wgmma accumulator [64, 64]; and where
 // they are `wanted` in memory, `pitch` elements apart. A warp finds what is of its 16 rows, and reads it itself in jax_qla_store_decayed.
+template <bool scales>
 __device__ __forceinline__ void jax_qla_take_lengths(const void* squares, float* lengths, float* factors, int rows, bool wanted, float* memory,
                                                      int pitch) {
   const float* c = static_cast<const float*>(squares);
@@ -202,9 +196,9 @@ __device__ __forceinline__ void jax_qla_take_lengths(const void* squares, float*
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int i = warp * 16 + half * 8 + row;
-      const float length = i < rows ? rsqrtf((half ? lower : upper) + kL2NormEpsilon) : 0.f;
+      const float length = i < rows ? jax_qla_over_norm(half ? lower : upper) : 0.f;
       lengths[i] = length;
-      factors[i] *= length;
+      if constexpr (scales) factors[i] *= length;
       if (wanted && i < rows) memory[static_cast<long long>(i) * pitch] = length;
     }
   }
@@ -280,7 +274,7 @@ class Config:
     `value_tile`, the value columns of a block: 64, or 128 where V is; `l2norm`: whether q and k
     are to be normalised; `split` (kernels/common.py): with bfloat16 and blocks of 64 columns only; `keep`: "nothing", "vd" (not with `split`) or
     "states", h and Vd; `halve_long`, with blocks of 128 columns only and not with "states": whether long sequences are computed by two blocks a head;
-    `measures`, with `l2norm` and blocks of 128 columns only: whether lengths of queries are found here."""
+    `measures`, with `l2norm` only and not with `split`: whether lengths of queries are found here."""
 
     key_dim: int = 128
     value_dim: int = 128
@@ -302,6 +296,7 @@ def program(config: Config):
     tiles = V // W  # blocks a head
     parts = W // 64  # warpgroups that hold the state
     l2norm, split, halve_long, measures = config.l2norm, config.split, config.halve_long, config.measures
+    late = measures and parts == 1  # lengths of queries are factors of O, and not of what it is a sum of
     keeps, keeps_h = config.keep != "nothing", config.keep == "states"
     stages = 2 if split and keeps_h and K > 64 else 3
     p_stages = 2 if keeps and parts > 1 else stages
@@ -324,16 +319,14 @@ def program(config: Config):
         addresses = T.address_of(one[0, 0]), T.address_of(other[0, 0])
         return call("jax_qla_either", condition, *addresses)
 
+    def unless_measured(query_lengths):
+        """Lengths of queries that are read, if any."""
+        return None if measures else query_lengths
+
     @T.macro
     def put(operand, part, transposed, tiles, wg):
         """A warpgroup's tile becomes columns from 64 `part` on of what products read from its registers, or their transpose."""
         call(f"jax_qla_store_operand<{transposed}>", operand.data, part, T.address_of(tiles[wg, 0, 0]))
-
-    @T.macro
-    def fetch_length(lengths, row, rows, key_head, thread, of_rows):
-        """`fetch_lengths` of keys alone."""
-        if thread < rows:
-            of_rows[0] = lengths[row + thread, key_head]
 
     @T.macro
     def send_parts(state_b, h_s, h, slot, head, first):
@@ -508,6 +501,8 @@ def program(config: Config):
             ready = T.alloc_barrier([128] * stages)
             free = T.alloc_barrier([S] * stages)
             taken = T.alloc_barrier([S])
+            if late:
+                measured_last = T.alloc_barrier([128])
 
             if sends:
                 o_full = T.alloc_barrier([128] * 2)
@@ -563,10 +558,16 @@ def program(config: Config):
                     if waits == PREPARED:
                         T.pdl_sync()
                     m.fetch_gates(gamma, beta, start, T.min(end - start, C), head, row, fetched)
-                    if measures:
-                        fetch_length(lengths, start, T.min(end - start, C), key_head, row, of_rows)
-                    elif l2norm:
-                        m.fetch_lengths(lengths, query_lengths, start, T.min(end - start, C), key_head, row, of_rows)
+                    if l2norm:
+                        m.fetch_lengths(
+                            lengths,
+                            unless_measured(query_lengths),
+                            start,
+                            T.min(end - start, C),
+                            key_head,
+                            row,
+                            of_rows,
+                        )
                     for c in T.serial(count):
                         at = c % stages
                         rows = T.min(end - (start + c * C), C)
@@ -575,17 +576,14 @@ def program(config: Config):
                         m.store_gates(fetched, rows, row, at, gamma_s, rise_s, fall_s, beta_s)
                         scaled_s[at, row] = scale * rise_s[at, row]
                         # With lengths X = beta / |k| (V - exp(gamma) / |k| K S), O = scale / |q| ..
-                        if measures:
+                        if l2norm:
                             if row < rows:
                                 beta_s[at, row] = beta_s[at, row] * of_rows[0]
                                 rise_s[at, row] = rise_s[at, row] * of_rows[0]
-                        elif l2norm:
-                            if row < rows:
-                                beta_s[at, row] = beta_s[at, row] * of_rows[0]
-                                rise_s[at, row] = rise_s[at, row] * of_rows[0]
-                                scaled_s[at, row] = scaled_s[at, row] * of_rows[1]
-                                query_s[at, row] = of_rows[1]
-                            else:
+                                if not measures:
+                                    scaled_s[at, row] = scaled_s[at, row] * of_rows[1]
+                                    query_s[at, row] = of_rows[1]
+                            elif not measures:
                                 query_s[at, row] = 0.0
                         if row == 0:
                             whole_s[at] = T.exp2(fetched[1] * T.float32(LOG2_E))
@@ -593,19 +591,10 @@ def program(config: Config):
                         m.fetch_gates(
                             gamma, beta, start + (c + 1) * C, T.min(end - (start + (c + 1) * C), C), head, row, fetched
                         )
-                        if measures:
-                            fetch_length(
-                                lengths,
-                                start + (c + 1) * C,
-                                T.min(end - (start + (c + 1) * C), C),
-                                key_head,
-                                row,
-                                of_rows,
-                            )
-                        elif l2norm:
+                        if l2norm:
                             m.fetch_lengths(
                                 lengths,
-                                query_lengths,
+                                unless_measured(query_lengths),
                                 start + (c + 1) * C,
                                 T.min(end - (start + (c + 1) * C), C),
                                 key_head,
@@ -613,9 +602,13 @@ def program(config: Config):
                                 of_rows,
                             )
             elif tx >= S:
-                T.set_max_nreg(72, 0)
+                T.set_max_nreg(120 if late else 72, 0)
                 p = T.alloc_fragment((C, C), "float32")
                 T.annotate_layout({p: accumulator_layout(C, S)})
+                squares = p
+                if late:
+                    squares = T.alloc_fragment((C, C), "float32")
+                    T.annotate_layout({squares: accumulator_layout(C, S)})
                 if waits == PREPARED:
                     T.pdl_sync()
                 T.pdl_trigger()  # another launch, of other heads, may begin where blocks of this end
@@ -633,28 +626,33 @@ def program(config: Config):
                         T.fence_proxy_async()
                         T.sync_threads(3, 128)
                     T.barrier_arrive(gated[at])
-                    if measures:
+                    measured_here = (
+                        measured > 0 and key_head * ratio == head and (half < 1 if halve_long else first == 0)
+                    )
+                    if measures and not late:
                         T.wgmma_gemm(q_s[at, :, :], q_s[at, :, :], p, transpose_B=True, clear_accum=True)
                     T.barrier_wait(gated[at], (c // stages) % 2)
-                    if measures:
+                    if measures and not late:
                         T.wait_wgmma(0)
                         call(
-                            "jax_qla_take_lengths",
+                            "jax_qla_take_lengths<true>",
                             p.data,
                             unfenced(query_s[at, 0]),
                             unfenced(scaled_s[at, 0]),
                             rows,
-                            measured > 0 and key_head * ratio == head and (half < 1 if halve_long else True),
+                            measured_here,
                             T.address_of(query_lengths[start + c * C, key_head]),
                             key_heads,
                         )
                     T.wgmma_gemm(q_s[at, :, :], k_s[at, :, :], p, transpose_B=True, clear_accum=True)
+                    if late:
+                        T.wgmma_gemm(q_s[at, :, :], q_s[at, :, :], squares, transpose_B=True, clear_accum=True)
                     if p_stages < stages:
                         if c >= p_stages:
                             T.barrier_wait(free[(c - p_stages) % stages], ((c - p_stages) // stages) % 2)
-                    T.wait_wgmma(0)
+                    T.wait_wgmma(1 if late else 0)
                     call(
-                        f"jax_qla_store_decayed<{'true' if l2norm else 'false'}, false>",
+                        f"jax_qla_store_decayed<{'true' if l2norm and not late else 'false'}, false>",
                         p.data,
                         T.address_of(gamma_s[at, 0]),
                         scale,
@@ -663,6 +661,20 @@ def program(config: Config):
                     )
                     T.fence_proxy_async()
                     T.barrier_arrive(ready[at])
+                    if late:
+                        T.wait_wgmma(0)
+                        call(
+                            "jax_qla_take_lengths<false>",
+                            squares.data,
+                            unfenced(query_s[at, 0]),
+                            unfenced(scaled_s[at, 0]),
+                            rows,
+                            measured_here,
+                            T.address_of(query_lengths[start + c * C, key_head]),
+                            key_heads,
+                        )
+                if late:
+                    T.barrier_arrive(measured_last[0])
             else:
                 # One program for the warpgroups of the state, whose fragments have 64 rows each: a loop over them TileLang would write out.
                 wg = tx // 128 if parts > 1 else 0
@@ -771,7 +783,7 @@ def program(config: Config):
                         T.sync_threads(4 + wg, 128)
                         m.send_state(h_s, wg, 0, h, start // C + n + c, head, 1, first + part)
                     T.wait_wgmma(1 + 2 * split)
-                    if measures:
+                    if measures and not late:
                         T.barrier_wait(ready[at], (c // stages) % 2)
                     for i, j in T.Parallel(W, C):
                         acc[i, j] = acc[i, j] * scaled_s[at, j]
@@ -787,7 +799,7 @@ def program(config: Config):
                             u[i, j] = u[i, j] * fall_s[at, j]
                         m.keep_low(u, vk_b, low_vk)
                         T.wgmma_gemm(low_vk, k_s[at, :, :], state, policy=by_rows)
-                    if not measures:
+                    if not measures or late:
                         T.barrier_wait(ready[at], (c // stages) % 2)
                     T.wgmma_gemm(vd_b, p_s[c % p_stages, :, :], acc, transpose_B=True, policy=by_rows)
                     if split:
@@ -812,7 +824,12 @@ def program(config: Config):
                         T.sync_threads(4 + wg, 128)
                         m.send_rows(vd_s, wg, 0, vd, line, lines, head, first + part, tx - wg * 128, written)
                     # The next chunk's U begins before O leaves; after the last chunk it is of whatever lies there, and unused.
-                    if c + 1 < count:
+                    if late:
+                        if c + 1 < count:
+                            T.barrier_wait(gated[after], ((c + 1) // stages) % 2)
+                        else:
+                            T.barrier_wait(measured_last[0], 0)
+                    elif c + 1 < count:
                         T.barrier_wait(gated[after], ((c + 1) // stages) % 2)
                     T.wait_wgmma(0 if split else 1)
                     if split:
@@ -825,6 +842,9 @@ def program(config: Config):
                         m.forget(u)
                         T.wgmma_gemm(state_b, k_s[after, :, :], u, transpose_B=True, clear_accum=True, policy=by_rows)
                     T.wait_wgmma(1)
+                    if late:  # who has arrived for the next chunk has measured this one's queries
+                        for i, j in T.Parallel(W, C):
+                            acc[i, j] = acc[i, j] * query_s[at, j]
                     T.barrier_arrive(free[at])
                     if keeps_h and not split:
                         T.tma_store_wait(0)

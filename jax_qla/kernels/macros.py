@@ -511,10 +511,11 @@ def macros():
 
     @T.macro
     def fetch_lengths(lengths, query_lengths, row, rows, key_head, thread, of_rows):
-        """Threads 0..63 read 1 / |k| and 1 / |q| of their row into `of_rows` [2] (registers): nothing here waits for them."""
+        """Threads 0..63 read 1 / |k| and, unless these are None, 1 / |q| of their row into `of_rows` [2] (registers): nothing here waits for them."""
         if thread < rows:
             of_rows[0] = lengths[row + thread, key_head]
-            of_rows[1] = query_lengths[row + thread, key_head]
+            if query_lengths is not None:
+                of_rows[1] = query_lengths[row + thread, key_head]
 
     @T.macro
     def gates_last_first(

@@ -55,10 +55,11 @@ def _packaged() -> tuple[tuple[str, Any], ...]:
                 sizes = (key_dim, value_dim, dtype, value_tile, l2norm, split)
                 keeps = ("nothing", "states") if split else ("nothing", "vd", "states")
                 kernels.extend(("forward", forward.Config(*sizes, keep)) for keep in keeps)
+                if l2norm and not split:
+                    kernels.extend(("forward", forward.Config(*sizes, keep, False, True)) for keep in keeps)
                 if value_tile > 64:
-                    kernels.extend(("forward", forward.Config(*sizes, keep, True)) for keep in ("nothing", "vd"))
+                    kernels.extend(("forward", forward.Config(*sizes, keep, True)) for keep in keeps[:2])
                     if l2norm:
-                        kernels.extend(("forward", forward.Config(*sizes, keep, False, True)) for keep in keeps)
                         kernels.extend(("forward", forward.Config(*sizes, keep, True, True)) for keep in keeps[:2])
                 kernels.append(("states", states.Config(*sizes)))
                 if not split and not l2norm:

@@ -3,7 +3,7 @@
 Those of the inverse are in kernels/inverse.py and kernels/products.py, those of one kernel in its file.
 """
 
-from jax_qla.kernels.common import CHUNK, SLOW, STRETCHES
+from jax_qla.kernels.common import CHUNK, L2NORM_EPSILON, SLOW, STRETCHES
 
 MATRIX_PRELUDE = r"""
 // Instructions, one a function.
@@ -150,6 +150,12 @@ __device__ __forceinline__ void jax_qla_store_operand(const void* registers, int
 }
 """
 )
+
+
+NORM_PRELUDE = f"""
+// 1 / |x| of a row with this sum of squares.
+__device__ __forceinline__ float jax_qla_over_norm(float squares) {{ return rsqrtf(squares + {L2NORM_EPSILON}f); }}
+"""
 
 
 P_PRELUDE = (

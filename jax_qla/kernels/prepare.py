@@ -32,11 +32,11 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 
-from jax_qla.kernels.common import CHUNK, L2NORM_EPSILON, LOG2_E, LONG, MIN_LOG_DECAY, PASS_CONFIGS
+from jax_qla.kernels.common import CHUNK, LOG2_E, LONG, MIN_LOG_DECAY, PASS_CONFIGS
 from jax_qla.kernels.inverse import KEPT
 from jax_qla.kernels.inversion import INVERSION_PRELUDE
 from jax_qla.kernels.macros import call, over, place_of, unfenced
-from jax_qla.kernels.preludes import CHUNK_PRELUDE
+from jax_qla.kernels.preludes import CHUNK_PRELUDE, NORM_PRELUDE
 from jax_qla.kernels.specification import (
     decay,
     gather_chunks,
@@ -67,8 +67,8 @@ UPPER_HALF = 10 * 16 * 16
 """Elements of K K^T that are exchanged."""
 
 LENGTHS_PRELUDE = (
-    f"constexpr float kL2NormEpsilon = {L2NORM_EPSILON}f;"
-    r"""
+    NORM_PRELUDE
+    + r"""
 // sums_0 becomes the sum, over as many lanes side by side as there are sums, of the one of this lane's number among them: of two halves of the
 // sums the lanes of either keep one and give the other.
 template <int half>
@@ -117,7 +117,7 @@ __device__ __forceinline__ void jax_qla_measure(const T* x, float* lengths, int 
   jax_qla_sum_rows<kLanes / 2>(sums);
   bool there;
   const long long row = at(part, there);
-  if (there) lengths[row] = rsqrtf(sums[0] + kL2NormEpsilon);
+  if (there) lengths[row] = jax_qla_over_norm(sums[0]);
 }
 """
 )
@@ -212,7 +212,7 @@ __device__ __forceinline__ void jax_qla_normalise(const void* products, float* b
 #pragma unroll
   for (int x = 0; x < 2; ++x) {
     const int i = x * 32 + lane;
-    const float length = rsqrtf(scratch[i] + kL2NormEpsilon);
+    const float length = jax_qla_over_norm(scratch[i]);
     beta[i] *= length * length;
     if (i < rows) lengths[i * pitch] = length;
   }
