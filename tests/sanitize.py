@@ -54,6 +54,10 @@ CALLS: dict[str, tuple[int, Callable[[], object]]] = {
         0,
         partial(battery.run, replace(WIDE, key_heads=36, value_heads=36), cuda),
     ),
+    "normalised, 4 heads with keys of their own": (
+        0,
+        partial(battery.run, replace(WIDE, key_heads=4, value_heads=4), cuda),
+    ),
     "backward pass in one kernel": (0, partial(battery.run, IN_ONE, cuda)),
     "backward pass in one kernel, normalised": (0, partial(battery.run, WIDE, cuda)),
     "backward pass in one kernel, four value heads a key head": (0, partial(battery.run, FOUR, cuda)),

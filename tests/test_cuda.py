@@ -131,6 +131,10 @@ NORMALISED = dataclasses.replace(CASES[-1], name="many heads, packed, gaps, norm
 # Whose queries `forward` measures.
 OWN_KEYS_NORMALISED = dataclasses.replace(OWN_KEYS, name="many key heads, normalised", l2norm=True)
 OWN_KEYS_OF_64 = dataclasses.replace(OWN_KEYS_NORMALISED, name="many key heads, normalised, K 64", key_dim=64)
+FEW_OWN_KEYS = dataclasses.replace(OWN_KEYS_NORMALISED, name="few key heads, normalised", key_heads=8, value_heads=8)
+FEW_OWN_KEYS_OF_64 = dataclasses.replace(
+    FEW_OWN_KEYS, name="few key heads, normalised, K and V 64", key_dim=64, value_dim=64
+)
 LAST_OWN_KEYS = dataclasses.replace(
     LAST_IN_HALVES, name="last heads in halves, ratio 1, normalised", key_heads=48, l2norm=True
 )
@@ -156,7 +160,10 @@ MISSED = {
 which case dg of few heads does not is chance (test_emulated.py: test_dg_over_draws)."""
 
 
-OTHERS = (NORMALISED, OWN_KEYS_NORMALISED, OWN_KEYS_OF_64, LAST_OWN_KEYS, ONE_LONG)
+OTHERS = (
+    *(NORMALISED, OWN_KEYS_NORMALISED, OWN_KEYS_OF_64, FEW_OWN_KEYS, FEW_OWN_KEYS_OF_64, LAST_OWN_KEYS),
+    ONE_LONG,
+)
 
 
 def _parameter(case: battery.Case) -> Any:
@@ -182,7 +189,7 @@ def test_battery_in_high_precision(case: battery.Case, measured: dict[str, dict[
     [
         *(
             (case, None)
-            for case in (*CASES, NORMALISED, OWN_KEYS_NORMALISED, OWN_KEYS_OF_64)
+            for case in (*CASES, NORMALISED, OWN_KEYS_NORMALISED, OWN_KEYS_OF_64, FEW_OWN_KEYS)
             if case.name not in MISSED
         ),
         *((case, "high") for case in (*CASES[-3:], NORMALISED)),

@@ -178,8 +178,8 @@ __device__ __forceinline__ void jax_qla_store_state(const void* registers, float
 MEASURE_PRELUDE = (
     NORM_PRELUDE
     + r"""
-// lengths_i = 1 / |q_i|, 0 beyond `rows` rows, and if it `scales` factors_i times that, from the diagonal of Q Q^T, `squares`, a wgmma accumulator [64, 64]; and where
-// they are `wanted` in memory, `pitch` elements apart. A warp finds what is of its 16 rows, and reads it itself in jax_qla_store_decayed.
+// lengths_i = 1 / |q_i|, 0 beyond `rows` rows, and if it `scales` factors_i times that, from the diagonal of Q Q^T, `squares`, a wgmma accumulator
+// [64, 64]; and where they are `wanted` in memory, `pitch` elements apart. A warp finds what is of its 16 rows, and reads it itself in jax_qla_store_decayed.
 template <bool scales>
 __device__ __forceinline__ void jax_qla_take_lengths(const void* squares, float* lengths, float* factors, int rows, bool wanted, float* memory,
                                                      int pitch) {
@@ -327,6 +327,11 @@ def program(config: Config):
     def put(operand, part, transposed, tiles, wg):
         """A warpgroup's tile becomes columns from 64 `part` on of what products read from its registers, or their transpose."""
         call(f"jax_qla_store_operand<{transposed}>", operand.data, part, T.address_of(tiles[wg, 0, 0]))
+
+    def take_lengths(squares, lengths, factors, rows, wanted, memory, pitch):
+        """`jax_qla_take_lengths` of a fragment and of first elements."""
+        name = f"jax_qla_take_lengths<{'false' if late else 'true'}>"
+        return call(name, squares.data, unfenced(lengths), unfenced(factors), rows, wanted, T.address_of(memory), pitch)
 
     @T.macro
     def send_parts(state_b, h_s, h, slot, head, first):
@@ -626,22 +631,19 @@ def program(config: Config):
                         T.fence_proxy_async()
                         T.sync_threads(3, 128)
                     T.barrier_arrive(gated[at])
-                    measured_here = (
-                        measured > 0 and key_head * ratio == head and (half < 1 if halve_long else first == 0)
-                    )
+                    wanted = measured > 0 and key_head * ratio == head and (half < 1 if halve_long else first == 0)
                     if measures and not late:
                         T.wgmma_gemm(q_s[at, :, :], q_s[at, :, :], p, transpose_B=True, clear_accum=True)
                     T.barrier_wait(gated[at], (c // stages) % 2)
                     if measures and not late:
                         T.wait_wgmma(0)
-                        call(
-                            "jax_qla_take_lengths<true>",
-                            p.data,
-                            unfenced(query_s[at, 0]),
-                            unfenced(scaled_s[at, 0]),
+                        take_lengths(
+                            p,
+                            query_s[at, 0],
+                            scaled_s[at, 0],
                             rows,
-                            measured_here,
-                            T.address_of(query_lengths[start + c * C, key_head]),
+                            wanted,
+                            query_lengths[start + c * C, key_head],
                             key_heads,
                         )
                     T.wgmma_gemm(q_s[at, :, :], k_s[at, :, :], p, transpose_B=True, clear_accum=True)
@@ -663,14 +665,13 @@ def program(config: Config):
                     T.barrier_arrive(ready[at])
                     if late:
                         T.wait_wgmma(0)
-                        call(
-                            "jax_qla_take_lengths<false>",
-                            squares.data,
-                            unfenced(query_s[at, 0]),
-                            unfenced(scaled_s[at, 0]),
+                        take_lengths(
+                            squares,
+                            query_s[at, 0],
+                            scaled_s[at, 0],
                             rows,
-                            measured_here,
-                            T.address_of(query_lengths[start + c * C, key_head]),
+                            wanted,
+                            query_lengths[start + c * C, key_head],
                             key_heads,
                         )
                 if late:

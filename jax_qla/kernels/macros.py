@@ -1,5 +1,6 @@
 """TileLang macros that several kernels have alike: who computes what, loads, gates, tails, products, and what leaves."""
 
+import functools
 from types import SimpleNamespace
 
 from jax_qla.kernels.common import ALWAYS, BALANCED, CHUNK, FAINT, FORGOTTEN, LOG2_E, LONG, PLACES, SHORT, cut_behind
@@ -58,8 +59,9 @@ def accumulator_layout(columns: int, first_thread: int = 0, rows: int = 64):
     )
 
 
+@functools.cache
 def macros():
-    """TileLang macros, built on demand so that importing a kernel module needs no TileLang."""
+    """TileLang macros, built on demand so that importing a kernel module needs no TileLang, and once, for TileLang takes 0.6 s to read them."""
     import tilelang.language as T
 
     C = CHUNK
