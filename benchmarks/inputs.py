@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import partial
 
 import jax
@@ -33,6 +34,18 @@ def make(row: Row, seed: int = 0) -> dict[str, jax.Array]:
     """Random operands: q and k of length 1, a quarter of the heads without decay (g = 0), ready on the device."""
     # The threefry generator would take longer to compile than the row to measure.
     return jax.block_until_ready(_make(jax.random.key(seed, impl="unsafe_rbg"), row=row))
+
+
+def fingerprint(operands: Mapping[str, jax.Array]) -> list[int]:
+    """A number of each operand's bits: where one differs, so do the operands."""
+    return [int(_bits(x)) for x in operands.values()]
+
+
+@jax.jit
+def _bits(x: jax.Array) -> jax.Array:
+    words = jax.lax.bitcast_convert_type(x, jnp.uint16 if x.dtype.itemsize == 2 else jnp.uint32).ravel()
+    weights = 2 * jnp.arange(words.size, dtype=jnp.uint32) + 1
+    return (words * weights).sum(dtype=jnp.uint32)
 
 
 @partial(jax.jit, static_argnames="row")

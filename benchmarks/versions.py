@@ -8,7 +8,8 @@ card's clocks drift by more than what is looked for, every other round the other
 pause, while versions compile, is up to 10 % faster on a full card, and what comes next as much slower: it does not
 count. Rows are those of benchmarks/compare.py. Prints device milliseconds
 of every version (medians of the rounds), its time relative to the first one's (median of the rounds' ratios, and the
-smallest and largest of them), and whether the numbers it samples of its results are the first one's bit for bit.
+smallest and largest of them), and whether the numbers it samples of its results are the first one's bit for bit, and
+if not, whether its operands were, which XLA makes in each process.
 
 A full card is at its power limit a second after a pause, and its clock settles there. With --steady each turn begins
 with 0.5 s of the version's own calls and times 0.7 s of them: a version is then within 1 % of itself, and the table has
@@ -45,8 +46,8 @@ class Version:
         )
 
     def ask(self, question: str) -> None:
-        """Begins to answer: "begin ROW" (compiles it, and returns sampled numbers), "time" (milliseconds) or "steady"
-        (milliseconds and, where something counts them, watts)."""
+        """Begins to answer: "begin ROW" (compiles it, and returns the bits of operands, and of sampled numbers), "time"
+        (milliseconds) or "steady" (milliseconds and, where something counts them, watts)."""
         assert self._process.stdin
         self._process.stdin.write(question + "\n")
         self._process.stdin.flush()
@@ -89,8 +90,10 @@ def serve(folder: Path, **options: Any) -> None:
             row, arguments = parse(name), ()
             library = JaxQla("", **options)
             library.prepare([row], memory=False)
-            arguments = library.arguments(row, inputs.make(row))
-            answer = [x.tobytes().hex() for x in library.numbers(row, arguments)]
+            operands = inputs.make(row)
+            arguments = library.arguments(row, operands)
+            numbers = [x.tobytes().hex() for x in library.numbers(row, arguments)]
+            answer = {"operands": inputs.fingerprint(operands), "numbers": numbers}
         elif question == "steady":
             library.device_time(row, arguments, STEADY_WARM_UP)
             meter = Meter()
@@ -103,10 +106,10 @@ def serve(folder: Path, **options: Any) -> None:
 
 def measure(row: Row, versions: Sequence[Version], rounds: int, steady: bool = False) -> dict[str, Any]:
     """Milliseconds of each version, a list of rounds, if `steady` at a steady state and with watts, and which versions'
-    numbers are the first one's."""
+    operands, and numbers, are the first one's."""
     for version in versions:
         version.ask(f"begin {row.name}")  # all compile at once
-    numbers = {version.name: version.answer() for version in versions}
+    begun = {version.name: version.answer() for version in versions}
     times: dict[str, list[float]] = {version.name: [] for version in versions}
     watts: dict[str, list[float | None]] = {version.name: [] for version in versions}
     for turn in range(rounds + 1):
@@ -116,14 +119,14 @@ def measure(row: Row, versions: Sequence[Version], rounds: int, steady: bool = F
             if turn > 0:
                 times[version.name].append(milliseconds)
                 watts[version.name].append(power)
-    first = numbers[versions[0].name]
-    same = [name for name, x in numbers.items() if x == first]
+    first = begun[versions[0].name]
+    same = {what: [name for name, x in begun.items() if x[what] == first[what]] for what in ("operands", "numbers")}
     return {"ms": times, "same": same} | ({"watts": watts} if steady else {})
 
 
 def table(found: Mapping[str, Mapping[str, Any]]) -> Iterable[str]:
     """Rows of Markdown: milliseconds, watts if they were counted, ratios to the first version, their range; * where its
-    numbers are others."""
+    numbers are others, and whether its operands are."""
     names = list(next(iter(found.values()))["ms"])
     yield "| row | " + " | ".join(names) + " |"
     yield "|---" * (len(names) + 1) + "|"
@@ -137,7 +140,8 @@ def table(found: Mapping[str, Mapping[str, Any]]) -> Iterable[str]:
             if name != names[0]:
                 ratios = sorted(a / b for a, b in zip(times, first, strict=True))
                 cell += f" = {statistics.median(ratios):.3f} ({ratios[0]:.3f} to {ratios[-1]:.3f})"
-                cell += "" if name in x["same"] else " *"
+                if name not in x["same"]["numbers"]:
+                    cell += " *" if name in x["same"]["operands"] else " * (other operands)"
             cells.append(cell)
         yield f"| {row} | " + " | ".join(cells) + " |"
 

@@ -21,8 +21,6 @@ from typing import Any
 
 import pytest
 
-from jax_qla.kernels import macros
-
 WARP = 32
 
 
@@ -428,19 +426,12 @@ def _one(barrier: Any) -> Barrier:
 
 def replace_tilelang(patch: pytest.MonkeyPatch, sizes: Mapping[str, Any]) -> None:
     """Lets `import tilelang.language` give the stand-in, with these values of the dynamic sizes; "chunk" is what a
-    block's slot is found to have: first row, rows, rows of no sequence. Macros that have been read are read again; who
-    replaces TileLang has what comes after do so, too (`forget_macros`)."""
+    block's slot is found to have: first row, rows, rows of no sequence."""
     language, layout, tilelang = Language(sizes), types.ModuleType("tilelang.layout"), types.ModuleType("tilelang")
     layout.Fragment = layout.make_full_bank_swizzled_layout = lambda *_, **__: Value()  # type: ignore[attr-defined]
     tilelang.language, tilelang.layout = language, layout  # type: ignore[attr-defined]
     for module in (tilelang, language, layout):
         patch.setitem(sys.modules, module.__name__, module)
-    forget_macros()
-
-
-def forget_macros() -> None:
-    """Has the kernels' macros be read again, by what is TileLang then."""
-    macros.macros.cache_clear()
 
 
 def run(

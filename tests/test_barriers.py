@@ -4,7 +4,6 @@ tests/barrier_model.py."""
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterator
 from typing import Any
 
 import barrier_model
@@ -88,12 +87,6 @@ def configurations() -> list[Any]:
             rare = "keep" in option and option.get("l2norm") is False  # what is kept goes by no lengths
             found.append(pytest.param(name, size, option, id=f"{name} {option}", marks=[only_thorough] * rare))
     return found
-
-
-@pytest.fixture(autouse=True)
-def _macros_of_each_test() -> Iterator[None]:
-    yield
-    barrier_model.forget_macros()
 
 
 @pytest.mark.parametrize(("name", "threads", "options"), configurations())

@@ -75,8 +75,9 @@ def test_runs_take_turns() -> None:
 class Version:
     """In place of `versions.Version`: numbers, and what it answers round after round."""
 
-    def __init__(self, name: str, numbers: list[str], *answers: Any, order: list[str]) -> None:
-        self.name, self._answers, self._order = name, [numbers, *answers], order
+    def __init__(self, name: str, numbers: str, *answers: Any, order: list[str], operands: int = 0) -> None:
+        begun = {"operands": [operands], "numbers": [numbers]}
+        self.name, self._answers, self._order = name, [begun, *answers], order
         self.asked: list[str] = []
 
     def ask(self, question: str) -> None:
@@ -92,24 +93,38 @@ def test_versions_take_turns_and_are_compared_round_by_round() -> None:
     """A card that becomes slower makes no version slower than another, nor does coming first after a pause."""
     row = rows.parse("forward/1,2/1x64")
     order: list[str] = []
-    before = Version("before", ["00"], 0.1, 1.0, 2.0, 4.0, order=order)
-    same = Version("same", ["00"], 9.0, 0.5, 1.0, 2.2, order=order)
-    other = Version("other", ["01"], 9.0, 1.0, 2.0, 4.0, order=order)
-    three: list[Any] = [before, same, other]
-    found = versions.measure(row, three, rounds=3)
+    before = Version("before", "00", 0.1, 1.0, 2.0, 4.0, order=order)
+    same = Version("same", "00", 9.0, 0.5, 1.0, 2.2, order=order)
+    other = Version("other", "01", 9.0, 1.0, 2.0, 4.0, order=order)
+    fed = Version("fed", "01", 9.0, 1.0, 2.0, 4.0, order=order, operands=1)
+    four: list[Any] = [before, same, other, fed]
+    found = versions.measure(row, four, rounds=3)
     assert before.asked == ["begin forward/1,2/1x64", *["time"] * 4]
-    names = ["before", "same", "other"]
+    names = ["before", "same", "other", "fed"]
     assert order == [*names, *names[::-1], *names, *names[::-1]]
     *_, line = versions.table({row.name: found})
     assert line == (
         "| forward/1,2/1x64 | 2.0000 | 1.0000 = 0.500 (0.500 to 0.550) | 2.0000 = 1.000 (1.000 to 1.000) * |"
+        " 2.0000 = 1.000 (1.000 to 1.000) * (other operands) |"
     )
+
+
+def test_operands_are_known_by_their_bits() -> None:
+    row = rows.parse("forward/1,2/1x64")
+    operands = inputs.make(row)
+    found = inputs.fingerprint(operands)
+    assert found == inputs.fingerprint(inputs.make(row))
+    q = operands["q"].at[0, 3, 0, 5].add(1)
+    swapped = operands["v"].at[0, jnp.array([1, 2])].set(operands["v"][0, jnp.array([2, 1])])
+    for name, x in (("q", q), ("v", swapped)):
+        others = inputs.fingerprint({**operands, name: x})
+        assert [key for key, a, b in zip(operands, found, others, strict=True) if a != b] == [name]
 
 
 def test_versions_at_a_steady_state() -> None:
     row, order = rows.parse("forward/1,2/1x64"), list[str]()
-    before: Any = Version("before", ["00"], [9.0, 500.0], [2.0, 690.0], [2.0, 692.0], order=order)
-    after: Any = Version("after", ["00"], [9.0, None], [1.0, None], [1.5, None], order=order)
+    before: Any = Version("before", "00", [9.0, 500.0], [2.0, 690.0], [2.0, 692.0], order=order)
+    after: Any = Version("after", "00", [9.0, None], [1.0, None], [1.5, None], order=order)
     found = versions.measure(row, [before, after], rounds=2, steady=True)
     assert order == ["before", "after", "after", "before", "before", "after"]
     *_, line = versions.table({row.name: found})

@@ -179,7 +179,8 @@ MEASURE_PRELUDE = (
     NORM_PRELUDE
     + r"""
 // lengths_i = 1 / |q_i|, 0 beyond `rows` rows, and if it `scales` factors_i times that, from the diagonal of Q Q^T, `squares`, a wgmma accumulator
-// [64, 64]; and where they are `wanted` in memory, `pitch` elements apart. A warp finds what is of its 16 rows, and reads it itself in jax_qla_store_decayed.
+// [64, 64]; and where they are `wanted` in memory, `pitch` elements apart. A warp finds what is of its 16 rows, and where P is scaled by it
+// reads it itself, in jax_qla_store_decayed.
 template <bool scales>
 __device__ __forceinline__ void jax_qla_take_lengths(const void* squares, float* lengths, float* factors, int rows, bool wanted, float* memory,
                                                      int pitch) {
@@ -825,13 +826,10 @@ def program(config: Config):
                         T.sync_threads(4 + wg, 128)
                         m.send_rows(vd_s, wg, 0, vd, line, lines, head, first + part, tx - wg * 128, written)
                     # The next chunk's U begins before O leaves; after the last chunk it is of whatever lies there, and unused.
-                    if late:
-                        if c + 1 < count:
-                            T.barrier_wait(gated[after], ((c + 1) // stages) % 2)
-                        else:
-                            T.barrier_wait(measured_last[0], 0)
-                    elif c + 1 < count:
+                    if c + 1 < count:
                         T.barrier_wait(gated[after], ((c + 1) // stages) % 2)
+                    elif late:
+                        T.barrier_wait(measured_last[0], 0)
                     T.wait_wgmma(0 if split else 1)
                     if split:
                         if keeps_h:

@@ -59,11 +59,19 @@ def accumulator_layout(columns: int, first_thread: int = 0, rows: int = 64):
     )
 
 
-@functools.cache
 def macros():
-    """TileLang macros, built on demand so that importing a kernel module needs no TileLang, and once, for TileLang takes 0.6 s to read them."""
+    """TileLang macros, built on demand so that importing a kernel module needs no TileLang."""
+    import tilelang.language
+
+    return _read_by(tilelang.language)
+
+
+@functools.cache
+def _read_by(language):
+    """The macros as TileLang reads them, once, for that takes it 0.6 s; `language` is its module, in tests a stand-in."""
     import tilelang.language as T
 
+    assert T is language
     C = CHUNK
 
     @T.macro
