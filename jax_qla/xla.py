@@ -180,8 +180,16 @@ def _product(subscripts: str, x: jax.Array, y: jax.Array, precision: Precision) 
     return jnp.einsum(subscripts, x, y, precision=precision, preferred_element_type=jnp.float32)
 
 
+def _product_of_blocks(x: jax.Array, y: jax.Array) -> jax.Array:
+    """Of matrices [..., h, r, n, :, :]. These three axes become one: on some CPUs the XLA of JAX 0.10.0 cannot run
+    products of 8 to 32 rows with more than four such axes, and two are before these, or three under `jax.vmap`."""
+    left, right = (a.reshape(*a.shape[:-5], math.prod(a.shape[-5:-2]), *a.shape[-2:]) for a in (x, y))
+    found = _product("...ij,...jk->...ik", left, right, jax.lax.Precision.HIGHEST)
+    return found.reshape(*x.shape[:-1], y.shape[-1])
+
+
 def _unit_lower_inverse(lower: jax.Array) -> jax.Array:
-    """(I + lower)^-1 of strictly lower triangular matrices [..., 64, 64], always in float32.
+    """(I + lower)^-1 of strictly lower triangular matrices [..., h, r, 64, 64], always in float32.
 
     Diagonal blocks are doubled from one row to all: with the halves A and D of a block inverted,
     [[A, 0], [C, D]]^-1 = [[A^-1, 0], [-D^-1 C A^-1, D^-1]]. Not by `jax.lax.linalg.triangular_solve`: on a CPU that is
@@ -193,8 +201,7 @@ def _unit_lower_inverse(lower: jax.Array) -> jax.Array:
         blocks = lower.reshape(*lower.shape[:-2], CHUNK // (2 * rows), 2 * rows, CHUNK // (2 * rows), 2 * rows)
         corner = jnp.moveaxis(jnp.diagonal(blocks, axis1=-4, axis2=-2), -1, -3)[..., rows:, :rows]
         upper, below = inverse[..., 0::2, :, :], inverse[..., 1::2, :, :]
-        corner = _product("...ij,...jk->...ik", below, corner, jax.lax.Precision.HIGHEST)
-        corner = -_product("...ij,...jk->...ik", corner, upper, jax.lax.Precision.HIGHEST)
+        corner = -_product_of_blocks(_product_of_blocks(below, corner), upper)
         first = jnp.concatenate([upper, jnp.zeros_like(upper)], axis=-1)
         inverse = jnp.concatenate([first, jnp.concatenate([corner, below], axis=-1)], axis=-2)
         rows *= 2
