@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 from unittest import mock
@@ -17,6 +17,7 @@ from jax.ad_checkpoint import checkpoint_policies
 from jax.sharding import AxisType
 from test_api import assert_close, states, tokens
 from thorough import every_value, rarely
+from traced import equations
 
 import jax_qla
 from jax_qla import policy, xla
@@ -34,21 +35,6 @@ def both(*x: jax.Array, **options: Any) -> tuple[jax.Array, jax.Array]:
 def loss(*x: jax.Array, **options: Any) -> jax.Array:
     o, final_state = both(*x, **options)
     return jnp.sum(jnp.sin(o)) + jnp.sum(jnp.sin(final_state))
-
-
-def equations(function: Callable[..., Any], *operands: Any, leaf: Callable[[Any], bool]) -> Iterator[Any]:
-    """Of the traced function and of the programs within, but those of equations that are a `leaf`."""
-
-    def within(jaxpr: Any) -> Iterator[Any]:
-        for equation in jaxpr.eqns:
-            yield equation
-            if not leaf(equation):
-                for inner in jax.tree.leaves(equation.params, is_leaf=lambda x: hasattr(x, "eqns")):
-                    inner = getattr(inner, "jaxpr", inner)
-                    if hasattr(inner, "eqns"):
-                        yield from within(inner)
-
-    yield from within(jax.make_jaxpr(function)(*operands).jaxpr)
 
 
 def calls(function: Callable[..., Any], *operands: Any) -> Counter[str]:

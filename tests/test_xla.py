@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from thorough import rarely
+from traced import equations
 
 from jax_qla import vjp, xla
 from jax_qla.implementations import Choice
@@ -214,28 +215,19 @@ def test_never_holds_a_state_a_chunk() -> None:
     chunks, k_dim, v_dim = 512, 24, 40
     q, v = shape((1, 64 * chunks, 1, k_dim), jnp.float32), shape((1, 64 * chunks, 2, v_dim), jnp.float32)
     g = shape((1, 64 * chunks, 2), jnp.float32)
-    jaxpr = jax.make_jaxpr(lambda *x: backward(*x[:5], None, None, None, x[5], None, scale=1.0))(q, q, v, g, g, v)
-    found = [value.aval for equation in _equations(jaxpr.jaxpr) for value in equation.outvars]
+    traced = equations(lambda *x: backward(*x[:5], None, None, None, x[5], None, scale=1.0), q, q, v, g, g, v)
+    found = [value.aval for equation in traced for value in equation.outvars]
     states = [x.size // (k_dim * v_dim) for x in found if x.shape[-2:] == (k_dim, v_dim)]
     # 16 groups of 32 chunks, 2 heads.
     assert 0 < max(states) <= 2 * 32
-
-
-def _equations(jaxpr: Any) -> Iterator[Any]:
-    """Of a program and of those within."""
-    for equation in jaxpr.eqns:
-        yield equation
-        for parameter in equation.params.values():
-            if hasattr(parameter, "jaxpr"):
-                yield from _equations(parameter.jaxpr)
 
 
 def test_small_products_have_few_axes() -> None:
     """Of batches of them, also under `jax.vmap`: on some CPUs JAX 0.10.0 cannot run others."""
     q, v = shape((3, 2, 200, 2, 16), jnp.float32), shape((3, 2, 200, 4, 16), jnp.float32)
     g = shape((3, 2, 200, 4), jnp.float32)
-    jaxpr = jax.make_jaxpr(jax.vmap(lambda *x: chunked(*x, None, None, 1.0)))(q, q, v, g, g)
-    products = [equation for equation in _equations(jaxpr.jaxpr) if equation.primitive.name == "dot_general"]
+    traced = equations(jax.vmap(lambda *x: chunked(*x, None, None, 1.0)), q, q, v, g, g)
+    products = [equation for equation in traced if equation.primitive.name == "dot_general"]
     small = [equation.invars for equation in products if max(equation.outvars[0].aval.shape[-2:]) <= 32]
     assert {x.aval.shape[-1] for operands in small for x in operands} >= {8, 16, 32}
     assert max(x.aval.ndim for operands in small for x in operands) == 4 + 2
