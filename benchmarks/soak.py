@@ -11,7 +11,8 @@ implementation's. Two threads call at the same time, each on a device of its own
 JAX can, a second call of one program runs on another stream. Command buffers (CUDA graphs) are on for half of the
 time, each kind in processes of its own: one after the other, or, with `--processes`, side by side, each with its
 share of the card's memory and its own seeds. After every round nothing may be left on the devices, of what this
-process has taken; at the end a compiled call is repeated, during which host memory must not grow. Prints counts, the
+process has taken; in what is left of the time, a tenth of it or `--repeating` so much, compiled calls are repeated some
+thousand times each, all of which must give the same bits, and during which memory must not grow. Prints counts, the
 largest errors and where they were; exits with 1 on any fault.
 
 No round is begun that would not end in its time, if it took as long as the longest so far. A process that must be ended
@@ -44,6 +45,7 @@ os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 import jax
 import jax.numpy as jnp
 import numpy as np
+import repeats
 from soak_operations import GatedDeltaRule, Operation, draw
 
 from jax_qla import policy
@@ -57,8 +59,10 @@ MEMORY = 0.85
 """Of a card, shared by the processes."""
 PATIENCE = 90
 """Seconds after its time until a process counts as hanging."""
-STEADY_CALLS = 200
-"""Least number of them, the first hundred of which count for nothing."""
+AT_ONCE = 100
+"""Equal calls between two looks at what they gave."""
+REPETITIONS = 5000
+"""Of one call, after which another is taken. Twice `AT_ONCE` at the least, the first of which say nothing of memory."""
 STEADY_GROWTH = 32 * 2**20
 """Bytes that host memory may grow by while one compiled call is repeated."""
 DEVICE_GROWTH = 2**20
@@ -254,33 +258,47 @@ def host_bytes() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
-def steady(options: argparse.Namespace, seconds: float, device: Any) -> Tally:
-    """One compiled call, repeated: neither host nor device memory may grow."""
+def repeated(options: argparse.Namespace, seconds: float, device: Any) -> Tally:
+    """Compiled calls, one after the other, each repeated: `steady`."""
     tally = Tally()
     random = np.random.default_rng(options.seed)
-    rule = GatedDeltaRule.draw(random, "cuda" in options.pair, options.largest)
-    run = compiled(rule, options.pair[0])
-    operands = {name: jax.device_put(x, device) for name, x in rule.operands(random).items()}
+    end = time.monotonic() + seconds
+    while not tally.counts["repeated calls"] or (time.monotonic() < end and not tally.faults):
+        operation = draw(random, options.pair, options.largest)
+        operands = {name: jax.device_put(x, device) for name, x in operation.operands(random).items()}
+        tally.add(steady(operation, options.pair[0], operands, end))
+        jax.clear_caches()
+    return tally
+
+
+def steady(operation: Operation, implementation: str, operands: Mapping[str, jax.Array], end: float) -> Tally:
+    """One compiled call, repeated until `end` or `REPETITIONS` times: always the same bits, of the second call, say,
+    as of the first, and neither host nor device memory grows."""
+    tally = Tally()
+    run, compare = compiled(operation, implementation), jax.jit(repeats.different)
+    first = run(operands)[0]
 
     def repeat() -> None:
-        for _ in range(100):
-            jax.block_until_ready(run(operands))
-        tally.counts["repeated calls"] += 100
+        found = [compare(tuple(run(operands)[0].values()), tuple(first.values())) for _ in range(AT_ONCE)]
+        tally.counts["repeated calls"] += AT_ONCE
+        differing = np.asarray(jax.device_get(found))
+        if differing.any():
+            tally.faults.append(f"{operation}, repeated: {repeats.described(differing, first)}")
 
-    end = time.monotonic() + seconds
     repeat()  # These bring in all that stays.
     gc.collect()
     before = host_bytes(), device_bytes()
-    while tally.counts["repeated calls"] < STEADY_CALLS or time.monotonic() < end:
+    calls = AT_ONCE
+    while not tally.faults and (calls < 2 * AT_ONCE or (calls < REPETITIONS and time.monotonic() < end)):
         repeat()
+        calls += AT_ONCE
     gc.collect()
     for name, grown, allowed in (
         ("host", host_bytes() - before[0], STEADY_GROWTH),
         ("device", device_bytes() - before[1], DEVICE_GROWTH),
     ):
-        print(f"repeated {tally.counts['repeated calls']} times: {name} memory grew by {grown / 2**20:.1f} MiB")
         if grown > allowed:
-            tally.faults.append(f"{name} memory grew by {grown} bytes in {tally.counts['repeated calls']} equal calls")
+            tally.faults.append(f"{name} memory grew by {grown} bytes in {calls} equal calls of {operation}")
     return tally
 
 
@@ -295,7 +313,8 @@ def soak(options: argparse.Namespace) -> Tally:
     print(f"{jax.__version__}, {len(devices)} x {devices[0].device_kind}, {options.pair}, {environment}")
     print("a second stream: " + (f"no, {reason}" if reason else "yes"), flush=True)
     start, rounds, longest, base = time.monotonic(), 0, 0.0, None
-    until = start + 0.9 * options.seconds
+    repeating = options.repeating * options.seconds
+    until = start + options.seconds - repeating
     seeds = np.random.default_rng(options.seed)
 
     def note() -> None:
@@ -331,7 +350,7 @@ def soak(options: argparse.Namespace) -> Tally:
                 )
             note()
             longest = max(longest, time.monotonic() - began)
-    total.add(steady(options, 0.1 * options.seconds, devices[0]))
+    total.add(repeated(options, repeating, devices[0]))
     note()
     return total
 
@@ -365,6 +384,7 @@ def _start(options: argparse.Namespace, i: int, seconds: float, report: Path) ->
     command = [sys.executable, __file__, "--seed", str(options.seed + 1_000_003 * i), "--report", str(report)]
     command += ["--seconds", str(seconds), "--pair", *options.pair, "--command-buffers", "as set"]
     command += ["--largest", str(options.largest), "--poison", str(options.poison)]
+    command += ["--repeating", str(options.repeating)]
     command += [] if options.streams else ["--no-streams"]
     return subprocess.Popen(command, env=os.environ | _variables(options, i))
 
@@ -422,12 +442,15 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     parser.add_argument("--no-streams", dest="streams", action="store_false", help="leave the second stream alone")
     parser.add_argument("--largest", type=int, help="tokens times value heads of a call")
     parser.add_argument("--poison", type=int, help="bytes of NaN before each call")
+    parser.add_argument("--repeating", type=float, default=0.1, help="share of the time for equal calls (default: 0.1)")
     kinds = ("both", "as set")
     parser.add_argument("--command-buffers", choices=kinds, help='default: "both" on a GPU or with --processes')
     parser.add_argument("--report", type=Path, help="write what was found there as JSON, instead of printing it")
     options = parser.parse_args(arguments)
     if options.processes is not None and options.processes < 1:
         parser.error(f"--processes must be at least 1, got {options.processes}")
+    if not 0 <= options.repeating <= 1:
+        parser.error(f"--repeating must be from 0 to 1, got {options.repeating}")
     options.flags = os.environ.get("XLA_FLAGS", "")
     return options
 

@@ -4,14 +4,8 @@ from __future__ import annotations
 
 import functools
 import itertools
-import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
-
-import pytest
-
-sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
 
 import inputs
 import jax
@@ -21,6 +15,7 @@ import measurement
 import numpy as np
 import ours
 import power
+import pytest
 import rows
 import timeline
 import versions

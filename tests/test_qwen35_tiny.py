@@ -7,7 +7,6 @@ import dataclasses
 import json
 import re
 import shutil
-import sys
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,6 @@ import pytest
 
 pytest.importorskip("flax", reason="the example needs the flax extra")
 pytest.importorskip("equinox", reason="the example needs the equinox extra")
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
 
 import meshes
 import qwen35_tiny

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-import pytest
-
-sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
-
 import plots
+import pytest
 import report
 import rows
 from measurement import Measurement

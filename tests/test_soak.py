@@ -2,25 +2,24 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import os
 import signal
-import sys
 import time
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
-from thorough import THOROUGH, only_thorough
-
-sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
-
 import soak
 import soak_operations
 from soak_operations import GatedDeltaRule
+from thorough import THOROUGH, only_thorough
 
 CHILD = """
 import json, os, signal, sys, time
@@ -164,7 +163,7 @@ def test_no_round_is_begun_that_would_not_end_in_time(
     monkeypatch.setattr(soak, "time", clock)
     monkeypatch.setattr(soak, "THREADS", 1)
     monkeypatch.setattr(soak, "one_round", one_round)
-    monkeypatch.setattr(soak, "steady", lambda *_: soak.Tally())
+    monkeypatch.setattr(soak, "repeated", lambda *_: soak.Tally())
     total = soak.soak(options)
     assert begun == [{"calls": n, "rounds": n, "seconds": sum(lengths[:n])} for n in range(1, rounds)]
     assert total.counts == {"calls": rounds, "rounds": rounds, "seconds": sum(lengths[:rounds])}
@@ -186,6 +185,52 @@ def test_no_call_is_begun_after_the_time(until: float, calls: int | None, monkey
     monkeypatch.setattr(soak, "_compare", compare)
     total = soak.one_round(3, jax.local_devices()[0], options, False, until=until)
     assert (total.counts["calls"], total.faults) == (operations[0].calls if calls is None else calls, [])
+
+
+@pytest.mark.parametrize(
+    ("odd", "grown", "calls", "fault"),
+    [
+        (None, 0, 20, None),
+        (7, 0, 10, "repeated: 1 of 5 calls differ\ncall 1: 1 of o [2, 3], from (1, 2) to (1, 2)"),
+        (None, soak.STEADY_GROWTH, 20, f"host memory grew by {3 * soak.STEADY_GROWTH} bytes in 20 equal calls"),
+    ],
+    ids=["the same", "another", "growing"],
+)
+def test_one_call_again_and_again(
+    odd: int | None, grown: int, calls: int, fault: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It gives the same bits, and memory does not grow, or that is a fault."""
+    begun = itertools.count()
+    zeros = jnp.zeros((2, 3))
+
+    def run(_: Any) -> Any:
+        return ({"o": zeros.at[1, 2].set(1) if next(begun) == odd else zeros},)
+
+    monkeypatch.setattr(soak, "AT_ONCE", 5)
+    monkeypatch.setattr(soak, "REPETITIONS", 20)
+    monkeypatch.setattr(soak, "compiled", lambda *_: run)
+    looks = itertools.count(step=3)
+    monkeypatch.setattr(soak, "host_bytes", lambda: grown * next(looks))
+    tally = soak.steady(rule(tokens=7), "xla", {}, math.inf)
+    assert tally.counts == {"repeated calls": calls}
+    assert [fault in x for x in tally.faults] == [True] if fault else not tally.faults
+
+
+def test_several_calls_are_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Until the time is over, one at the least, and none after a fault."""
+    options = soak.parse_arguments(["--pair", "xla", "reference", "--largest", "9", "--seed", "1"])
+    clock, operations = Clock(), []
+
+    def steady(operation: soak_operations.Operation, *_: Any) -> soak.Tally:
+        operations.append(operation)
+        clock.now += 10
+        return soak.Tally(Counter({"repeated calls": 3}), faults=["one"] if len(operations) == 5 else [])
+
+    monkeypatch.setattr(soak, "time", clock)
+    monkeypatch.setattr(soak, "steady", steady)
+    device = jax.local_devices()[0]
+    assert [soak.repeated(options, s, device).counts["repeated calls"] for s in (0, 25, 100)] == [3, 9, 3]
+    assert len(set(map(str, operations[1:4]))) == 3
 
 
 def test_a_report_is_read_as_it_was_written() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import shutil
-import sys
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,6 @@ import pytest
 from thorough import only_thorough, rarely
 
 pytest.importorskip("flax", reason="the example needs the flax extra")
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
 
 import stdlib_text
 import train_lm
