@@ -18,8 +18,9 @@ from rows import Row
 
 import jax_qla
 
-FORWARD = ("q", "k", "v", "g", "beta", "initial_state", "cu_seqlens")
+FORWARD = ("q", "k", "v", "g", "beta", "cu_seqlens", "initial_state")
 BACKWARD = (*FORWARD, "residuals", "do", "d_final_state")
+"""Of both the last is what each call of a chain takes from the one before it."""
 GRADIENTS = ("dq", "dk", "dv", "dg", "dbeta", "d_initial_state")
 
 
@@ -27,12 +28,13 @@ class JaxQla:
     """jax_qla with the given implementation, initial state given and final state returned.
 
     The device time is that of a jitted function of `calls` calls. Each call takes the state (backward: the gradient of
-    the state) that the one before it returned, so XLA can neither merge them nor run them side by side. With
-    `shared_segments`, XLA may derive the chunks from cu_seqlens once for all of them, as it does in a model of many
-    layers, and as FlashQLA, which remembers what it derived, does in the graph that is timed. `saving`: the API's
-    `save_chunk_states`. `differentiated`: whether forward passes that are timed are those of a gradient, which keep
-    something for the backward pass and may cut sequences for its sake, or calls without gradients, which do neither.
-    `normalised`: such calls with `use_qk_l2norm_in_kernel`.
+    the state) that the one before it returned, so XLA can neither merge them nor run them side by side, and the first
+    one that of the run before, donated, so XLA need not copy it. Nobody reads the other results, which take the same
+    memory in each call, as in the peers' graphs. With `shared_segments`, XLA may derive the chunks from cu_seqlens once
+    for all of them, as it does in a model of many layers, and as FlashQLA, which remembers what it derived, does in the
+    graph that is timed. `saving`: the API's `save_chunk_states`. `differentiated`: whether forward passes that are
+    timed are those of a gradient, which keep something for the backward pass and may cut sequences for its sake, or
+    calls without gradients, which do neither. `normalised`: such calls with `use_qk_l2norm_in_kernel`.
     """
 
     directions: tuple[str, ...] = ("forward", "backward")
@@ -56,6 +58,7 @@ class JaxQla:
         self._timed_forward = self._forward if differentiated else alone
         self._backward = partial(backward, implementation=implementation)
         self._calls = calls
+        self._in_plain_jax = implementation != "cuda"
         self._shared_segments = shared_segments
         self._chains: dict[Row, Future[Any]] = {}
         self._memory: dict[Row, Future[dict[str, int]]] = {}
@@ -97,17 +100,19 @@ class JaxQla:
         self, row: Row, arguments: tuple[Any, ...], warm_up: float = WARM_UP, interval: float = INTERVAL
     ) -> float:
         """Milliseconds of one call on the device."""
-        chain = self.chain(row)
-        jax.block_until_ready(chain(*arguments))
-        return repeat(partial(_seconds, chain, arguments), self._calls, warm_up, interval)
+        run = self.run(row, arguments)
+        run(1)
+        return repeat(run, self._calls, warm_up, interval)
 
-    def chain(self, row: Row) -> Any:
-        """The compiled function of `calls` calls."""
-        return self._chains[row].result()
+    def run(self, row: Row, arguments: tuple[Any, ...]) -> Run:
+        """The calls that are timed."""
+        return Run(self._chains[row].result(), arguments)
 
     def numbers(self, row: Row, arguments: tuple[Any, ...]) -> list[np.ndarray]:
-        """Some numbers of each result of the calls that are timed."""
-        return [np.asarray(x) for x in self.chain(row)(*arguments)]
+        """Some numbers of results of the calls that are timed: of the last one, in plain JAX of each."""
+        run = self.run(row, arguments)
+        run(1)
+        return [np.asarray(x) for x in (*run.numbers, _probe(run.state))]
 
     def memory_found(self, row: Row) -> dict[str, int]:
         """Bytes of forward and backward in one program, if `prepare` was to find them and they could be compiled."""
@@ -121,14 +126,25 @@ class JaxQla:
         return self._timed_forward if row.direction == "forward" else self._backward
 
     def _compiled_chain(self, row: Row) -> Any:
-        single = self._single(row)
         arguments = inputs.shapes(row)
-        if row.direction == "forward":
-            chain = partial(forward_chain, single, self._calls, self._shared_segments)
-            return jax.jit(chain).lower(*_pick(arguments, FORWARD)).compile()
-        residuals = jax.eval_shape(self._forward, *_pick(arguments, FORWARD))[2]
-        chain = partial(backward_chain, single, self._calls, self._shared_segments)
-        return jax.jit(chain).lower(*_pick({**arguments, "residuals": residuals}, BACKWARD)).compile()
+        chain, operands = forward_chain, _pick(arguments, FORWARD)
+        if row.direction == "backward":
+            residuals = jax.eval_shape(self._forward, *operands)[2]
+            chain, operands = backward_chain, _pick({**arguments, "residuals": residuals}, BACKWARD)
+        calls = partial(chain, self._single(row), self._calls, self._materialised)
+        return jax.jit(calls, donate_argnums=len(operands) - 1).lower(*operands).compile()
+
+    def _materialised(
+        self, results: Sequence[jax.Array], state: jax.Array, cu_seqlens: jax.Array
+    ) -> tuple[Sequence[jax.Array], jax.Array, jax.Array]:
+        """The same, where XLA must compute in full what plain JAX makes of a call (of a kernel it always does), and
+        cannot know that cu_seqlens is the same as before unless it may share what is derived from it."""
+        needed = results if self._in_plain_jax else ()
+        if self._shared_segments:
+            needed, state = jax.lax.optimization_barrier((needed, state))
+        else:
+            needed, state, cu_seqlens = jax.lax.optimization_barrier((needed, state, cu_seqlens))
+        return needed, state, cu_seqlens
 
     def _memory_of_both(self, row: Row) -> dict[str, int]:
         def both(operands: dict[str, Any]) -> tuple[Any, ...]:
@@ -145,8 +161,27 @@ class JaxQla:
         }
 
 
+class Run:
+    """A compiled chain of calls; each run of it goes on from the state that the one before it has returned."""
+
+    def __init__(self, chain: Callable[..., tuple[Any, jax.Array]], arguments: tuple[Any, ...]) -> None:
+        self._chain = chain
+        *self._others, state = arguments
+        self.state: jax.Array = state.copy()  # which is donated
+        self.numbers: Sequence[jax.Array] = ()
+        """Some of the last run's results."""
+
+    def __call__(self, times: int) -> float:
+        """Seconds of so many runs."""
+        start = time.perf_counter()
+        for _ in range(times):
+            self.numbers, self.state = self._chain(*self._others, self.state)
+        jax.block_until_ready((self.numbers, self.state))
+        return time.perf_counter() - start
+
+
 def forward(
-    q: Any, k: Any, v: Any, g: Any, beta: Any, initial_state: Any, cu_seqlens: Any, **options: Any
+    q: Any, k: Any, v: Any, g: Any, beta: Any, cu_seqlens: Any, initial_state: Any, **options: Any
 ) -> tuple[Any, ...]:
     """o, final_state and residuals, of the forward pass of a gradient."""
     return jax_qla.chunk_gated_delta_rule_fwd(
@@ -163,7 +198,7 @@ def forward(
 
 
 def forward_alone(
-    q: Any, k: Any, v: Any, g: Any, beta: Any, initial_state: Any, cu_seqlens: Any, **options: Any
+    q: Any, k: Any, v: Any, g: Any, beta: Any, cu_seqlens: Any, initial_state: Any, **options: Any
 ) -> tuple[Any, ...]:
     """o, final_state and no residuals, of a call without gradients."""
     o, final_state = jax_qla.chunk_gated_delta_rule(
@@ -182,8 +217,8 @@ def backward(
     v: Any,
     g: Any,
     beta: Any,
-    initial_state: Any,
     cu_seqlens: Any,
+    initial_state: Any,
     residuals: Any,
     do: Any,
     d_final_state: Any,
@@ -206,39 +241,36 @@ def backward(
     )
 
 
+Materialised = Callable[[Sequence[jax.Array], jax.Array, jax.Array], tuple[Sequence[jax.Array], jax.Array, jax.Array]]
+"""`JaxQla._materialised`."""
+
+
 def forward_chain(
-    single: Callable[..., tuple[Any, ...]], calls: int, shared_segments: bool, *operands: Any
-) -> tuple[jax.Array, jax.Array]:
-    """`calls` forward calls, each from the final state of the one before it; one number of each o, and of the state."""
-    *rows, state, cu_seqlens = operands
+    single: Callable[..., tuple[Any, ...]], calls: int, materialised: Materialised, *operands: Any
+) -> tuple[list[jax.Array], jax.Array]:
+    """`calls` forward calls, each from the final state of the one before it; numbers of what is materialised and of the
+    last o, and the state."""
+    *rows, cu_seqlens, state = operands
     probes: list[jax.Array] = []
     for _ in range(calls):
-        o, state, residuals = single(*rows, state, cu_seqlens)
-        kept = jax.tree.leaves(residuals)
-        o, state, *_, cu_seqlens = _materialise((o, state, *kept), cu_seqlens, shared_segments)
-        probes.append(_probe(o))
-    return jnp.stack(probes), _probe(state)
+        o, state, residuals = single(*rows, cu_seqlens, state)
+        needed, state, cu_seqlens = materialised((o, *jax.tree.leaves(residuals)), state, cu_seqlens)
+        probes.extend(_probe(x) for x in needed)
+    return [*probes, _probe(o)], state
 
 
 def backward_chain(
-    single: Callable[..., tuple[Any, ...]], calls: int, shared_segments: bool, *operands: Any
-) -> tuple[jax.Array, jax.Array]:
-    """`calls` backward calls, each from the state's gradient of the one before it; one number of each gradient."""
-    *rows, cu_seqlens, residuals, do, d_state = operands
+    single: Callable[..., tuple[Any, ...]], calls: int, materialised: Materialised, *operands: Any
+) -> tuple[list[jax.Array], jax.Array]:
+    """`calls` backward calls, each from the state's gradient of the one before it; numbers of what is materialised and
+    of the last gradients, and that of the state."""
+    *rows, cu_seqlens, initial_state, residuals, do, d_state = operands
     probes: list[jax.Array] = []
     for _ in range(calls):
-        gradients = single(*rows, cu_seqlens, residuals, do, d_state)
-        *others, d_state, cu_seqlens = _materialise(gradients, cu_seqlens, shared_segments)
-        probes.extend(_probe(x) for x in others)
-    return jnp.stack(probes), _probe(d_state)
-
-
-def _materialise(results: Sequence[jax.Array], cu_seqlens: jax.Array, shared_segments: bool) -> tuple[Any, ...]:
-    """Results and cu_seqlens, where XLA must compute the results in full, and cannot know that cu_seqlens is the same
-    as before unless it may share what is derived from it."""
-    if shared_segments:
-        return (*jax.lax.optimization_barrier(tuple(results)), cu_seqlens)
-    return jax.lax.optimization_barrier((*results, cu_seqlens))
+        *others, d_state = single(*rows, cu_seqlens, initial_state, residuals, do, d_state)
+        needed, d_state, cu_seqlens = materialised(others, d_state, cu_seqlens)
+        probes.extend(_probe(x) for x in needed)
+    return [*probes, *(_probe(x) for x in others)], d_state
 
 
 def _probe(x: jax.Array) -> jax.Array:

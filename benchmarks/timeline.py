@@ -75,11 +75,11 @@ def profile(row: Row) -> list[tuple[str, float, float]]:
     library.prepare([row], memory=False)
     arguments = library.arguments(row, inputs.make(row))
     library.device_time(row, arguments, SHORT_WARM_UP)
-    chain = library.chain(row)
+    run = library.run(row, arguments)
     with tempfile.TemporaryDirectory() as folder:
         with jax.profiler.trace(folder):
             for _ in range(RUNS):
-                jax.block_until_ready(chain(*arguments))
+                run(1)
         events = sorted(kernels(Path(folder)))
     return of_a_call(events, ending(events, row.direction), RUNS * CALLS)
 

@@ -186,6 +186,29 @@ def test_dense_calls_compute_what_packed_ones_do() -> None:
         assert np.linalg.norm(a.reshape(b.shape) - b) <= 2e-2 * np.linalg.norm(b)
 
 
+@pytest.mark.parametrize("name", ["forward/1,2/2x70", "backward/1,2/2x70"])
+def test_calls_that_are_timed_go_on_from_the_state_before(name: str) -> None:
+    """Of a chain, and of the chain run before it, whose state is donated; the operands' own is not."""
+    row = rows.parse(name)
+    library = ours.JaxQla("", "xla", calls=2)
+    library.prepare([row], memory=False)
+    *others, state = arguments = library.arguments(row, inputs.make(row))
+    single = jax.jit(library._single(row))
+    run = library.run(row, arguments)
+    for _ in range(2):
+        assert run(1) > 0
+        for _ in range(2):
+            results = single(*others, state)
+            state = results[1] if row.direction == "forward" else results[-1]
+        np.testing.assert_allclose(run.state, state, rtol=1e-2, atol=1e-3)
+    # All of each call's results in plain JAX, and those of the last call.
+    of_a_call = 1 if row.direction == "forward" else 5
+    assert len(run.numbers) == 3 * of_a_call
+    first, again = (library.numbers(row, arguments) for _ in range(2))
+    assert [x.tobytes() for x in first] == [x.tobytes() for x in again]
+    assert any(x != 0 for x in first)
+
+
 def test_one_long_sequence_beside_short_ones() -> None:
     row = lengths.OneLong("forward", 2, 8, sequences=4, length=1000)
     assert row.lengths[0] == 1000
