@@ -116,7 +116,8 @@ def launch(
     buffers = {name: index for index, name in enumerate(name for name in shapes if name not in within)}
     buffers |= {name: buffers[around] for name, around in within.items()}
     plan = [_PLAN_VERSION, len(steps)]
-    early = overlap.early_starts(steps, [kernel.plan for kernel in kernels], outputs, within)
+    in_memory_of = {**within, **(aliases or {})}
+    early = overlap.early_starts(steps, [kernel.plan for kernel in kernels], outputs, in_memory_of)
     for step, kernel, may_begin in zip(steps, kernels, early, strict=True):
         plan += _numbers(step, kernel.plan, shapes, buffers, early=may_begin)
     arrays = _vary_alike(list(inputs.values()))

@@ -8,9 +8,10 @@ Others let it begin at once.
 
 What a kernel uses before it waits must have been written before the last patient kernel that precedes it, or before
 the last that began only when the one before it had ended, or be written by none of the sequence. What it writes before
-it waits must have been used for the last time before one of these: one that a sequence has twice writes the same
-results twice. Otherwise it may begin only when the one before it has ended. Results that several kernels of a sequence
-write, each elements of its own, which none of them reads, are no reason to wait (`_APART`).
+it waits must have been used for the last time before one of these, by whatever name: one that a sequence has twice
+writes the same results twice, and a result may lie in an operand's memory. Otherwise it may begin only when the one
+before it has ended. What several kernels of a sequence have, each elements of its own, is no reason for these to wait
+for each other (`_apart`).
 
 Where a forward pass finds no sequence to be cut (kernels/uncut.py), `summaries` and `compose` are not patient: they
 have nothing to do, and let `forward` begin, which then uses nothing of theirs nor of `layout`, and waits as without
@@ -38,9 +39,18 @@ _OF_PREPARE = frozenset({"a", "gamma", "lengths", "query_lengths"})
 _OF_STATE = frozenset({"d_final_state", "leaving", "dh", "dv", "d_initial_state"})
 """What `state_gradients` does not touch before it has the gradient that it begins with."""
 
-_APART = {"prepare": frozenset({"o"}), "forward": frozenset({"o", "final_state", "h", "vd"})}
-"""`prepare` writes rows of o that no sequence has, `forward` the others, and what of both it has of some heads, another
-launch of it has of others."""
+_OF_OTHER_HEADS = frozenset({"o", "initial_state", "final_state", "h", "vd"})
+"""What several launches of `forward` have, each of heads of its own."""
+
+
+def _apart(step: Step) -> frozenset[str]:
+    """What a kernel has of its own of what others of `_apart` have too: `prepare` writes rows of o that no sequence has,
+    `forward` the others."""
+    if step.kernel == "prepare":
+        return frozenset({"o"})
+    if step.kernel == "forward":  # which may measure the queries of its heads, else `prepare` does
+        return _OF_OTHER_HEADS | {"query_lengths"} if step.config.measures else _OF_OTHER_HEADS
+    return frozenset()
 
 
 def patient(step: Step) -> bool:
@@ -57,7 +67,7 @@ def uses_early(step: Step, operand: str) -> bool:
     if step.kernel == "forward":
         awaits = step.scalars["awaits"]
         if awaits == forward.STATE:
-            return operand not in ("initial_state", "entering")
+            return operand not in ("initial_state", "final_state", "entering")
         return awaits == forward.NOTHING or operand not in _OF_PREPARE
     if step.kernel in ("states", "states_from_vd"):
         return step.scalars["awaits"] == states.NOTHING
@@ -93,12 +103,12 @@ def early_starts(
         steps: the kernels.
         plans: their launch plans, which name their operands.
         results: what is written; whoever has it first writes it.
-        within: those of `results` that lie in the memory of another, and which.
+        within: results and operands that lie in the memory of a result, and of which.
     """
     memory = {name: name for name in results} | dict(within or {})
     writers: dict[str, int] = {}
     written: set[tuple[str, str]] = set()  # by which kernel, and its name for it
-    used: dict[str, int] = {}
+    used: dict[tuple[str, bool], int] = {}  # memory, and whether each kernel has elements of its own there
     known = -1  # all kernels before this one have ended
     found = []
     for index, (step, plan) in enumerate(zip(steps, plans, strict=True)):
@@ -107,16 +117,19 @@ def early_starts(
         written |= {
             (step.kernel, name) for name, buffer in buffers.items() if buffer in results and buffer not in writers
         }
-        apart = _APART.get(step.kernel, frozenset())
-        early = {name: buffer for name, buffer in buffers.items() if uses_early(step, name) and name not in apart}
-        awaited = [writers.get(buffer, -2) for buffer in early.values()]
-        to_write = [memory[buffer] for name, buffer in early.items() if (step.kernel, name) in written]
-        awaited += [used.get(place, -2) for place in to_write]
+        apart = _apart(step)
+        early = {name: buffer for name, buffer in buffers.items() if uses_early(step, name)}
+        awaited = [writers.get(buffer, -2) for name, buffer in early.items() if name not in apart]
+        for name, buffer in early.items():
+            if (step.kernel, name) in written:
+                ways = (False,) if name in apart else (False, True)
+                awaited += [used.get((memory[buffer], way), -2) for way in ways]
         may = index > 0 and not _in_order(steps[index - 1], step)
         found.append(may and all(which < known for which in awaited))
-        for buffer in buffers.values():
+        for name, buffer in buffers.items():
+            if buffer in memory:
+                used[memory[buffer], name in apart] = index
             if buffer in results:
-                used[memory[buffer]] = index
                 writers.setdefault(buffer, index)
         if patient(step) or not found[-1]:
             known = index

@@ -16,35 +16,16 @@ import pytest
 import stand_in
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
+from kernel_operands import RESULTS, named
 from thorough import every_value, only_thorough, rarely
 
 import jax_qla
 from jax_qla import MeshAxes, api, cuda, dispatch, implementations, overlap, policy, sharding, vjp, xla
 from jax_qla import segments as tables
 from jax_qla.implementations import Choice, Keep
-from jax_qla.kernels import compose as compose_kernel
 from jax_qla.kernels import forward as forward_kernel
-from jax_qla.kernels import state_gradients as state_gradients_kernel
-from jax_qla.kernels import states as states_kernel
 from jax_qla.kernels.common import ALWAYS, BALANCED, UNBALANCED
 from jax_qla.launch import Step
-
-RESULTS = {
-    "layout": ("segments", "pieces", "spans", "cuts", "chains"),
-    "balance": ("balanced",),
-    "prepare": ("a", "gamma", "lengths", "query_lengths"),
-    "summaries": ("response", "transition", "forgotten"),
-    "adjoint_summaries": ("adjoint_response",),
-    "compose": ("entering",),
-    "forward": ("o", "final_state", "vd", "h"),
-    "states": ("h", "vd"),
-    "states_from_vd": ("h",),
-    "state_gradients": ("dh", "dv", "d_initial_state"),
-    "gradients": ("dq", "dk", "dv", "dg", "dbeta"),
-    "backward": ("dq", "dk", "dv", "dg", "dbeta", "d_initial_state"),
-    "recurrent": ("o", "final_state"),
-}
-"""What each specification returns, by the kernel's names for it."""
 
 TOLERANCE = 5e-5
 """Transitions are kept as the sum of two bf16 numbers."""
@@ -308,8 +289,8 @@ def test_groups_of_heads(rows: str, packed: bool, keep: str, monkeypatch: pytest
         kernels.extend(step.kernel for step in steps if step.kernel in end)
         memory.extend(outputs[name].size for name in of_group)
         assert not set(outputs) & ({"h", "dh", "vd"} - set(of_group))
-        plans = [{"operands": [{"name": name} for name in _named(step.kernel)]} for step in steps]
-        early.append(overlap.early_starts(steps, plans, outputs, *more[1:]))
+        plans = [{"operands": [{"name": name} for name in named(step.kernel)]} for step in steps]
+        early.append(overlap.early_starts(steps, plans, outputs, _in_memory_of(*more)))
         return launch_specifications(steps, inputs, outputs, *more)
 
     @jax.jit
@@ -622,14 +603,6 @@ def test_either_platform_normalises(dtype: str, precision: str | None) -> None:
         np.testing.assert_array_equal(a, b)
 
 
-def _named(kernel: str) -> list[str]:
-    """Names of what a kernel reads and writes, of its specification."""
-    signature = inspect.signature(importlib.import_module(f"jax_qla.kernels.{kernel}").specification)
-    read = [name for name, x in signature.parameters.items() if x.kind != inspect.Parameter.KEYWORD_ONLY]
-    unspecified = {"prepare": ["o"]} | {kernel: ["bounds"] for kernel in ("forward", "compose", "summaries")}
-    return [*read, *unspecified.get(kernel, []), *RESULTS[kernel]]
-
-
 def _recorded(monkeypatch: pytest.MonkeyPatch, waiting: list[str] | None = None) -> list[list[str]]:
     """Kernels of each call that follows; those that must not begin before the end of another go to `waiting` too."""
     calls: list[list[str]] = []
@@ -637,13 +610,18 @@ def _recorded(monkeypatch: pytest.MonkeyPatch, waiting: list[str] | None = None)
     def recording(steps: Sequence[Step], inputs: Any, outputs: Any, *more: Any) -> dict[str, jax.Array]:
         calls.append([step.kernel for step in steps])
         if waiting is not None:
-            plans = [{"operands": [{"name": name} for name in _named(step.kernel)]} for step in steps]
-            early = overlap.early_starts(steps, plans, outputs, *more[1:])
+            plans = [{"operands": [{"name": name} for name in named(step.kernel)]} for step in steps]
+            early = overlap.early_starts(steps, plans, outputs, _in_memory_of(*more))
             waiting.extend(step.kernel for step, may in list(zip(steps, early, strict=True))[1:] if not may)
         return launch_specifications(steps, inputs, outputs, *more)
 
     monkeypatch.setattr(cuda, "launch", recording)
     return calls
+
+
+def _in_memory_of(aliases: Any = None, within: Any = None) -> dict[str, str]:
+    """As `launch` tells `overlap.early_starts`, from its own arguments."""
+    return {**(within or {}), **(aliases or {})}
 
 
 def _steps(monkeypatch: pytest.MonkeyPatch) -> list[Step]:
@@ -944,43 +922,10 @@ def test_heads_in_halves(packed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     ]
     assert given[2].config.value_tile == 64
     assert [step.scalars["awaits"] for step in given[1:]] == [forward_kernel.PREPARED, forward_kernel.NOTHING]
-    plans = [{"operands": [{"name": name} for name in _named(step.kernel)]} for step in given]
+    plans = [{"operands": [{"name": name} for name in named(step.kernel)]} for step in given]
     assert overlap.early_starts(given, plans, ["a", "gamma", "o", "final_state"]) == [False, True, True]
     for a, b in zip(found[:2], expected[:2], strict=True):
         np.testing.assert_array_equal(a, b)
-
-
-def test_no_kernel_writes_early_what_another_may_still_read() -> None:
-    """`state_gradients` writes at once: a second one may begin if `states`, which waits, stands between it and
-    `gradients`, which reads what the first has written."""
-    results = ["h", "vd", "dh", "dv", "d_initial_state", "dq", "dk", "dg", "dbeta", "adjoint_response", "leaving"]
-
-    def early(*kernels: str, **within: str) -> list[bool]:
-        awaits = dict.fromkeys(("states", "states_from_vd"), states_kernel.EVERYTHING)
-        awaits["state_gradients"] = state_gradients_kernel.NOTHING
-        renamed = {
-            "gradients": {"d": "dv"},
-            "state_gradients": {"leaving": "no_states"},
-            "compose": {"response": "adjoint_response", "initial_state": "d_final_state", "entering": "leaving"},
-        }
-        config = compose_kernel.Config(reverse=True)
-        steps = [Step(name, config, {"awaits": awaits.get(name, 0)}, renamed.get(name, {})) for name in kernels]
-        plans = [{"operands": [{"name": name} for name in _named(kernel)]} for kernel in kernels]
-        return overlap.early_starts(steps, plans, results, within)
-
-    assert early(*END, *END) == [False, True, True, True, True, True]
-    assert early(*END, *END[1:]) == [False, True, True, False, True]
-    assert early("states", "backward", "states", "backward") == [False, False, True, False]
-    assert early(*END, "backward") == [False, True, True, True]
-    of_pieces = ["prepare", "adjoint_summaries", "states", "compose", "state_gradients"]
-    assert early(*of_pieces) == [False, True, True, True, True]
-    assert early(*of_pieces, adjoint_response="dh") == [False, True, True, True, False]
-    assert early(*of_pieces, adjoint_response="leaving") == [False, True, True, True, True]
-    assert early("prepare", "adjoint_summaries", "compose", adjoint_response="leaving") == [False, True, False]
-    of_vd = ["states_from_vd", *END[1:]]
-    results.remove("vd")  # an operand
-    assert early(*of_vd, *of_vd) == [False, True, True, True, True, True]
-    assert early("states_from_vd", "backward", "states_from_vd", "backward") == [False, False, True, False]
 
 
 @pytest.mark.parametrize("rows", ["0", "64"], ids=["whole", "in pieces"])
