@@ -20,7 +20,17 @@ import jax.numpy as jnp
 
 from jax_qla import decode, dispatch, policy, reference, sharding, vjp
 from jax_qla.checks import Checked, check, check_gradient
-from jax_qla.implementations import Between, Choice, ChunkStates, RecurrentCall, Residuals, choose, keeping
+from jax_qla.implementations import (
+    Between,
+    Choice,
+    ChunkStates,
+    RecurrentCall,
+    Residuals,
+    choose,
+    keeping,
+    load,
+    splits,
+)
 from jax_qla.l2norm import normalize
 from jax_qla.segments import gates_with_resets, piece_count, segments_from_cu_seqlens
 from jax_qla.sharding import Layout, MeshAxes
@@ -285,6 +295,8 @@ def which_pieces(
     segment_ids: jax.Array | jax.ShapeDtypeStruct | None = None,
     max_segments: int | None = None,
     piece_rows: int | None = None,
+    precision: Any = None,
+    save_chunk_states: bool | None = None,
     differentiated: bool = False,
 ) -> PieceChoice:
     """How the kernels of "cuda" cut the sequences of a call into pieces, which one card computes side by side.
@@ -292,7 +304,8 @@ def which_pieces(
     Nothing is computed; shapes are enough, on any machine. They are those that one device has: where batch and heads
     are spread over a mesh, give one device's part. (Where devices share a sequence, each always cuts its part, which
     this does not answer.) The answer is of the forward pass; the backward pass cuts sequences into the same pieces, or
-    leaves them whole where that is faster and `piece_rows` is not given. Other implementations have no pieces.
+    leaves them whole where that is faster and `piece_rows` is not given. Other implementations have no pieces, nor have
+    calls whose K and V there are no kernels for.
 
     Args:
         differentiated: whether gradients of the call are computed too. Sequences may then be cut for the backward
@@ -321,14 +334,21 @@ def which_pieces(
         segment_ids=segment_ids,
         max_segments=max_segments,
         piece_rows=piece_rows,
+        precision=precision,
+        save_chunk_states=save_chunk_states,
     )
     tokens, sequences = v.shape[0] * v.shape[1], math.prod(checked.state_shape[:-3])
     sizes = (tokens, sequences, v.shape[2], k.shape[3], v.shape[3])
+    if not {k.shape[3], v.shape[3]} <= {*load("cuda").HEAD_DIMS}:
+        return PieceChoice(0, sequences)
     options: Any = {"packed": checked.packed, "asked_rows": piece_rows}
-    rows = None
+    rows, with_states = None, False
     if differentiated:
-        rows = policy.kept_rows(*sizes, ratio=v.shape[2] // k.shape[2], split=False, **options)
-    if rows is None:
+        of_both: Any = {"ratio": v.shape[2] // k.shape[2], "split": splits(precision, q.dtype), **options}
+        # States that are kept are of the pieces of both passes, or of whole sequences.
+        with_states = bool(save_chunk_states) and policy.keeps_states(*sizes, **of_both)
+        rows = policy.kept_rows(*sizes, **of_both, with_states=with_states)
+    if rows is None and not with_states:
         rows = policy.piece_rows(*sizes, **options)
     if rows is None:
         return PieceChoice(0, sequences)

@@ -44,8 +44,8 @@ _OF_OTHER_HEADS = frozenset({"o", "initial_state", "final_state", "h", "vd"})
 
 
 def _apart(step: Step) -> frozenset[str]:
-    """What a kernel has of its own of what others of `_apart` have too: `prepare` writes rows of o that no sequence has,
-    `forward` the others."""
+    """What a kernel has elements of its own of, where others have theirs: `prepare` writes rows of o that no sequence
+    has, `forward` the others."""
     if step.kernel == "prepare":
         return frozenset({"o"})
     if step.kernel == "forward":  # which may measure the queries of its heads, else `prepare` does

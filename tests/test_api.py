@@ -18,7 +18,7 @@ from thorough import every_value, rarely
 
 import jax_qla
 import jax_qla.api
-from jax_qla import api, policy
+from jax_qla import api, cuda, policy
 from jax_qla.implementations import Choice
 from jax_qla.reference import recurrence
 
@@ -568,6 +568,46 @@ def test_which_pieces() -> None:
     assert jax_qla.which_pieces(*shapes(2, 4096), piece_rows=1024, segment_ids=packed["segment_ids"]) == (1024, 8)
     with pytest.raises(ValueError, match="piece_rows must be a multiple of 64"):
         jax_qla.which_pieces(*one, piece_rows=1)
+    other_dims = [(2, 256), (2, 256), (8, 96), (8,), (8,)]
+    assert jax_qla.which_pieces(*(jax.ShapeDtypeStruct((3, 8192, *row), jnp.float32) for row in other_dims)) == (0, 3)
+
+
+@pytest.mark.parametrize("precision", [None, "high"])
+@pytest.mark.parametrize("save", [None, True, False])
+@pytest.mark.parametrize(("batch", "tokens", "heads"), [(1, 8192, 48), (1, 32768, 64), (1, 8192, 8), (4, 8192, 8)])
+def test_which_pieces_are_those_of_a_call(
+    batch: int, tokens: int, heads: int, save: bool | None, precision: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the forward pass, differentiated or not, in either precision and with whatever is kept."""
+    sequences: list[int] = []
+
+    def recording(
+        steps: Any, inputs: Any, outputs: Any, aliases: Any = None, within: Any = None
+    ) -> dict[str, jax.Array]:
+        sequences.append(inputs["segments"].shape[0])
+        return {name: jnp.zeros(x.shape, x.dtype) for name, x in outputs.items() if name not in (within or {})}
+
+    monkeypatch.setattr(cuda, "launch", recording)
+    monkeypatch.setattr(cuda, "_why_not", lambda *_, **__: None)
+    rows = [(8, 128), (8, 128), (heads, 128), (heads,), (heads,)]
+    dtypes = [jnp.bfloat16] * 3 + [jnp.float32] * 2
+    operands = [jax.ShapeDtypeStruct((batch, tokens, *row), dtype) for row, dtype in zip(rows, dtypes, strict=True)]
+    options: Any = {"precision": precision, "save_chunk_states": save}
+
+    def o(*operands: Any) -> Any:
+        return jax_qla.chunk_gated_delta_rule(*operands, implementation="cuda", **options)[0]
+
+    def transposed(*operands: Any) -> Any:
+        results, transpose = jax.vjp(o, *operands)
+        return transpose(results)
+
+    for differentiated, function in ((False, o), (True, transposed)):
+        stand_in.forget_traces()
+        sequences.clear()
+        jax.eval_shape(function, *operands)
+        pieces = jax_qla.which_pieces(*operands, differentiated=differentiated, **options).pieces
+        assert sequences[0] == pieces, differentiated
+    stand_in.forget_traces()
 
 
 def test_choice_where_the_kernels_do_not_fit() -> None:
