@@ -28,6 +28,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jax_qla import dispatch
 from jax_qla.implementations import Choice, Keep, Pieces, Residuals
@@ -51,11 +52,21 @@ class Carry(NamedTuple):
 
 def shift(x: jax.Array, distance: int, axes: Axes, *, reverse: bool = False) -> jax.Array:
     """x of the device `distance` before this one along `axes` (after it if `reverse`), zero where there is none."""
+    in_order = _in_order_of_the_mesh(axes)
     devices = jax.lax.axis_size(axes)
     if distance >= devices:
         return dispatch.match_varying(jnp.zeros_like(x), x)
-    pairs = [(i, i + distance) for i in range(devices - distance)]
-    return jax.lax.ppermute(x, axes, [(j, i) for i, j in pairs] if reverse else pairs)
+    # `ppermute` numbers devices in the mesh's order of its axes, whatever order it is given.
+    sizes = [jax.lax.axis_size(axis) for axis in in_order]
+    number = np.arange(devices).reshape(sizes).transpose([in_order.index(axis) for axis in axes]).ravel().tolist()
+    pairs = zip(number[:-distance], number[distance:], strict=True)
+    return jax.lax.ppermute(x, in_order, [(j, i) if reverse else (i, j) for i, j in pairs])
+
+
+def _in_order_of_the_mesh(axes: Axes) -> Axes:
+    """The same axes. Where there is no mesh to ask, in what a compiler partitions, they are so given."""
+    names = jax.sharding.get_abstract_mesh().axis_names
+    return tuple(sorted(axes, key=names.index)) if set(axes) <= set(names) else axes
 
 
 def rows_before(x: jax.Array, rows: int, axes: Axes) -> jax.Array:

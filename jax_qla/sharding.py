@@ -912,7 +912,8 @@ def _partition(
         for letter, axes in zip(d, _axes_that_cut(x, mesh), strict=True):
             letter = "h" if letter == "H" else letter
             if axes and letter in "bth" + mapped_axes and letter not in found and not used.intersection(axes):
-                found[letter] = axes
+                # What is computed knows no mesh, so shards follow each other in its order (`context_parallel.shift`).
+                found[letter] = tuple(sorted(axes, key=mesh.axis_names.index)) if letter == "t" else axes
                 used.update(axes)
     for x, d in shapes:
         for letter, length in zip(d, x.shape, strict=True):

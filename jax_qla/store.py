@@ -6,8 +6,9 @@ the kernel's name, its configuration and its source (the kernel's own file and w
 kernel whose source has changed is therefore not found, rather than found old.
 
 The package keeps its entries in one `manifest.json`, whose sha256 is compiled into the extension of a wheel. The user's
-cache, $JAX_QLA_CACHE or ~/.cache/jax_qla, has one file for each, so that processes need not share a manifest. It is
-trusted only if it belongs to the user and nobody else can write or read it (mode 0700), since code is loaded from it.
+cache, $JAX_QLA_CACHE or ~/.cache/jax_qla (of users without a home jax_qla-UID among the temporary files), has one file
+for each, so that processes need not share a manifest. It is trusted only if it belongs to the user and nobody else can
+write or read it (mode 0700), since code is loaded from it.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ _SOURCES = _read(_KERNELS)
 cubin of the program in memory would be found by all processes to come as that of the new source."""
 _SHARED_SOURCES = (
     *("common.py", "preludes.py", "macros.py", "inverse.py", "products.py"),
-    *("plan.py", "toolchain.py", "build.py"),
+    *("plan.py", "toolchain.py", "lowering.py"),
 )
 _OWN_SOURCES = {  # of other kernels the file of their name
     "backward": ("backward.py", "gradient_parts.py", "first_state.py"),
@@ -157,11 +158,11 @@ def directories() -> list[str]:
 
 
 def cache_directory() -> Path:
-    """The user's cache, by its absolute path; it may not exist."""
+    """The user's cache, by its absolute path, without links; it may not exist."""
     if chosen := os.environ.get("JAX_QLA_CACHE"):
-        return Path(os.path.abspath(os.path.expanduser(chosen)))
+        return Path(os.path.realpath(os.path.expanduser(chosen)))
     try:
-        return Path.home() / ".cache" / "jax_qla"
+        return Path(os.path.realpath(Path.home() / ".cache" / "jax_qla"))
     except RuntimeError:  # A user without a home, as some containers have.
         return Path(tempfile.gettempdir()) / f"jax_qla-{os.getuid()}"
 
@@ -238,6 +239,14 @@ def write_manifest(directory: Path, entries: Mapping[str, Any], *, keep_others: 
     for file in directory.glob("*.cubin"):
         if file.stem not in named:
             file.unlink(missing_ok=True)
+
+
+def has_cubin(directory: Path, sha256: str) -> bool:
+    """Whether a folder has this cubin, undamaged."""
+    try:
+        return hashlib.sha256(_cubin(directory, sha256).read_bytes()).hexdigest() == sha256
+    except OSError:
+        return False
 
 
 def write_cubin(directory: Path, cubin: bytes, *, mode: int = _PACKAGED_MODE) -> None:
@@ -329,7 +338,7 @@ def _build(name: str, config: Any) -> Kernel:
         raise KernelNotFoundError(f"{missing}: {reason}")
     _make_cache(cache)
     try:
-        with _locked(cache / f".{key(name, config)}.lock"):
+        with locked(cache / f".{key(name, config)}.lock"):
             # Another process may have built it while this one waited.
             return _find(name, config) or _build_into(cache, name, config, settings)
     except ImportError as error:
@@ -351,12 +360,14 @@ def _build_into(cache: Path, name: str, config: Any, settings: str) -> Kernel:
 
 
 @contextlib.contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    """Keeps other processes of this machine out; they wait. The lock ends with its process, however that ends."""
+def locked(path: Path) -> Iterator[None]:
+    """Keeps other processes of this machine out, by a folder, or a file, which is made; they wait. The lock ends with
+    its process, however that ends."""
     import fcntl  # which Windows has not, where nothing is built
 
     try:
-        file = os.open(path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, _CACHE_MODE)
+        how = os.O_RDONLY if path.is_dir() else os.O_CREAT | os.O_RDWR
+        file = os.open(path, how | os.O_CLOEXEC, _CACHE_MODE)
     except OSError as error:
         raise KernelNotFoundError(_unusable(path.parent, "written", error)) from error
     try:
@@ -429,8 +440,8 @@ def _make_cache(cache: Path) -> None:
 
 
 def check_trust(cache: Path) -> None:
-    """Raises PermissionError unless the cache is a folder of the user and closed to others."""
-    status = cache.stat()
+    """Raises PermissionError unless the cache is a folder of the user, not a link to one, and closed to others."""
+    status = cache.lstat()
     if status.st_uid != os.getuid() or stat.S_IMODE(status.st_mode) & 0o077 or not stat.S_ISDIR(status.st_mode):
         raise PermissionError(
             f"the kernel cache {cache} must be a folder of user {os.getuid()} with mode 0700, but belongs to user "

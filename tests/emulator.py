@@ -1,6 +1,6 @@
 """A kernel's CUDA source, run on a CPU.
 
-TileLang lowers the program (jax_qla/kernels/build.py), tests/cuda_on_cpu.h stands for CUDA's and TileLang's headers, a
+TileLang lowers the program (kernels/lowering.py), tests/cuda_on_cpu.h stands for CUDA's and TileLang's headers, a
 C++ compiler makes a library of it and of the machine behind it (tests/cuda_on_cpu.cc), and `Emulated` calls that with
 NumPy arrays as the launch plan says. It is right where the kernel is, down to the rounding of every operand, whatever
 the order in which warps and loads come. And it says which two accesses to shared memory nothing orders, or lack a proxy
@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 
 from jax_qla import launch, store
-from jax_qla.kernels import build
+from jax_qla.kernels import lowering
 
 HERE = Path(__file__).parent
 OPTIONS = ("-std=c++20", "-w", "-fPIC", f"-I{HERE}")
@@ -174,7 +174,7 @@ def lowered(name: str, config: Any) -> tuple[str, dict[str, Any]]:
 
     def write(file: Path) -> None:
         module = importlib.import_module(f"jax_qla.kernels.{name}")
-        file.write_text(json.dumps(build.lower_program(lambda: module.program(config), module.PASS_CONFIGS)))
+        file.write_text(json.dumps(lowering.lower_program(lambda: module.program(config), module.PASS_CONFIGS)))
 
     source, plan = json.loads(_once(f"{store.key(name, config)}.json", write).read_text())
     return source, plan

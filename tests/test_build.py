@@ -23,7 +23,7 @@ import pytest
 from thorough import every_value, rarely
 
 from jax_qla import cuda, launch, policy, store
-from jax_qla.kernels import build, compose, prepare, toolchain
+from jax_qla.kernels import build, compose, lowering, prepare, toolchain
 from jax_qla.kernels.packaged import PACKAGED
 
 LACKING = store.why_not_buildable()
@@ -34,8 +34,8 @@ FLOAT16, FLOAT32, BFLOAT16 = 6, 7, 9
 
 
 @functools.cache
-def compiled(name: str) -> build.Compiled:
-    return build.compile_program(getattr(programs, name), programs.PASS_CONFIGS)
+def compiled(name: str) -> lowering.Compiled:
+    return lowering.compile_program(getattr(programs, name), programs.PASS_CONFIGS)
 
 
 def numbers(
@@ -132,14 +132,14 @@ def test_programmatic_dependent_launch() -> None:
 
 def test_what_a_plan_cannot_hold() -> None:
     with pytest.raises(NotImplementedError, match=r"an expression that a launch plan cannot hold: .*if_then_else"):
-        build.lower_program(programs.unsupported, programs.PASS_CONFIGS)
+        lowering.lower_program(programs.unsupported, programs.PASS_CONFIGS)
 
 
 def test_cubins() -> None:
     """They are ELF files, the same whenever and wherever they are compiled."""
     made = compiled("heads")
     assert made.cubin.startswith(b"\x7fELF")
-    again = build.compile_program(programs.heads, programs.PASS_CONFIGS)
+    again = lowering.compile_program(programs.heads, programs.PASS_CONFIGS)
     assert hashlib.sha256(again.cubin).digest() == hashlib.sha256(made.cubin).digest()
     assert again == made
     assert made.plan["name"].encode() in made.cubin
@@ -173,7 +173,7 @@ def test_products_run_beside_each_other() -> None:
 
 def test_what_the_compiler_refuses() -> None:
     with pytest.raises(RuntimeError, match=r"(?s)NVRTC failed, .*:.*kernel\.cu"):
-        toolchain.compile_cubin("this is no CUDA", build.headers())
+        toolchain.compile_cubin("this is no CUDA", lowering.headers())
 
 
 def run_cli(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -230,6 +230,67 @@ def test_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(store, "_found", {})
     kernel = store.lookup("compose", config)
     assert kernel == store.Kernel(entry["sha256"], entry["plan"], "packaged")
+
+
+def test_command_line_builds_what_is_missing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of other compilers, damaged or never built; what has been built when something fails is there the next time."""
+    configs = [compose.Config(64, 64, columns=columns) for columns in (16, 32, 64)]
+    built: list[int] = []
+    failing: list[int] = []
+
+    def build_task(task: build.Task) -> Any:
+        name, config = task
+        if config.columns in failing:
+            raise RuntimeError("no memory")
+        built.append(config.columns)
+        cubin = f"cubin {config.columns}".encode()
+        entry = {"kernel": name, "config": store.config_fields(config), "source": store.source_hash(name)}
+        entry |= {"sha256": hashlib.sha256(cubin).hexdigest(), "versions": compilers, "plan": {}}
+        used = {"registers": 1, "spill_stores": 0, "shared": 0}
+        return (cubin, entry | {"resources": used}, ""), 0.0
+
+    class Here:
+        """In place of other processes."""
+
+        def __init__(self, *_: Any, **__: Any) -> None: ...
+
+        def __enter__(self) -> Here:
+            return self
+
+        def __exit__(self, *_: object) -> None: ...
+
+        map = staticmethod(map)
+
+    def run(*options: str) -> list[int]:
+        built.clear()
+        build.main(["--output", str(tmp_path), *options])
+        return built
+
+    compilers = {"tilelang": "1", "cuda": "2"}
+    monkeypatch.setattr(build, "versions", lambda: compilers)
+    monkeypatch.setattr(build, "_build_task", build_task)
+    monkeypatch.setattr(build, "PACKAGED", tuple(("compose", config) for config in configs))
+    monkeypatch.setattr("concurrent.futures.ProcessPoolExecutor", Here)
+    failing.append(64)
+    with pytest.raises(RuntimeError, match="no memory"):
+        run()
+    failing.clear()
+    assert run() == [64]
+    assert "2 of 3 kernels are there" in capsys.readouterr().out
+    assert run() == []
+    entry = store.read_manifest(tmp_path)[store.key("compose", configs[1])]
+    (tmp_path / f"{entry['sha256']}.cubin").write_bytes(b"damaged")
+    assert run("--only", "columns=16") == []
+    assert run() == [32]
+    assert run("--anew", "--only", "columns=16") == [16]
+    assert len(store.read_manifest(tmp_path)) == len([*tmp_path.glob("*.cubin")]) == 3
+    compilers = {"tilelang": "2", "cuda": "2"}
+    assert run("compose", "--only", "columns=64") == [64]
+    assert run() == [16, 32]
+    (tmp_path / "manifest.json").write_text("no JSON")
+    assert run() == [16, 32, 64]
 
 
 def test_command_line_refuses_unknown_names(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from typing import Any
 
 import jax
@@ -89,6 +90,20 @@ def test_composition_over_any_number_of_devices(devices: int, reverse: bool) -> 
     sent = [shape for shape, _ in COLLECTIVE.findall(compiled.as_text()) if "4,2]" in shape or "4,6]" in shape]
     rounds = int(np.ceil(np.log2(devices)))
     assert ["4,2]" in shape for shape in sent] == [False] * (rounds - 1) + [True] * (rounds > 0)
+
+
+@pytest.mark.parametrize("order", [*itertools.permutations("xyz"), ("z", "x")], ids="".join)
+def test_shards_follow_each_other_in_the_order_of_the_axes(order: tuple[str, ...]) -> None:
+    """The first the slowest, however the mesh has them."""
+    mesh = jax.make_mesh((2, 2, 2), ("x", "y", "z"), axis_types=(jax.sharding.AxisType.Auto,) * 3)
+    devices = 2 ** len(order)
+    for reverse, distance in ((False, 1), (True, 1), (False, 3), (True, 2), (False, devices)):
+        function = functools.partial(context_parallel.shift, distance=distance, axes=order, reverse=reverse)
+        shifted = jax.jit(jax.shard_map(function, mesh=mesh, in_specs=P(order), out_specs=P(order)))
+        x = np.arange(1.0, devices + 1)
+        zeros = np.zeros(distance)
+        expected = [*x[distance:], *zeros] if reverse else [*zeros, *x]
+        assert np.array_equal(shifted(x), expected[:devices])
 
 
 def test_rows_before_reach_over_several_devices() -> None:

@@ -33,10 +33,10 @@ from jax_qla.implementations import Choice
 from jax_qla.kernels import (
     backward,
     balance,
-    build,
     compose,
     forward,
     inversion,
+    lowering,
     macros,
     prepare,
     specification,
@@ -515,7 +515,7 @@ def test_prepare_where_slots_take_another_dimension_of_the_grid(monkeypatch: pyt
     monkeypatch.setattr(macros, "PLACES", 2)
     program = functools.partial(prepare.program, config)
     results: list[dict[str, np.ndarray]] = []
-    for kernel in (as_it_is, emulator.Emulated(*build.lower_program(program, prepare.PASS_CONFIGS))):
+    for kernel in (as_it_is, emulator.Emulated(*lowering.lower_program(program, prepare.PASS_CONFIGS))):
         found: dict[str, np.ndarray] = {
             "a": np.full((4, tokens, 64), -1, np.int16),
             "gamma": np.full((tokens, 4), np.nan, np.float32),
@@ -547,7 +547,7 @@ def test_sequences_that_take_another_dimension_of_the_grid(in_one: str, monkeypa
         if name not in modules:
             return others(name, config)
         program = functools.partial(modules[name].program, config)
-        return emulator.Emulated(*build.lower_program(program, modules[name].PASS_CONFIGS))
+        return emulator.Emulated(*lowering.lower_program(program, modules[name].PASS_CONFIGS))
 
     monkeypatch.setattr(emulator, "emulated", emulated)
     segments = ((0, 130), (130, 130), (140, 200), (200, 290), (290, 290))
@@ -717,7 +717,7 @@ def test_battery(case: battery.Case, rows: str, precision: str | None, monkeypat
 
 @functools.cache
 def _order() -> emulator.Emulated:
-    return emulator.Emulated(*build.lower_program(programs.order, {}))
+    return emulator.Emulated(*lowering.lower_program(programs.order, {}))
 
 
 @pytest.mark.parametrize("count", [1, 2, 31, 32, 70, 300])
@@ -737,7 +737,7 @@ def test_blocks_of_long_sequences_come_first(count: int, longest: int) -> None:
 
 @functools.cache
 def _in_halves() -> emulator.Emulated:
-    return emulator.Emulated(*build.lower_program(programs.in_halves, {}))
+    return emulator.Emulated(*lowering.lower_program(programs.in_halves, {}))
 
 
 def _halved(lengths: Sequence[int], heads: int, halves: policy.Halves) -> list[tuple[int, int, int]]:

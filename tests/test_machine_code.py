@@ -12,7 +12,7 @@ import pytest
 from thorough import few, only_thorough
 
 from jax_qla import store
-from jax_qla.kernels import backward, build, toolchain
+from jax_qla.kernels import backward, lowering, toolchain
 from jax_qla.kernels.packaged import PACKAGED
 
 pytestmark = [
@@ -38,7 +38,7 @@ extern "C" __global__ void small(const int* x, int* y, int turns) {
 
 def _small(before: str) -> tuple[str, list[machine_code.Instruction]]:
     source = SMALL.replace("BEFORE", before)
-    cubin, _ = toolchain.compile_cubin(source, build.headers(), lines=True)
+    cubin, _ = toolchain.compile_cubin(source, lowering.headers(), lines=True)
     return source, machine_code.functions(cubin)["small"]
 
 
@@ -69,7 +69,7 @@ def test_loads_of_what_nobody_writes(nobody_writes: bool) -> None:
     source = SMALL.replace("BEFORE", "b = x[turn];")
     if nobody_writes:
         source = source.replace("const int* x, int* y", "const int* __restrict__ x, int* __restrict__ y")
-    cubin, _ = toolchain.compile_cubin(source, build.headers())
+    cubin, _ = toolchain.compile_cubin(source, lowering.headers())
     code = machine_code.functions(cubin)["small"]
     assert any(instruction.loads_what_nobody_writes for instruction in code) == nobody_writes
 
@@ -122,7 +122,7 @@ def _awaited(source: str) -> set[tuple[str, str]]:
 
 def _lowered(name: str, config: Any) -> str:
     module = importlib.import_module(f"jax_qla.kernels.{name}")
-    return build.lower_program(lambda: module.program(config), module.PASS_CONFIGS)[0]
+    return lowering.lower_program(lambda: module.program(config), module.PASS_CONFIGS)[0]
 
 
 def test_what_is_awaited() -> None:
@@ -149,7 +149,7 @@ def test_no_tile_is_read_when_it_is_free(name: str, config: Any) -> None:
     block store goes through the queue that the loads are in, and so comes later; not so what another block stores.)
     Nor does a kernel that may begin before the one before it has ended take what that writes for what nobody does."""
     source = _lowered(name, config)
-    cubin, _ = toolchain.compile_cubin(source, build.headers(), lines=True)
+    cubin, _ = toolchain.compile_cubin(source, lowering.headers(), lines=True)
     lines, awaited = source.splitlines(), _awaited(source)
     if getattr(config, "halve_long", False):
         awaited.remove(("free", "v_s"))  # the warpgroup whose half another block computes uses no V

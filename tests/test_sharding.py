@@ -46,6 +46,7 @@ CUTS = {
     "cp": Cut(sequence=("x", "y")),
     "dp x cp": Cut(batch="x", sequence="y"),
     "tp x cp": Cut(heads="x", sequence="y"),
+    "cp, y first": Cut(sequence=("y", "x")),  # not in the order of the mesh
 }
 MODES = ("auto", "named", "explicit", "manual", "manual, unchecked", "partly manual", "partly manual, named")
 CASES = [
@@ -54,9 +55,10 @@ CASES = [
     for cut in CUTS
     # A few will do for the modes that differ from others in one thing only.
     if mode in ("auto", "explicit")
-    or (mode in ("manual", "partly manual") and "cp" in cut)
+    or (mode == "manual" and "cp" in cut)
+    or (mode == "partly manual" and "cp" in cut and "first" not in cut)
     or cut == "tp x cp"
-    or (mode, cut) == ("named", "dp x cp")
+    or (mode, cut) in (("named", "dp x cp"), ("named", "cp, y first"))
 ]
 
 ROWS = ("bth", "bth", "bth", "bth", "bth")

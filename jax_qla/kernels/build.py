@@ -1,88 +1,26 @@
-"""From TileLang program to cubin and launch plan; `python -m jax_qla.kernels.build` fills the package's cubin folder.
-
-    program(config)  --tilelang.lower-->  CUDA source + host module  --NVRTC-->  cubin  \\
-                                                                     --plan.py->  plan  --> store entry
-"""
+"""Builds kernels; `python -m jax_qla.kernels.build` fills the package's cubin folder, with what is not there yet."""
 
 from __future__ import annotations
 
 import argparse
 import concurrent.futures
-import dataclasses
 import hashlib
 import importlib
 import importlib.metadata
 import multiprocessing
+import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from jax_qla import store
 from jax_qla.kernels import toolchain
+from jax_qla.kernels.lowering import compile_program
 from jax_qla.kernels.packaged import PACKAGED
 
-
-@dataclasses.dataclass(frozen=True)
-class Compiled:
-    """What a program becomes."""
-
-    cubin: bytes
-    plan: dict[str, Any]
-    """The launch plan, as jax_qla/launch.py describes it."""
-    resources: dict[str, Any]
-    """Registers a thread; spill_stores, spill_loads and dynamic shared memory (an expression of the plan) in bytes; and
-    `serialized`, 1 if no wgmma runs beside another."""
-    source: str
-    """CUDA C++."""
-
-
-def lower_program(program: Callable[[], Any], pass_configs: Mapping[str, object]) -> tuple[str, dict[str, Any]]:
-    """CUDA source and launch plan of a TileLang program; needs TileLang alone.
-
-    Args:
-        program: returns the prim_func; called with Hopper as the current target, which macros ask for.
-        pass_configs: TileLang's pass configuration.
-
-    Raises:
-        ImportError: TileLang is not installed.
-        NotImplementedError: its host module has something that a launch plan cannot hold.
-    """
-    import tilelang
-    import tvm
-    from tvm.target import Target
-
-    from jax_qla.kernels.plan import extract_plan
-
-    target = Target({"kind": "cuda", "arch": toolchain.ARCHITECTURE})
-    with tvm.transform.PassContext(opt_level=3, config=dict(pass_configs)), target:
-        prim_func = program()
-        artifact = tilelang.lower(prim_func, target=target, enable_host_codegen=False, enable_device_compile=False)
-    return artifact.kernel_source, extract_plan(artifact, prim_func)
-
-
-def compile_program(program: Callable[[], Any], pass_configs: Mapping[str, object]) -> Compiled:
-    """Compiles a TileLang program; needs TileLang and NVRTC but no GPU.
-
-    Args:
-        program, pass_configs: as in `lower_program`.
-
-    Raises:
-        ImportError, NotImplementedError: as in `lower_program`.
-        FileNotFoundError: NVRTC is not installed.
-        RuntimeError: NVRTC refuses the source.
-    """
-    source, plan = lower_program(program, pass_configs)
-    cubin, resources = toolchain.compile_cubin(source, headers())
-    return Compiled(cubin, plan, resources | {"shared": plan["shared"]}, source)
-
-
-def headers() -> list[Path]:
-    """Folders of TileLang's headers and of CUTLASS', which come with it."""
-    import tilelang
-
-    root = Path(tilelang.__file__).parent
-    return [root / "src", root / "3rdparty" / "cutlass" / "include"]
+Task = tuple[str, Any]
+"""A kernel to build: module of jax_qla.kernels and Config."""
 
 
 def build(name: str, config: Any) -> tuple[bytes, dict[str, Any], str]:
@@ -118,22 +56,19 @@ def versions() -> dict[str, str]:
     return {"tilelang": tilelang, "cuda": toolchain.cuda_version(), "architecture": toolchain.ARCHITECTURE}
 
 
-def _build_task(task: tuple[str, Any]) -> tuple[bytes, dict[str, Any], str, float]:
-    start = time.monotonic()
-    return *build(*task), time.monotonic() - start
-
-
 def main(arguments: list[str] | None = None) -> None:
-    """Builds the packaged kernels, or those named, into a folder."""
+    """Builds the packaged kernels, or those named, into a folder that lacks them."""
     parser = argparse.ArgumentParser(
-        prog="python -m jax_qla.kernels.build", description="Build jax_qla's Hopper kernels."
+        prog="python -m jax_qla.kernels.build",
+        description="Build jax_qla's Hopper kernels that are not there yet, by this source and these compilers.",
     )
     parser.add_argument("names", nargs="*", help="kernels to build (default: all that the wheel carries)")
     parser.add_argument("--output", type=Path, default=store.PACKAGED_DIRECTORY, help="folder for cubins and manifest")
-    parser.add_argument("--jobs", type=int, default=2, help="processes at once")
-    parser.add_argument("--keep-sources", type=Path, help="folder for the CUDA sources")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes at once (default: all cores)")
+    parser.add_argument("--keep-sources", type=Path, help="folder for the CUDA sources, of all that are asked for")
     only = "only configurations with this value; may be repeated"
     parser.add_argument("--only", metavar="FIELD=VALUE", action="append", default=[], help=only)
+    parser.add_argument("--anew", action="store_true", help="build what is there, too")
     options = parser.parse_args(arguments)
     tasks = _tasks(parser, options.names, options.only)
     if reason := store.why_not_buildable():
@@ -141,17 +76,48 @@ def main(arguments: list[str] | None = None) -> None:
     if options.output == store.PACKAGED_DIRECTORY and store.vouched_manifest():
         parser.error("this wheel of jax_qla has all its kernels and takes no others; choose a folder with --output")
     options.output.mkdir(parents=True, exist_ok=True)
-    entries: dict[str, dict[str, Any]] = {}
+    with store.locked(options.output):
+        there = {} if options.anew or options.keep_sources else _there(options.output, tasks)
+        missing = [task for task in tasks if store.key(*task) not in there]
+        if there:
+            print(f"{len(there)} of {len(tasks)} kernels are there", flush=True)
+        entries: dict[str, dict[str, Any]] = {}
+        try:
+            for task, (cubin, entry, source) in _built(missing, options.jobs):
+                store.write_cubin(options.output, cubin)
+                entries[store.key(*task)] = entry
+                if options.keep_sources:
+                    options.keep_sources.mkdir(parents=True, exist_ok=True)
+                    (options.keep_sources / f"{task[0]}-{store.key(*task)[:12]}.cu").write_text(source)
+        finally:  # What has been built before something ended it is there the next time.
+            whole = len(there) + len(entries) == len(PACKAGED)
+            store.write_manifest(options.output, there | entries, keep_others=not whole)
+
+
+def _there(folder: Path, tasks: Sequence[Task]) -> dict[str, dict[str, Any]]:
+    """Entries, by key, of those that the folder has, by the same source and compilers."""
+    try:
+        entries = store.read_manifest(folder)
+    except store.ManifestError:
+        return {}
+    compilers = versions()
+    found = {key: entries[key] for key in (store.key(*task) for task in tasks) if key in entries}
+    return {
+        key: entry
+        for key, entry in found.items()
+        if entry.get("versions") == compilers and store.has_cubin(folder, entry["sha256"])
+    }
+
+
+def _built(tasks: Sequence[Task], jobs: int) -> Iterator[tuple[Task, tuple[bytes, dict[str, Any], str]]]:
+    """What `build` makes of each, so many at once; a line of each is printed."""
+    if not tasks:
+        return
     # A process that JAX has given threads must not be forked.
     context = multiprocessing.get_context("spawn")
-    with concurrent.futures.ProcessPoolExecutor(min(options.jobs, len(tasks)), mp_context=context) as pool:
-        for done, (task, result) in enumerate(zip(tasks, pool.map(_build_task, tasks), strict=True), 1):
-            cubin, entry, source, seconds = result
-            store.write_cubin(options.output, cubin)
-            entries[store.key(*task)] = entry
-            if options.keep_sources:
-                options.keep_sources.mkdir(parents=True, exist_ok=True)
-                (options.keep_sources / f"{task[0]}-{store.key(*task)[:12]}.cu").write_text(source)
+    with concurrent.futures.ProcessPoolExecutor(min(jobs, len(tasks)), mp_context=context) as pool:
+        for done, (task, (made, seconds)) in enumerate(zip(tasks, pool.map(_build_task, tasks), strict=True), 1):
+            cubin, entry, _ = made
             used = entry["resources"]
             settings = " ".join(f"{field}={value}" for field, value in entry["config"].items())
             print(
@@ -160,10 +126,15 @@ def main(arguments: list[str] | None = None) -> None:
                 f"{len(cubin) // 1024:4} KiB {seconds:5.1f} s{', products one by one' * used.get('serialized', 0)}",
                 flush=True,
             )
-    store.write_manifest(options.output, entries, keep_others=len(tasks) < len(PACKAGED))
+            yield task, made
 
 
-def _tasks(parser: argparse.ArgumentParser, names: list[str], only: list[str]) -> list[tuple[str, Any]]:
+def _build_task(task: Task) -> tuple[tuple[bytes, dict[str, Any], str], float]:
+    start = time.monotonic()
+    return build(*task), time.monotonic() - start
+
+
+def _tasks(parser: argparse.ArgumentParser, names: list[str], only: list[str]) -> list[Task]:
     """The packaged kernels with these names, or all, and these settings."""
     known = dict.fromkeys(name for name, _ in PACKAGED)
     if unknown := sorted(set(names) - set(known)):

@@ -2,7 +2,7 @@
 
 Beside this, kernels/preludes.py has the CUDA that several of them call and kernels/macros.py the TileLang.
 
-Every kernel works on flat token arrays [tokens, heads, dim] and a table, `segments` [N, 2] = (start, end) of each sequence (jax_qla/segments.py);
+Every kernel of the chunked rule works on flat token arrays [tokens, heads, dim] and a table, `segments` [N, 2] = (start, end) of each sequence (jax_qla/segments.py);
 those that go by chunks and not along sequences find the rows of a chunk slot in it (kernels/preludes.py: CHUNK_PRELUDE). A chunk tile is always loaded whole (64 rows)
 with TMA; the rows beyond its sequence hold another sequence's data or nothing at all and must never reach a result, not even as 0 * NaN:
 they are replaced by zeros in shared memory wherever a matrix product sums over rows.

@@ -229,7 +229,6 @@ __device__ __forceinline__ int jax_qla_none_is_zero(const int* flags, int pitch,
   for (int i = threadIdx.x & 31; i < count; i += 32) zero |= flags[static_cast<long long>(i) * pitch] == 0;
   return !__any_sync(0xffffffffu, zero);
 }
-__device__ __forceinline__ int jax_qla_any(int x) { return __any_sync(0xffffffffu, x); }
 """
 )
 

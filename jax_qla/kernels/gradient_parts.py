@@ -19,8 +19,6 @@ PRELUDE = (
     + CHUNK_PRELUDE
     + f"constexpr float kFaint = {FAINT}f;"
     + r"""
-__device__ __forceinline__ int jax_qla_any(int x) { return __any_sync(0xffffffffu, x); }
-
 // Lanes that differ in bit 2 * left exchange halves of their 2 * left sums.
 template <int left>
 __device__ __forceinline__ void jax_qla_exchange(float* sum) {
@@ -67,12 +65,6 @@ __device__ __forceinline__ void jax_qla_inner(const void* x, const void* y, floa
 #pragma unroll
   for (int step = 16; step > 0; step /= 2) total += __shfl_xor_sync(0xffffffffu, total, step);
   if (threadIdx.x % 32 == 0) out[warp] = total;
-}
-// A matrix [8, 8] of 16-bit elements, of which lane l has two of row l / 4, transposed.
-__device__ __forceinline__ unsigned jax_qla_transposed(unsigned x) {
-  unsigned y;
-  asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(y) : "r"(x));
-  return y;
 }
 // Sum n of `count` over 2 count lanes, to the two lanes l with l / 2 = n mod count.
 template <int count>

@@ -94,6 +94,7 @@ from jax_qla.kernels.specification import (
     states_of_tiles,
     tiles_as_rows,
 )
+from jax_qla.segments import chunk_table
 
 __all__ = ["PASS_CONFIGS", "Config", "program", "specification"]
 
@@ -529,8 +530,6 @@ def specification(
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array]:
     """(dq, dk [tokens, Hk, K], dv [tokens, Hv, V], dg, dbeta [tokens, Hv]); rows of no sequence are zero; not a number in other heads than those
     of dh, from `first_head` on. h and vd each have these heads, or all."""
-    from jax_qla.segments import chunk_table  # which takes the constants of kernels/common.py
-
     heads, all_key_heads, all_heads = dh.shape[1], q.shape[1], v.shape[1]
     h, vd = (of_heads(x, first_head, heads) if x.shape[1] == all_heads else x for x in (h, vd))
     q, k = (of_heads(x, first_head // ratio, heads // ratio) for x in (q, k))

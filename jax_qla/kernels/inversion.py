@@ -306,13 +306,6 @@ __device__ __forceinline__ void jax_qla_mma_eight(float* c, const unsigned* a, u
   asm("mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5}, {%6}, {%0, %1, %2, %3};"
       : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3]) : "r"(a[0]), "r"(a[1]), "r"(b));
 }
-// The transpose of a matrix [8, 8] of 16 bits, a row of which four lanes have.
-__device__ __forceinline__ unsigned jax_qla_transposed(unsigned x) {
-  unsigned y;
-  asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(y) : "r"(x));
-  return y;
-}
-
 // An accumulator in the dtype of a.
 template <bool bf16>
 __device__ __forceinline__ void jax_qla_pack(unsigned* r, const float* c) {

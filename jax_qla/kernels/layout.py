@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 
+from jax_qla import segments as tables
 from jax_qla.kernels.common import FIRST, LAST, PASS_CONFIGS
 from jax_qla.kernels.macros import call
 
@@ -154,8 +155,6 @@ def specification(
 
     spans: the number of the first piece of each sequence, and how many it has.
     """
-    from jax_qla import segments as tables  # the definition, which takes the constants of kernels/common.py
-
     number = jnp.arange(bounds.shape[0], dtype=jnp.int32)
     rows = jnp.where(jnp.max(bounds[:, 1] - bounds[:, 0]) > cut_beyond, piece_rows, WHOLE)
     pieces = tables.piece_table(bounds, parts, rows)

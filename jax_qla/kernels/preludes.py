@@ -30,6 +30,14 @@ __device__ __forceinline__ void jax_qla_store_matrices(unsigned address, unsigne
                  ::"r"(r0), "r"(r1), "r"(r2), "r"(r3), "r"(address) : "memory");
   }
 }
+// A matrix [8, 8] of 16-bit elements, of which lane l has two of row l / 4, transposed.
+__device__ __forceinline__ unsigned jax_qla_transposed(unsigned x) {
+  unsigned y;
+  asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(y) : "r"(x));
+  return y;
+}
+// Whether any lane's x is not 0. To be called by whole warps.
+__device__ __forceinline__ int jax_qla_any(int x) { return __any_sync(0xffffffffu, x); }
 // Two numbers rounded to 16 bits, the first in the lower half.
 template <bool bf16>
 __device__ __forceinline__ unsigned jax_qla_round(float x, float y) {

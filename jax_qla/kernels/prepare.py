@@ -11,7 +11,7 @@ spectral norm of what a chunk does to the state before it, which tells kernels/s
 are marked in the lowest bit of their last gamma (kernels/common.py: STRETCHES), which costs gamma 6e-8 of itself and no memory.
 
 With `l2norm`, beta is divided by |k|^2 first, which K K^T has on its diagonal, and 1 / |k| is written for
-`summaries` and `forward` (kernels/common.py). 1 / |q| is written too, by blocks of their own beside those of their rows, unless `forward` finds it.
+all that read keys with gates (kernels/common.py). 1 / |q| is written too, by blocks of their own beside those of their rows, unless `forward` finds it.
 
 The *gated* matrix is inverted: the gate-free one can overflow where the recurrence itself is stable (long keys, strong decay).
 
@@ -46,6 +46,7 @@ from jax_qla.kernels.specification import (
     part_columns,
     scatter_chunks,
 )
+from jax_qla.segments import chunk_table
 
 __all__ = ["PASS_CONFIGS", "Config", "program", "specification"]
 
@@ -469,8 +470,6 @@ def specification(
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
     """(a [Hv, tokens, 64], or with `split` [Hv, tokens, 128], of bits of k's dtype, gamma [tokens, Hv], lengths and query_lengths [tokens, Hk]) of sequences
     `bounds` [N, 2], query_lengths of all rows, if they are wanted; `o` is not a result, only its unused rows are zeroed."""
-    from jax_qla.segments import chunk_table  # which takes the constants of kernels/common.py
-
     chunks = jnp.asarray(chunk_table(bounds, k.shape[0]))
     keys = gather_chunks(k, chunks)
     lengths = inverse_length(keys, l2norm)
