@@ -342,7 +342,8 @@ def backward(
     local_segments = segments
     if axes:
         if carry is None:
-            carry, _ = _exchange(q, k, v, g, beta, initial_state, segments, residuals, axes=axes, **shared)
+            of_summary = residuals and residuals._replace(vd=None, between=None, h=None)
+            carry, _ = _exchange(q, k, v, g, beta, initial_state, segments, of_summary, axes=axes, **shared)
         rows: Any = (q, k, v, g, beta)
         if segments is None:
             if d_final_state is not None:
@@ -411,7 +412,8 @@ def _exchange(
 ) -> tuple[Carry, Residuals | None]:
     """Summarises this shard and receives the state before it; and what the summary knows of the residuals.
 
-    Arguments as in `forward`, and `residuals` from it if it has run.
+    Arguments as in `forward`, and `residuals` from it if it has run, of which a summary reads (and "xla" returns, where
+    the platform decides) no vd, between nor h.
     """
     options: dict[str, Any] = {"choice": choice, "l2norm": l2norm, "precision": precision}
     if segments is None:

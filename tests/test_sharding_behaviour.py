@@ -45,7 +45,7 @@ from test_sharding import (
 from thorough import rarely
 
 import jax_qla
-from jax_qla import MeshAxes
+from jax_qla import MeshAxes, cuda, dispatch
 
 
 def test_segment_ids_without_states() -> None:
@@ -169,6 +169,76 @@ def test_with_what_the_kernels_keep(mode: str, name: str) -> None:
         function = value_and_grad(program, spread(mode, cut, program.function, program.dims, program.out_dims))
         found = jax.jit(function, compiler_options=FAST)(*x)
     assert_close(found, expected(name))
+
+
+def launch_zeros(
+    steps: Any, inputs: Any, outputs: Any, aliases: Any = None, within: Any = None
+) -> dict[str, jax.Array]:
+    """In place of `launch.launch`: results of the right shapes."""
+    del steps, aliases
+    wanted = {name: x for name, x in outputs.items() if name not in (within or {})}
+    zeros = {name: jnp.zeros(x.shape, x.dtype) for name, x in wanted.items()}
+    found: dict[str, jax.Array] = dispatch.match_varying(zeros, tuple(inputs.values()))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("mode", "cut", "save", "l2norm", "given"),
+    [
+        ("auto", "cp", None, False, False),
+        ("auto", "dp x cp", True, True, True),
+        rarely("auto", "tp x cp", None, True, True),
+        rarely("auto", "dp x cp", False, True, True),
+        ("explicit", "cp", None, True, True),
+        rarely("explicit", "cp", True, False, False),
+        rarely("named", "dp x cp", None, True, True),
+        rarely("manual", "cp", None, True, False),
+    ],
+)
+def test_where_the_platform_decides(
+    mode: str, cut: str, save: bool | None, l2norm: bool, given: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With operands that the kernels take both ways are traced, whatever is kept, and agree in types; here plain JAX
+    runs."""
+    monkeypatch.setattr(cuda, "launch", launch_zeros)
+    monkeypatch.setattr(cuda, "_why_not", lambda *_, **__: None)
+    random = np.random.default_rng(0)
+    heads, dims = ((2, 64), (2, 64), (4, 64), (4,), (4,)), (*ROWS, "bh")
+    q, k, v, g, beta = (random.standard_normal((2, 512, *shape)).astype(np.float32) for shape in heads)
+    k /= np.linalg.norm(k, axis=-1, keepdims=True)
+    state = random.standard_normal((2, 4, 64, 64)).astype(np.float32)
+    arrays: list[Any] = [jnp.asarray(x, jnp.bfloat16) for x in (q, k, v)]
+    arrays += [-0.01 * np.exp(g), 1 / (1 + np.exp(-beta)), state]
+
+    def function(axes: MeshAxes | None, *x: jax.Array) -> Any:
+        o, final_state = jax_qla.chunk_gated_delta_rule(
+            *x[:5],
+            initial_state=x[5] if given else None,
+            output_final_state=True,
+            use_qk_l2norm_in_kernel=l2norm,
+            save_chunk_states=save,
+            implementation=("cuda", "xla"),
+            mesh_axes=axes,
+        )
+        return o, final_state
+
+    def both(function: Any) -> Any:
+        def results(*x: jax.Array) -> Any:
+            found, transposed = jax.vjp(function, *x)
+            return found, transposed(found)
+
+        return jax.jit(results, compiler_options=FAST)
+
+    stand_in.forget_traces()
+    wanted = both(functools.partial(function, None))(*arrays)
+    mesh = mesh_of(mode)
+    with jax.set_mesh(mesh):
+        placed = put(mesh, CUTS[cut], arrays, dims)
+        found = both(spread(mode, CUTS[cut], function, dims, ("bth", "bh")))(*placed)
+    stand_in.forget_traces()
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
+        a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
+        assert np.linalg.norm(a - b) <= 1e-2 * np.linalg.norm(b)
 
 
 def test_checkpoint_policy_repeats_neither_forward_nor_exchange() -> None:
