@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_qla import decode, dispatch, policy, reference, sharding, vjp
-from jax_qla.checks import Checked, check, check_gradient
+from jax_qla.checks import Checked, check, check_gradient, taking_numpy
 from jax_qla.implementations import (
     Between,
     Choice,
@@ -32,7 +32,7 @@ from jax_qla.implementations import (
     splits,
 )
 from jax_qla.l2norm import normalize
-from jax_qla.segments import gates_with_resets, piece_count, segments_from_cu_seqlens
+from jax_qla.segments import gates_with_resets, piece_count, rows_of_sequences, segments_from_cu_seqlens
 from jax_qla.sharding import Layout, MeshAxes
 from jax_qla.widening import widen
 
@@ -55,6 +55,7 @@ class Implementation(NamedTuple):
     """Why it was chosen, and why those preferred to it were not."""
 
 
+@taking_numpy
 def chunk_gated_delta_rule(
     q: jax.Array,
     k: jax.Array,
@@ -218,6 +219,7 @@ def chunk_gated_delta_rule(
     return o, final_state
 
 
+@taking_numpy
 def which_implementation(
     q: jax.Array | jax.ShapeDtypeStruct,
     k: jax.Array | jax.ShapeDtypeStruct,
@@ -284,6 +286,7 @@ def which_implementation(
     return Implementation(choice.elsewhere, choice.why_elsewhere)
 
 
+@taking_numpy
 def which_pieces(
     q: jax.Array | jax.ShapeDtypeStruct,
     k: jax.Array | jax.ShapeDtypeStruct,
@@ -355,6 +358,7 @@ def which_pieces(
     return PieceChoice(rows, piece_count(tokens, sequences, rows, packed=checked.packed))
 
 
+@taking_numpy
 def chunk_gated_delta_rule_fwd(
     q: jax.Array,
     k: jax.Array,
@@ -437,6 +441,7 @@ def chunk_gated_delta_rule_fwd(
     return o, final_state, (a, gamma, *more)
 
 
+@taking_numpy
 def chunk_gated_delta_rule_bwd(
     q: jax.Array,
     k: jax.Array,
@@ -521,6 +526,7 @@ def chunk_gated_delta_rule_bwd(
     return dq, dk, dv, dg, dbeta, d_initial_state
 
 
+@taking_numpy
 def recurrent_gated_delta_rule(
     q: jax.Array,
     k: jax.Array,
@@ -615,7 +621,7 @@ def _compute(options: vjp.Options, operands: Sequence[Any]) -> tuple[jax.Array, 
 
     def by_recurrence(q: Any, k: Any, *others: Any) -> tuple[jax.Array, jax.Array | None]:
         if options.l2norm:
-            q, k = normalize(q), normalize(k)
+            q, k = (normalize(rows_of_sequences(x, others[-1])) for x in (q, k))
         o, final_state = sharding.without_exchange(
             *(options.layout, reference.recurrence, (q, k, *others)),
             options=(("scale", options.scale),),

@@ -19,6 +19,7 @@ import jax.numpy as jnp
 
 from jax_qla import context_parallel, convolution, sharding
 from jax_qla.batching import into_the_batch
+from jax_qla.checks import taking_numpy
 from jax_qla.context_parallel import Axes
 from jax_qla.convolution import Rows
 from jax_qla.dispatch import match_varying
@@ -102,6 +103,7 @@ def causal_conv1d(
     return y, tail
 
 
+@taking_numpy
 def in_parts(
     x: jax.Array,
     weight: jax.Array,
@@ -250,7 +252,7 @@ def _forward(operands: tuple[Any, ...], *, options: _Options) -> tuple[jax.Array
 @functools.partial(jax.jit, static_argnames="options")
 def _backward(operands: tuple[Any, ...], dys: tuple[jax.Array, ...], *, options: _Options) -> tuple[Any, ...]:
     x, weight, bias, _, _, initial_tail = operands
-    given = [operand is not None for operand in (x, weight, bias, initial_tail)]
+    given, halo = [operand is not None for operand in (x, weight, bias, initial_tail)], weight.shape[0] - 1
 
     def local(axes: Axes, *operands: Any) -> tuple[jax.Array, ...]:
         axes = () if options.layout.alone else axes
@@ -265,7 +267,7 @@ def _backward(operands: tuple[Any, ...], dys: tuple[jax.Array, ...], *, options:
             # All varying: what is the same on all devices JAX would sum over them here.
             x, initial_tail = match_varying((operands[0], operands[5]), operands[0])
             initial_tail = None if initial_tail is None else initial_tail.astype(x.dtype)
-            _, transpose = jax.vjp(lambda x, tail: _rows_before(axes, x, tail, weight.shape[0] - 1), x, initial_tail)
+            _, transpose = jax.vjp(lambda x, tail: _rows_before(axes, x, tail, halo), x, initial_tail)
             d_rows, d_tail = transpose(found.before)
             dx += d_rows
         return tuple(g for g in (dx, found.weight, found.bias, d_tail) if g is not None)
@@ -403,6 +405,8 @@ def _check(
         raise ValueError(f"activation must be one of {', '.join(map(repr, ACTIVATIONS))}, got {activation!r}")
     if not isinstance(output_final_tail, bool):
         raise TypeError(f"output_final_tail must be True or False, got {output_final_tail!r}")
+    if output_final_tail and not isinstance(tokens, int):
+        raise NotImplementedError(f"output_final_tail needs a static T, got x of shape {tuple(x.shape)}")
     if segment_ids is not None and cu_seqlens is not None:
         raise ValueError("cu_seqlens and segment_ids both say where the sequences lie: give only one of them")
     if segment_ids is not None:

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import functools
 import numbers
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jax_qla.kernels.common import CHUNK
+
+_Arguments = ParamSpec("_Arguments")
+_Result = TypeVar("_Result")
 
 _TOKEN_DTYPES = ("bfloat16", "float16", "float32", "float64")
 
@@ -117,6 +122,29 @@ def check(
         state_shape=state_shape,
         packed=cu_seqlens is not None or max_segments is not None,
     )
+
+
+def taking_numpy(function: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Result]:
+    """The function, called with JAX's arrays in place of NumPy's, whose 64 bits JAX takes for 32 unless told otherwise:
+    what is checked is what is computed with."""
+
+    def of_jax(x: Any) -> Any:
+        return jnp.asarray(x) if isinstance(x, np.ndarray) else x
+
+    @functools.wraps(function)
+    def call(*arguments: _Arguments.args, **options: _Arguments.kwargs) -> _Result:
+        given: Any = map(of_jax, arguments)
+        named: Any = {name: of_jax(x) for name, x in options.items()}
+        return function(*given, **named)
+
+    return call
+
+
+def why_not_static(name: str, x: Any) -> str | None:
+    """Why kernels cannot be launched for x (array or ShapeDtypeStruct), if one of its sizes is a symbol."""
+    if all(isinstance(size, int) for size in x.shape):
+        return None
+    return f"the kernels of 'cuda' take no symbols for sizes, got {name} of shape {tuple(x.shape)}"
 
 
 def check_gradient(name: str, x: Any, shape: tuple[int, ...], dtype: Any, meaning: str) -> None:

@@ -44,6 +44,7 @@ import numpy as np
 
 from jax_qla import policy, store
 from jax_qla import segments as tables
+from jax_qla.checks import why_not_static
 from jax_qla.implementations import (
     KEPT,
     Between,
@@ -112,6 +113,8 @@ def why_not_recurrent(q: Any, k: Any, v: Any, *, call: RecurrentCall, build: boo
     """As `why_not`, for `recurrent`."""
     if call.packed:
         return "the decoding kernel of 'cuda' takes dense batches only, without cu_seqlens"
+    if reason := why_not_static("q", q):
+        return reason
     single = _single(q.shape[1], call.state_dtype)
     return _why_not(q, k, v, build, _RECURRENT, state_dtype=call.state_dtype, single=single)
 

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_qla import policy, store
+from jax_qla.checks import why_not_static
 from jax_qla.convolution import Gradients, Rows
 from jax_qla.kernels import convolution as convolution_kernel
 from jax_qla.kernels import convolution_gradients as gradients_kernel
@@ -47,6 +48,8 @@ def why_not(x: Any, weight: Any, parts: Sequence[int], *, build: bool | None = N
         return f"the filter must have W = {TAPS} for the kernels of 'cuda', got W = {weight.shape[0]}"
     if len(parts) > _PARTS or any(part % GRANULE for part in parts):
         return f"D must be a multiple of {GRANULE} for the kernels of 'cuda', got D = {' + '.join(map(str, parts))}"
+    if reason := why_not_static("x", x):
+        return reason
     if (reason := unavailable()) or build is None:
         return reason
     for marked in (False, True):

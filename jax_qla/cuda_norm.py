@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_qla import store
+from jax_qla.checks import why_not_static
 from jax_qla.kernels import gated_norm
 from jax_qla.launch import Step, launch, unavailable
 
@@ -25,6 +26,8 @@ def why_not(o: Any, z: Any, *, build: bool | None = None) -> str | None:
         return f"o and z must be both bfloat16 or float16 for the kernels of 'cuda', got {o.dtype.name}, {z.dtype.name}"
     if o.shape[-1] not in VALUE_DIMS:
         return f"V must be 64 or 128 for the kernels of 'cuda', got {o.shape[-1]}"
+    if reason := why_not_static("o", o):
+        return reason
     if (reason := unavailable()) or build is None:
         return reason
     for backward in (False, True):

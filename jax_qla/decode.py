@@ -18,6 +18,7 @@ from jax_qla.dispatch import match_varying, results_of_no_members
 from jax_qla.implementations import Choice, load
 from jax_qla.l2norm import normalize
 from jax_qla.refusal import on_cuda_only
+from jax_qla.segments import rows_of_sequences
 from jax_qla.sharding import by_batch_and_heads
 
 _Results = tuple[jax.Array, jax.Array | None]
@@ -131,7 +132,7 @@ def _plain(
     function = reference.recurrent if name == "xla" else reference.recurrence
     q, k, v, g, beta, initial_state = operands
     if l2norm:
-        q, k = normalize(q), normalize(k)
+        q, k = (normalize(rows_of_sequences(x, segments)) for x in (q, k))
     o, final_state = function(q, k, v, g, beta, initial_state, segments, scale=scale)
     if initial_state is not None and initial_state.dtype == jnp.bfloat16:
         final_state = final_state.astype(jnp.bfloat16)

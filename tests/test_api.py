@@ -675,3 +675,38 @@ def test_examples_in_docstrings() -> None:
     failed, tried = doctest.testmod(jax_qla.api)
     assert not failed
     assert tried
+
+
+@pytest.mark.parametrize("function", ["chunk", "recurrent"])
+@pytest.mark.parametrize("implementation", ["reference", "xla"])
+def test_numpy_arrays_are_taken_as_jax_has_them(function: str, implementation: str) -> None:
+    """In 32 bits, where JAX has no others."""
+    rule = getattr(jax_qla, f"{function}_gated_delta_rule")
+    q, k, v, g, beta = (np.full((1, 6, *shape), -0.1) for shape in ((1, 8), (1, 8), (2, 4), (2,), (2,)))
+    options = {"output_final_state": True, "implementation": implementation}
+    o, state = rule(q, k, v, g, -beta, cu_seqlens=np.array([0, 2, 6]), initial_state=np.zeros((2, 2, 8, 4)), **options)
+    assert o.dtype == state.dtype == jnp.float32
+    operands = [jnp.asarray(x, jnp.float32) for x in (q, k, v, g, -beta)]
+    expected, _ = rule(*operands, cu_seqlens=jnp.array([0, 2, 6], jnp.int32), **options)
+    np.testing.assert_allclose(o, expected, atol=1e-6)
+
+
+@pytest.mark.parametrize("rule", [jax_qla.chunk_gated_delta_rule, jax_qla.recurrent_gated_delta_rule])
+@pytest.mark.parametrize("implementation", ["reference", "xla"])
+@pytest.mark.parametrize("packing", ["cu_seqlens", "segment_ids"])
+def test_rows_of_no_sequence_may_hold_anything(rule: Any, implementation: str, packing: str) -> None:
+    """Not a number, say: no gradient is of them, also where q and k are normalised."""
+    options: dict[str, Any] = {"cu_seqlens": jnp.array([3, 9], jnp.int32)}
+    if packing == "segment_ids":
+        if rule is jax_qla.recurrent_gated_delta_rule:
+            pytest.skip("it has cu_seqlens only")
+        options = {"segment_ids": jnp.array([[0] * 3 + [1] * 6 + [0] * 3]), "max_segments": 2}
+    x = [jnp.asarray(a).at[:, :3].set(jnp.nan) for a in tokens(1, 12)]
+
+    def loss(*x: jax.Array) -> jax.Array:
+        return jnp.sum(rule(*x, use_qk_l2norm_in_kernel=True, implementation=implementation, **options)[0])
+
+    for gradient in jax.grad(loss, range(5))(*x):
+        assert np.all(np.isfinite(gradient))
+        assert not np.any(gradient[:, :3])
+        assert np.any(gradient[:, 3:9])

@@ -203,3 +203,13 @@ X, WEIGHT = np.ones((2, 8, 3), np.float32), np.ones((4, 3), np.float32)
 def test_errors(error: type[Exception], match: str, arguments: Any, options: Any) -> None:
     with pytest.raises(error, match=match):
         jax_qla.causal_conv1d(*arguments, **options)
+
+
+def test_numpy_arrays_are_taken_as_jax_has_them() -> None:
+    """In 32 bits, where JAX has no others."""
+    x, weight = np.ones((2, 9, 8)), np.ones((4, 8))
+    y, tail = causal_conv1d(x, weight, output_final_tail=True)
+    assert tail is not None
+    assert y.dtype == tail.dtype == jnp.float32
+    assert causal_conv1d(x, weight, initial_tail=tail)[0].dtype == jnp.float32
+    assert causal_conv1d(x[:1], weight, cu_seqlens=np.array([0, 9]))[0].shape == (1, 9, 8)

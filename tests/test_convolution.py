@@ -289,6 +289,20 @@ def test_a_scan_keeps_x_alone(at_hand: None) -> None:
     assert sum(x.size >= B * T * D for x in jax.tree.leaves(residuals)) == 1
 
 
+def test_symbolic_sizes(at_hand: None) -> None:
+    """No kernel is launched for these; by plain JAX B and T may be left open."""
+    sizes = jax.export.symbolic_shape("b, t")
+    x, weight = jax.ShapeDtypeStruct((*sizes, D), jnp.bfloat16), normal(1, 4, D)
+    exported = jax.export.export(jax.jit(lambda x: causal_conv1d(x, weight, activation="silu")[0]))(x)
+    found = exported.call(normal(0, B, T, D))
+    wanted, _ = jax.jit(lambda x: causal_conv1d(x, weight, activation="silu", implementation="xla"))(normal(0, B, T, D))
+    np.testing.assert_allclose(np.asarray(found, np.float32), np.asarray(wanted, np.float32), rtol=2e-2, atol=2e-2)
+    with pytest.raises(NotImplementedError, match=r"'cuda' take no symbols for sizes, got x of shape \(b, t, 64\)"):
+        jax.eval_shape(lambda x: causal_conv1d(x, weight, implementation="cuda"), x)
+    with pytest.raises(NotImplementedError, match="output_final_tail needs a static T"):
+        jax.eval_shape(lambda x: causal_conv1d(x, weight, output_final_tail=True), x)
+
+
 def test_layer_checks_too() -> None:
     with pytest.raises(ValueError, match="weight must have shape"):
         causal_convolution(normal(0, B, T, D), normal(1, 4, D + 8), parts=(D,))

@@ -114,6 +114,20 @@ def test_what_the_kernel_does_not_take(shapes: Any, options: Any, sentence: str)
     assert o.shape == shapes[2].shape
 
 
+@pytest.mark.parametrize("name", ["float32", "bfloat16"])
+def test_symbols_for_the_batch(name: str) -> None:
+    """The kernel cannot be launched for these: by name it is refused; left out, XLA takes its place."""
+    (batch,) = jax.export.symbolic_shape("b")
+    shapes = [jax.ShapeDtypeStruct((batch, *x.shape[1:]), x.dtype) for x in kernel_shapes(dtype=jnp.dtype(name))]
+    with on_hopper():
+        exported = jax.export.export(jax.jit(lambda *x: decode(*x)[0]))(*shapes)
+        operands = [jnp.ones((3, *x.shape[1:]), x.dtype) for x in shapes]
+        found, right = exported.call(*operands), decode(*operands, implementation="xla")[0]
+        np.testing.assert_allclose(np.asarray(found, np.float32), np.asarray(right, np.float32), rtol=1e-2)
+        with pytest.raises(NotImplementedError, match="'cuda' take no symbols for sizes, got q of shape"):
+            jax.eval_shape(partial(decode, implementation="cuda"), *shapes)
+
+
 @pytest.mark.parametrize(
     ("recurrent", "precision"),
     [(None, None), (None, "high"), (implementations.RecurrentCall(packed=False, state_dtype="bfloat16"), None)],
