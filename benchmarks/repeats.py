@@ -10,11 +10,14 @@ import numpy as np
 
 
 def different(results: Sequence[jax.Array], first: Sequence[jax.Array]) -> jax.Array:
-    """Of every result how many elements are not those of `first`, and the first and the last of them, by their place in
-    the flattened array: int32 [results, 3], zeros where all are. To be traced."""
+    """Of every result how many elements have not the bits of those of `first`, and the first and the last of them, by
+    their place in the flattened array: int32 [results, 3], zeros where all have. To be traced."""
+
+    def bits(x: jax.Array) -> jax.Array:
+        return jax.lax.bitcast_convert_type(x, f"uint{8 * x.dtype.itemsize}")
 
     def of_one(x: jax.Array, y: jax.Array) -> jax.Array:
-        found = (x != y).ravel()
+        found = (bits(x) != bits(y)).ravel()
         some = jnp.any(found)
         begin, end = jnp.argmax(found), found.size - 1 - jnp.argmax(found[::-1])
         places = (jnp.where(some, place, 0) for place in (begin, end))

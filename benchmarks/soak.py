@@ -259,8 +259,10 @@ def host_bytes() -> int:
 
 
 def repeated(options: argparse.Namespace, seconds: float, device: Any) -> Tally:
-    """Compiled calls, one after the other, each repeated: `steady`."""
+    """Compiled calls, one after the other, each repeated: `steady`. One at the least, if there is any time."""
     tally = Tally()
+    if not seconds:
+        return tally
     random = np.random.default_rng(options.seed)
     end = time.monotonic() + seconds
     while not tally.counts["repeated calls"] or (time.monotonic() < end and not tally.faults):
