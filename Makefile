@@ -4,10 +4,10 @@
 #   make demo      sets up .venv and trains a language model on the Python standard library (a large one on a Hopper GPU)
 #   make test      sets up .venv and passes the checks and the tests; what .ci/run calls
 #
-# Beside them: make lint, make docs (into build/docs), make gpu-test (needs a Hopper GPU), make kernels (compiles the
-# TileLang programs into jax_qla/cubins; needs no GPU), make wheel (of those, into dist), make wheel-check (the wheels in
-# empty environments), make sdist, make thorough (the random tests, longer), make versions, make clean. Everything is
-# installed from PyPI into .venv.
+# Beside them: make lint, make docs (into build/docs), make pytest (some tests), make gpu-test and make gpu-sanitize (need
+# a Hopper GPU), make kernels (compiles the TileLang programs that jax_qla/cubins lacks; needs no GPU), make wheel (of
+# those, into dist), make wheel-check (the wheels in empty environments), make sdist, make thorough (the random tests,
+# longer), make versions, make clean. Everything is installed from PyPI into .venv.
 
 PYTHON ?= python3
 VENV ?= .venv

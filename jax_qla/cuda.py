@@ -27,8 +27,8 @@ here that one kernel computes all gradients), ceil(T / 64) * Hv * K * V each, an
 of the group before. (Kept Vd and h are operands, of all heads. Where the device finds out which kernels compute a
 batch, dh may be of fewer heads than h.) Rows of dv where |beta| is tiny are dX until the gradients kernel scales them.
 `backward` counts chunks, in 4 bytes a sequence or piece and head, where a key head has three value heads or more. In
-pieces: five times K V in float32 per cut and value head (two where the forward pass has kept two), less one that lies
-where dh will be, if that has room for it; three times in the forward pass; five per piece in `summary`.
+pieces: K V in float32 per cut and value head, and K (K + V) more unless the forward pass has kept that, which is what
+it has itself; 2 K (K + V) per piece in `summary`.
 """
 
 from __future__ import annotations

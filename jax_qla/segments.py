@@ -1,5 +1,10 @@
 """Where the sequences of a packed batch lie, and how their chunks are numbered.
 
+Words for it, here and in all kernels: a *segment* is a range of rows that a recurrence runs along, a sequence or, where
+sequences are cut, a *piece* of one. A *cut* is the border behind a piece, and the row of what lies between pieces. The
+pieces of a sequence that is cut are a *chain*; a sequence's *span* is its first piece and how many it has. A *slot* is
+a chunk's number. *Places* and *parts* are capacities, known when a call is traced, of which some may be empty.
+
 Everything here is shape-static, runs on the device (no host read of `cu_seqlens`) and stays in bounds whatever the
 values say: lengths that lie give other segments, never rows outside [0, tokens).
 """
