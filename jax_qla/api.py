@@ -20,18 +20,9 @@ import jax.numpy as jnp
 
 from jax_qla import decode, dispatch, policy, reference, sharding, vjp
 from jax_qla.checks import Checked, check, check_gradient, taking_numpy
-from jax_qla.implementations import (
-    Between,
-    Choice,
-    ChunkStates,
-    RecurrentCall,
-    Residuals,
-    choose,
-    keeping,
-    load,
-    splits,
-)
+from jax_qla.implementations import Choice, RecurrentCall, choose, load
 from jax_qla.l2norm import normalize
+from jax_qla.residuals import Between, ChunkStates, Residuals, keeping, splits
 from jax_qla.segments import gates_with_resets, piece_count, rows_of_sequences, segments_from_cu_seqlens
 from jax_qla.sharding import Layout, MeshAxes
 from jax_qla.widening import widen

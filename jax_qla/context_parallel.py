@@ -31,7 +31,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_qla import dispatch
-from jax_qla.implementations import Choice, Keep, Pieces, Residuals
+from jax_qla.implementations import Choice
+from jax_qla.residuals import Keep, Pieces, Residuals
 
 _Tree = TypeVar("_Tree")
 

@@ -7,10 +7,10 @@ The others work on flat token arrays, dense batches included: a dense batch is a
 Where sequences are cut into pieces (policy.py), layout finds these in a packed batch, beside prepare, which does not go
 by them, and the states that enter them come next: summaries and compose, for the backward pass also adjoint_summaries
 and compose in reverse; what follows takes pieces for sequences.
-A forward pass that keeps what it finds of the pieces (`implementations.Between`) spares the backward one summaries and
+A forward pass that keeps what it finds of the pieces (`residuals.Between`) spares the backward one summaries and
 the first compose; `states_from_vd` then goes ahead of the other, unless the card has room for it beside
 `state_gradients`.
-The option `keep` (`implementations.Keep`) says what `forward` writes for the backward pass: "vd" Vd, from which
+The option `keep` (`residuals.Keep`) says what `forward` writes for the backward pass: "vd" Vd, from which
 `states_from_vd` computes h there; "states" h too, of whole sequences or of these pieces, and the backward pass is
 without that; "nothing" neither, and `states` computes both in its place. Where operands are split there is no "vd".
 Where a sequence goes on beyond a device, this falls into two calls: `summary` (prepare, summaries, and compose for N
@@ -45,17 +45,7 @@ import numpy as np
 from jax_qla import policy, store
 from jax_qla import segments as tables
 from jax_qla.checks import why_not_static
-from jax_qla.implementations import (
-    KEPT,
-    Between,
-    ChunkStates,
-    Keep,
-    Lengths,
-    Pieces,
-    RecurrentCall,
-    Residuals,
-    splits,
-)
+from jax_qla.implementations import RecurrentCall
 from jax_qla.kernels import adjoint_summaries as adjoint_summaries_kernel
 from jax_qla.kernels import backward as backward_kernel
 from jax_qla.kernels import balance as balance_kernel
@@ -72,6 +62,7 @@ from jax_qla.kernels import summaries as summaries_kernel
 from jax_qla.kernels.common import ALWAYS, BALANCED, CHUNK, UNBALANCED, state_tile_rows
 from jax_qla.kernels.packaged import PACKAGED
 from jax_qla.launch import Step, launch, unavailable
+from jax_qla.residuals import KEPT, Between, ChunkStates, Keep, Lengths, Pieces, Residuals, splits
 
 HEAD_DIMS = (64, 128)
 """Sizes of K and V that kernels exist for."""

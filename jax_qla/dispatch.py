@@ -17,19 +17,10 @@ import jax.numpy as jnp
 
 from jax_qla import policy, refusal
 from jax_qla.if_used import computed_if_used
-from jax_qla.implementations import (
-    Between,
-    Choice,
-    ChunkStates,
-    Keep,
-    Lengths,
-    Pieces,
-    Residuals,
-    keeps_lengths,
-    load,
-)
+from jax_qla.implementations import Choice, keeps_lengths, load
 from jax_qla.kernels.common import CHUNK
 from jax_qla.l2norm import normalize, normalize_gradient
+from jax_qla.residuals import Between, ChunkStates, Keep, Lengths, Pieces, Residuals
 from jax_qla.segments import piece_count, rows_of_pieces
 
 _Tree = TypeVar("_Tree")

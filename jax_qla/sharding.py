@@ -34,18 +34,9 @@ from jax.sharding import PartitionSpec as P
 
 from jax_qla import context_parallel, dispatch, policy
 from jax_qla.context_parallel import Axes, Carry
-from jax_qla.implementations import (
-    Between,
-    Choice,
-    Keep,
-    Lengths,
-    Pieces,
-    Residuals,
-    keeping,
-    keeps_lengths,
-    splits,
-)
+from jax_qla.implementations import Choice, keeps_lengths
 from jax_qla.refusal import refuse_sharded_export
+from jax_qla.residuals import Between, Keep, Lengths, Pieces, Residuals, keeping, splits
 from jax_qla.segments import segments_from_segment_ids
 
 

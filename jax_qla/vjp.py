@@ -36,8 +36,9 @@ from jax.custom_derivatives import SymbolicZero, custom_vjp_primal_tree_values
 
 from jax_qla import dispatch, sharding
 from jax_qla.context_parallel import Carry
-from jax_qla.implementations import Choice, Keep, Residuals
+from jax_qla.implementations import Choice
 from jax_qla.refusal import reverse_mode_only
+from jax_qla.residuals import Keep, Residuals
 
 RESIDUAL_NAMES = (
     "gated_delta_rule_a",

@@ -30,9 +30,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jax_qla.implementations import KEPT, Between, ChunkStates, Keep, Lengths, Pieces, Residuals
 from jax_qla.kernels.common import CHUNK, MIN_LOG_DECAY
 from jax_qla.policy import Cut
+from jax_qla.residuals import KEPT, Between, ChunkStates, Keep, Lengths, Pieces, Residuals
 from jax_qla.segments import chunk_table, first_slot, piece_count
 
 _GATE_GRID = 256.0

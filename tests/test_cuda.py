@@ -22,6 +22,7 @@ from jax.sharding import PartitionSpec as P
 
 import jax_qla
 from jax_qla import implementations, policy, vjp
+from jax_qla.residuals import keeping
 
 pytestmark = pytest.mark.gpu
 
@@ -65,7 +66,7 @@ def cuda(
 ) -> Any:
     """The kernels as a function of the battery's signature; `save` is the API's `save_chunk_states`."""
     choice = implementations.choose(q, k, v, implementation="cuda", precision=precision)
-    keep = implementations.keeping(save, precision, q.dtype)
+    keep = keeping(save, precision, q.dtype)
     options = vjp.Options(choice, scale, output_final_state=True, l2norm=l2norm, precision=precision, keep=keep)
     if segments is None:
         return vjp.gated_delta_rule(options, q, k, v, g, beta, initial_state, None)

@@ -22,10 +22,11 @@ from thorough import every_value, only_thorough, rarely
 import jax_qla
 from jax_qla import MeshAxes, api, cuda, dispatch, implementations, overlap, policy, sharding, vjp, xla
 from jax_qla import segments as tables
-from jax_qla.implementations import Choice, Keep
+from jax_qla.implementations import Choice
 from jax_qla.kernels import forward as forward_kernel
 from jax_qla.kernels.common import ALWAYS, BALANCED, UNBALANCED
 from jax_qla.launch import Step
+from jax_qla.residuals import Between, Keep
 
 TOLERANCE = 5e-5
 """Transitions are kept as the sum of two bf16 numbers."""
@@ -895,7 +896,7 @@ def test_temporary_memory(
     gradients = ("dq", "dk", "dv", "dg", "dbeta", "d_initial_state")
     allowed = sum(read[1][name] for name in ("q", "k", "v", "g", "beta", "do", "initial_state", "d_final_state"))
     allowed += sum(found[name] for name in gradients) + kept["o"] + kept["final_state"]
-    between = ("a", "gamma", "vd", *implementations.Between._fields)
+    between = ("a", "gamma", "vd", *Between._fields)
     temporary = sum(kept.get(name, 0) for name in between)
     temporary += sum(count for name, count in found.items() if name not in gradients)
     assert temporary <= allowed

@@ -14,11 +14,11 @@ from kernel_operands import RESULTS, named
 from thorough import rarely
 
 from jax_qla import cuda, overlap, policy
-from jax_qla.implementations import splits
 from jax_qla.kernels import compose as compose_kernel
 from jax_qla.kernels import state_gradients as state_gradients_kernel
 from jax_qla.kernels import states as states_kernel
 from jax_qla.launch import Step
+from jax_qla.residuals import splits
 
 END = ["states", "state_gradients", "gradients"]
 

@@ -25,6 +25,7 @@ import pytest
 import jax_qla
 from jax_qla import _ffi, cuda, implementations, policy, store
 from jax_qla.kernels.packaged import PACKAGED
+from jax_qla.residuals import KEPT, splits
 
 NAME = "prepare"
 
@@ -601,9 +602,9 @@ def test_every_kernel_that_a_call_can_ask_for_is_packaged(piece_rows: str, monke
         ways = ((False, 1), (True, 1), (True, 2)) if dtype in cuda.L2NORM_DTYPES else ((False, 1),)
         precisions = (None, "high")
         for heads, packed, (l2norm, ratio), precision, keep in itertools.product(
-            (1, 33, 66, 67, 1000), (False, True), ways, precisions, implementations.KEPT
+            (1, 33, 66, 67, 1000), (False, True), ways, precisions, KEPT
         ):
-            if keep == "vd" and implementations.splits(precision, dtype):
+            if keep == "vd" and splits(precision, dtype):
                 continue
             key_heads = -(-heads // ratio)
             k, v = (shape((1, 400, *sizes), dtype) for sizes in ((key_heads, key_dim), (ratio * key_heads, value_dim)))
