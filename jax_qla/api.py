@@ -18,13 +18,14 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jax_qla import decode, dispatch, policy, reference, sharding, vjp
+from jax_qla import decode, policy, reference, sharding, vjp
 from jax_qla.checks import Checked, check, check_gradient, taking_numpy
 from jax_qla.implementations import Choice, RecurrentCall, choose, load
 from jax_qla.l2norm import normalize
 from jax_qla.residuals import Between, ChunkStates, Residuals, keeping, splits
 from jax_qla.segments import gates_with_resets, piece_count, rows_of_sequences, segments_from_cu_seqlens
 from jax_qla.sharding import Layout, MeshAxes
+from jax_qla.varying import match_varying
 from jax_qla.widening import widen
 
 
@@ -629,7 +630,7 @@ def _compute(options: vjp.Options, operands: Sequence[Any]) -> tuple[jax.Array, 
     # The kernels where they run and the reference elsewhere: two functions that are differentiated differently.
     kernels = dataclasses.replace(options, choice=dataclasses.replace(choice, elsewhere=None))
     o, final_state = jax.lax.platform_dependent(
-        *dispatch.match_varying(tuple(operands), operands),
+        *match_varying(tuple(operands), operands),
         cuda=lambda *operands: vjp.gated_delta_rule(kernels, *operands),
         default=by_recurrence,
     )

@@ -8,8 +8,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jax_qla.dispatch import results_of_no_members
 from jax_qla.refusal import first_order
+from jax_qla.varying import match_varying
 
 
 def into_the_batch(
@@ -56,3 +56,10 @@ def into_the_batch(
         return results, tuple(True for _ in results)
 
     return first_order(batched, reason)
+
+
+def results_of_no_members(function: Callable[..., Any], operands: Sequence[Any]) -> Any:
+    """What `jax.vmap` of `function` returns for operands [0, ...]: empty arrays, shaped as its results for a member."""
+    member = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), tuple(operands))
+    shapes = jax.eval_shape(function, *member)
+    return match_varying(jax.tree.map(lambda x: jnp.zeros((0, *x.shape), x.dtype), shapes), tuple(operands))

@@ -22,11 +22,11 @@ from jax_qla.batching import into_the_batch
 from jax_qla.checks import taking_numpy
 from jax_qla.context_parallel import Axes
 from jax_qla.convolution import Rows
-from jax_qla.dispatch import match_varying
 from jax_qla.implementations import Choice, choose_kernels, load
 from jax_qla.refusal import reverse_mode_only
 from jax_qla.segments import segments_from_cu_seqlens
 from jax_qla.sharding import MeshAxes
+from jax_qla.varying import match_varying
 from jax_qla.widening import widest
 
 ACTIVATIONS = (None, "silu")

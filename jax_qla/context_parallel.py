@@ -33,6 +33,7 @@ import numpy as np
 from jax_qla import dispatch
 from jax_qla.implementations import Choice
 from jax_qla.residuals import Keep, Pieces, Residuals
+from jax_qla.varying import match_varying
 
 _Tree = TypeVar("_Tree")
 
@@ -56,7 +57,7 @@ def shift(x: jax.Array, distance: int, axes: Axes, *, reverse: bool = False) -> 
     in_order = _in_order_of_the_mesh(axes)
     devices = jax.lax.axis_size(axes)
     if distance >= devices:
-        return dispatch.match_varying(jnp.zeros_like(x), x)
+        return match_varying(jnp.zeros_like(x), x)
     # `ppermute` numbers devices in the mesh's order of its axes, whatever order it is given.
     sizes = [jax.lax.axis_size(axis) for axis in in_order]
     number = np.arange(devices).reshape(sizes).transpose([in_order.index(axis) for axis in axes]).ravel().tolist()
@@ -80,7 +81,7 @@ def rows_before(x: jax.Array, rows: int, axes: Axes) -> jax.Array:
         taken = min(rows, tokens)
         if tokens == 0 or distance >= devices:
             first = jnp.zeros((x.shape[0], rows, *x.shape[2:]), x.dtype)
-            return jnp.concatenate([dispatch.match_varying(first, x), *parts], axis=1)
+            return jnp.concatenate([match_varying(first, x), *parts], axis=1)
         parts.insert(0, shift(x[:, tokens - taken :], distance, axes))
         rows -= taken
     return jnp.concatenate(parts, axis=1)

@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jax_qla.dispatch import match_varying
 from jax_qla.implementations import Choice, load
 from jax_qla.refusal import on_cuda_only
+from jax_qla.varying import match_varying
 from jax_qla.widening import widest
 
 

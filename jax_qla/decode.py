@@ -14,12 +14,13 @@ import jax
 import jax.numpy as jnp
 
 from jax_qla import reference
-from jax_qla.dispatch import match_varying, results_of_no_members
+from jax_qla.batching import results_of_no_members
 from jax_qla.implementations import Choice, load
 from jax_qla.l2norm import normalize
 from jax_qla.refusal import on_cuda_only
 from jax_qla.segments import rows_of_sequences
 from jax_qla.sharding import by_batch_and_heads
+from jax_qla.varying import match_varying
 
 _Results = tuple[jax.Array, jax.Array | None]
 

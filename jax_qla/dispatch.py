@@ -16,12 +16,14 @@ import jax
 import jax.numpy as jnp
 
 from jax_qla import policy, refusal
+from jax_qla.batching import results_of_no_members
 from jax_qla.if_used import computed_if_used
 from jax_qla.implementations import Choice, keeps_lengths, load
 from jax_qla.kernels.common import CHUNK
 from jax_qla.l2norm import normalize, normalize_gradient
 from jax_qla.residuals import Between, ChunkStates, Keep, Lengths, Pieces, Residuals
 from jax_qla.segments import piece_count, rows_of_pieces
+from jax_qla.varying import match_varying
 
 _Tree = TypeVar("_Tree")
 
@@ -395,18 +397,6 @@ def _of_normalized(
     return normalize_gradient(q, dq), normalize_gradient(k, dk), *gradients
 
 
-def match_varying(tree: _Tree, like: Any) -> _Tree:
-    """`tree` with all arrays marked as varying over the manual mesh axes (`jax.shard_map`) that any in `like` does."""
-    axes = frozenset().union(*(jax.typeof(x).mat.varying for x in jax.tree.leaves(like)))
-
-    def mark(x: jax.Array) -> jax.Array:
-        missing = tuple(sorted(axes - jax.typeof(x).mat.varying))
-        return jax.lax.pcast(x, missing, to="varying") if missing else x
-
-    marked: _Tree = jax.tree.map(mark, tree)
-    return marked
-
-
 def _batchable(
     local: Callable[..., Any], kinds: Sequence[Any], out_kinds: Sequence[Any], *, one_by_one: bool = False
 ) -> Callable[..., Any]:
@@ -440,13 +430,6 @@ def _batchable(
         return results, jax.tree.map(lambda _: True, results)
 
     return first_order(batched)
-
-
-def results_of_no_members(function: Callable[..., Any], operands: Sequence[Any]) -> Any:
-    """What `jax.vmap` of `function` returns for operands [0, ...]: empty arrays, shaped as its results for a member."""
-    member = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), tuple(operands))
-    shapes = jax.eval_shape(function, *member)
-    return match_varying(jax.tree.map(lambda x: jnp.zeros((0, *x.shape), x.dtype), shapes), tuple(operands))
 
 
 def first_order(function: Callable[..., Any]) -> Callable[..., Any]:

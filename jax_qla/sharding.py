@@ -33,11 +33,13 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jax_qla import context_parallel, dispatch, policy
+from jax_qla.batching import results_of_no_members
 from jax_qla.context_parallel import Axes, Carry
 from jax_qla.implementations import Choice, keeps_lengths
 from jax_qla.refusal import refuse_sharded_export
 from jax_qla.residuals import Between, Keep, Lengths, Pieces, Residuals, keeping, splits
 from jax_qla.segments import segments_from_segment_ids
+from jax_qla.varying import match_varying
 
 
 class MeshAxes(NamedTuple):
@@ -317,7 +319,7 @@ def mapped(
                 "inside a jax.shard_map over a part of the mesh's axes and with check_vma=False, this cannot be "
                 "differentiated over the others: leave check_vma=True"
             )
-        operands = dispatch.match_varying(operands, operands)
+        operands = match_varying(operands, operands)
         call = _unsplit_with_gradient(spread, function, dims, out_dims)
     try:
         return tuple(call(*operands))
@@ -842,7 +844,7 @@ def _partitioned(
             for x, is_batched in zip(arrays, in_batched, strict=True)
         )
         if axis_size == 0:
-            results = dispatch.results_of_no_members(_partitioned(local, dims, out_dims, heads, mapped_axes), arrays)
+            results = results_of_no_members(_partitioned(local, dims, out_dims, heads, mapped_axes), arrays)
             return results, (True,) * len(out_dims)
         letter = chr(ord("A") + 25 - lead)
         return _partitioned(local, dims, out_dims, heads, letter + mapped_axes)(*arrays), (True,) * len(out_dims)

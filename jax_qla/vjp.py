@@ -39,6 +39,7 @@ from jax_qla.context_parallel import Carry
 from jax_qla.implementations import Choice
 from jax_qla.refusal import reverse_mode_only
 from jax_qla.residuals import Keep, Residuals
+from jax_qla.varying import match_varying
 
 RESIDUAL_NAMES = (
     "gated_delta_rule_a",
@@ -91,9 +92,7 @@ def gated_delta_rule(
     """o and final_state (or None), differentiable once by reverse mode; operands as in `sharding.forward`."""
     refusing = partial(reverse_mode_only, reason=dispatch.SECOND_ORDER)
     differentiable = jax.tree.map(refusing, (q, k, v, g, beta, initial_state))
-    o, final_state = _gated_delta_rule(
-        options, *dispatch.match_varying((*differentiable, segments), (differentiable, segments))
-    )
+    o, final_state = _gated_delta_rule(options, *match_varying((*differentiable, segments), (differentiable, segments)))
     if final_state is not None and options.layout.manual_sequence:
         # Outside of the custom_vjp, so that JAX transposes the sum by the conventions of the caller's shard_map.
         final_state = jax.lax.psum(final_state, options.layout.manual_sequence)

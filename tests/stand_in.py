@@ -12,6 +12,7 @@ import jax
 
 from jax_qla import decode, dispatch, reference, sharding, xla
 from jax_qla.l2norm import normalize
+from jax_qla.varying import match_varying
 
 TARGET = "jax_qla.tests.stand_in"
 """Custom call target in programs that are lowered to the stand-in."""
@@ -20,7 +21,7 @@ TARGET = "jax_qla.tests.stand_in"
 def _mark(x: jax.Array) -> jax.Array:
     """The identity, as a custom call: present in a program lowered for CUDA, never run."""
     mark = jax.ffi.ffi_call(TARGET, jax.ShapeDtypeStruct(x.shape, x.dtype), vmap_method="sequential")
-    return dispatch.match_varying(mark(x), x)
+    return match_varying(mark(x), x)
 
 
 def _forward(*operands: Any, with_residuals: bool, **options: Any) -> Any:

@@ -20,13 +20,14 @@ from kernel_operands import RESULTS, named
 from thorough import every_value, only_thorough, rarely
 
 import jax_qla
-from jax_qla import MeshAxes, api, cuda, dispatch, implementations, overlap, policy, sharding, vjp, xla
+from jax_qla import MeshAxes, api, cuda, implementations, overlap, policy, sharding, vjp, xla
 from jax_qla import segments as tables
 from jax_qla.implementations import Choice
 from jax_qla.kernels import forward as forward_kernel
 from jax_qla.kernels.common import ALWAYS, BALANCED, UNBALANCED
 from jax_qla.launch import Step
 from jax_qla.residuals import Between, Keep
+from jax_qla.varying import match_varying
 
 TOLERANCE = 5e-5
 """Transitions are kept as the sum of two bf16 numbers."""
@@ -43,7 +44,7 @@ def launch_specifications(
     within = within or {}
     for name, around in within.items():
         assert _bytes(outputs[name]) <= _bytes(outputs[around]), "a workspace ends beyond what it lies in"
-    have = dispatch.match_varying(dict(inputs), dict(inputs)) | {
+    have = match_varying(dict(inputs), dict(inputs)) | {
         name: jnp.full(x.shape, jnp.nan if jnp.issubdtype(x.dtype, jnp.inexact) else -1, x.dtype)
         for name, x in outputs.items()
     }
@@ -150,7 +151,7 @@ _SCAN = jax.lax.scan
 
 def _varying_scan(body: Any, init: Any, xs: Any, **options: Any) -> Any:
     """Specifications know of no mesh: inside jax.shard_map what a scan carries must vary like what it reads."""
-    return _SCAN(body, dispatch.match_varying(init, (init, xs)), xs, **options)
+    return _SCAN(body, match_varying(init, (init, xs)), xs, **options)
 
 
 def _inverse(matrix: jax.Array, identity: jax.Array, **_: Any) -> jax.Array:

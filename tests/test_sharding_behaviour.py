@@ -45,7 +45,8 @@ from test_sharding import (
 from thorough import rarely
 
 import jax_qla
-from jax_qla import MeshAxes, cuda, dispatch
+from jax_qla import MeshAxes, cuda
+from jax_qla.varying import match_varying
 
 
 def test_segment_ids_without_states() -> None:
@@ -178,7 +179,7 @@ def launch_zeros(
     del steps, aliases
     wanted = {name: x for name, x in outputs.items() if name not in (within or {})}
     zeros = {name: jnp.zeros(x.shape, x.dtype) for name, x in wanted.items()}
-    found: dict[str, jax.Array] = dispatch.match_varying(zeros, tuple(inputs.values()))
+    found: dict[str, jax.Array] = match_varying(zeros, tuple(inputs.values()))
     return found
 
 

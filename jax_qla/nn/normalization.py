@@ -13,9 +13,9 @@ import jax.numpy as jnp
 from jax_qla import sharding
 from jax_qla.batching import into_the_batch
 from jax_qla.context_parallel import Axes
-from jax_qla.dispatch import match_varying
 from jax_qla.implementations import Choice, choose_kernels, load, of_a_layer
 from jax_qla.refusal import first_order, reverse_mode_only
+from jax_qla.varying import match_varying
 from jax_qla.widening import widen
 
 _DIMS = ("bthv", "bthv", "v")
