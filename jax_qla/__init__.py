@@ -11,7 +11,7 @@ from jax_qla.api import (
     which_pieces,
 )
 from jax_qla.causal_conv1d import causal_conv1d
-from jax_qla.sharding import MeshAxes
+from jax_qla.mesh import MeshAxes
 from jax_qla.vjp import CARRY_NAMES, CHECKPOINT_NAMES, CHUNK_STATE_NAMES, RESIDUAL_NAMES, RESULT_NAMES
 
 __version__ = "0.1.0"

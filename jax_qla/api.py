@@ -22,9 +22,9 @@ from jax_qla import decode, policy, reference, sharding, vjp
 from jax_qla.checks import Checked, check, check_gradient, taking_numpy
 from jax_qla.implementations import Choice, RecurrentCall, choose, load
 from jax_qla.l2norm import normalize
+from jax_qla.mesh import Layout, MeshAxes, align, previous_ids, resolve, segments_of_rows
 from jax_qla.residuals import Between, ChunkStates, Residuals, keeping, splits
 from jax_qla.segments import gates_with_resets, piece_count, rows_of_sequences, segments_from_cu_seqlens
-from jax_qla.sharding import Layout, MeshAxes
 from jax_qla.varying import match_varying
 from jax_qla.widening import widen
 
@@ -188,10 +188,10 @@ def chunk_gated_delta_rule(
     if cu_seqlens is not None:
         segments, initial_state = _one_row(layout, v, initial_state, cu_seqlens)
     elif segment_ids is not None and max_segments is None:
-        before = sharding.previous_ids(layout, segment_ids)
+        before = previous_ids(layout, segment_ids)
         g, beta, valid = gates_with_resets(segment_ids, g, beta, before)
     elif segment_ids is not None and max_segments is not None:
-        segments = sharding.segments_of_rows(layout, segment_ids, int(max_segments))
+        segments = segments_of_rows(layout, segment_ids, int(max_segments))
 
     options = vjp.Options(
         choice,
@@ -656,8 +656,8 @@ def _laid_out(
         states = "nHkv" if cu_seqlens is not None else "bnHkv"
     operands = (q, k, v, g, beta, initial_state, cu_seqlens, segment_ids)
     dims = (*sharding.OPERANDS, states, "n", "bt")
-    layout = sharding.resolve(mesh_axes, operands, dims, partly=partly)
-    aligned = (x if x is None else sharding.align(layout, x, d) for x, d in zip(operands, dims, strict=True))
+    layout = resolve(mesh_axes, operands, dims, partly=partly)
+    aligned = (x if x is None else align(layout, x, d) for x, d in zip(operands, dims, strict=True))
     return layout, tuple(aligned)
 
 

@@ -17,15 +17,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jax_qla import context_parallel, convolution, sharding
+from jax_qla import convolution, mesh
 from jax_qla.batching import into_the_batch
 from jax_qla.checks import taking_numpy
-from jax_qla.context_parallel import Axes
 from jax_qla.convolution import Rows
+from jax_qla.dispatch import SECOND_ORDER
 from jax_qla.implementations import Choice, choose_kernels, load
+from jax_qla.mesh import Axes, MeshAxes
 from jax_qla.refusal import reverse_mode_only
 from jax_qla.segments import segments_from_cu_seqlens
-from jax_qla.sharding import MeshAxes
 from jax_qla.varying import match_varying
 from jax_qla.widening import widest
 
@@ -34,7 +34,7 @@ ACTIVATIONS = (None, "silu")
 _DTYPES = ("bfloat16", "float16", "float32", "float64")
 
 _DIMS = ("bth", "jh", "h", "bt", "n", "bjh")
-"""Shapes of x, weight, bias, segment_ids, cu_seqlens and initial_tail, as `sharding` writes them."""
+"""Shapes of x, weight, bias, segment_ids, cu_seqlens and initial_tail, as `mesh` writes them."""
 
 _FIRST_ORDER = (
     "causal_conv1d in 16 bits has first derivatives by reverse mode only (jax.grad, jax.vjp); "
@@ -124,9 +124,7 @@ def in_parts(
     given = (x, weight, bias, segment_ids, cu_seqlens, initial_tail)
     operands = tuple(None if operand is None else jnp.asarray(operand) for operand in given)
     parts = parts or (x.shape[2],)
-    layout = sharding.resolve(
-        mesh_axes, operands, _DIMS, names={"h": "D"}, whole="the filter and the number of sequences"
-    )
+    layout = mesh.resolve(mesh_axes, operands, _DIMS, names={"h": "D"}, whole="the filter and the number of sequences")
     # Where channels are cut, a part lies on some devices only.
     together = (sum(parts),) if layout.heads or layout.automatic else parts
     choice = choose_kernels(
@@ -146,7 +144,7 @@ class _Options:
     """What is static in a call."""
 
     choice: Choice
-    layout: sharding.Layout
+    layout: mesh.Layout
     parts: tuple[int, ...]
     silu: bool
     either: bool = False
@@ -187,7 +185,7 @@ def _final_tail(options: _Options, operands: Sequence[jax.Array | None]) -> jax.
 
 
 def _mapped(
-    layout: sharding.Layout,
+    layout: mesh.Layout,
     local: Callable[..., tuple[jax.Array, ...]],
     operands: Sequence[jax.Array | None],
     out_dims: tuple[str, ...],
@@ -202,7 +200,7 @@ def _mapped(
     def on_device(*arrays: jax.Array) -> tuple[jax.Array, ...]:
         return local(layout.sequence, *jax.tree.unflatten(tree, arrays))
 
-    return sharding.mapped(layout, on_device, shapes, out_dims, arrays)
+    return mesh.mapped(layout, on_device, shapes, out_dims, arrays)
 
 
 def _differentiable(options: _Options, operands: Sequence[Any]) -> tuple[jax.Array, ...]:
@@ -309,7 +307,7 @@ def _on_each_device(
     out_dims: tuple[str, ...],
     sums: tuple[bool, ...],
 ) -> tuple[jax.Array, ...]:
-    return sharding.on_each_device(options.layout, local, operands, dims, out_dims, sums, heads=(1, 1))
+    return mesh.on_each_device(options.layout, local, operands, dims, out_dims, sums, heads=(1, 1), reason=SECOND_ORDER)
 
 
 def _rows(
@@ -335,7 +333,7 @@ def _rows(
         initial_tail = initial_tail.astype(x.dtype)
     ids_before = None
     if axes and halo and segment_ids is not None:
-        ids_before = context_parallel.rows_before(segment_ids, halo, axes)
+        ids_before = mesh.rows_before(segment_ids, halo, axes)
     return Rows(x, weight, bias, _rows_before(axes, x, initial_tail, halo), segment_ids, ids_before)
 
 
@@ -343,7 +341,7 @@ def _rows_before(axes: Axes, x: jax.Array, initial_tail: jax.Array | None, halo:
     """The `halo` rows before this shard of x, or None for zeros."""
     if not (axes and halo):
         return initial_tail
-    before = context_parallel.rows_before(x, halo, axes)
+    before = mesh.rows_before(x, halo, axes)
     if initial_tail is None:
         return before
     row = jax.lax.axis_index(axes) * x.shape[1] - halo + jnp.arange(halo, dtype=jnp.int32)

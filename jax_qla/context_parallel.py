@@ -28,17 +28,13 @@ from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from jax_qla import dispatch
 from jax_qla.implementations import Choice
+from jax_qla.mesh import Axes, shift
 from jax_qla.residuals import Keep, Pieces, Residuals
-from jax_qla.varying import match_varying
 
 _Tree = TypeVar("_Tree")
-
-Axes = tuple[str, ...]
-"""Names of mesh axes, the first the slowest."""
 
 
 class Carry(NamedTuple):
@@ -50,41 +46,6 @@ class Carry(NamedTuple):
     """M [B, Hv, K, K] float32."""
     pieces: Pieces | None
     """Of a dense batch, where the kernels of "cuda" may read them."""
-
-
-def shift(x: jax.Array, distance: int, axes: Axes, *, reverse: bool = False) -> jax.Array:
-    """x of the device `distance` before this one along `axes` (after it if `reverse`), zero where there is none."""
-    in_order = _in_order_of_the_mesh(axes)
-    devices = jax.lax.axis_size(axes)
-    if distance >= devices:
-        return match_varying(jnp.zeros_like(x), x)
-    # `ppermute` numbers devices in the mesh's order of its axes, whatever order it is given.
-    sizes = [jax.lax.axis_size(axis) for axis in in_order]
-    number = np.arange(devices).reshape(sizes).transpose([in_order.index(axis) for axis in axes]).ravel().tolist()
-    pairs = zip(number[:-distance], number[distance:], strict=True)
-    return jax.lax.ppermute(x, in_order, [(j, i) if reverse else (i, j) for i, j in pairs])
-
-
-def _in_order_of_the_mesh(axes: Axes) -> Axes:
-    """The same axes. Where there is no mesh to ask, in what a compiler partitions, they are so given."""
-    names = jax.sharding.get_abstract_mesh().axis_names
-    return tuple(sorted(axes, key=names.index)) if set(axes) <= set(names) else axes
-
-
-def rows_before(x: jax.Array, rows: int, axes: Axes) -> jax.Array:
-    """The `rows` rows [B, rows, ...] before this shard of x [B, T, ...], zero before the first shard."""
-    devices, tokens = jax.lax.axis_size(axes), x.shape[1]
-    parts: list[jax.Array] = []
-    distance = 0
-    while rows > 0:
-        distance += 1
-        taken = min(rows, tokens)
-        if tokens == 0 or distance >= devices:
-            first = jnp.zeros((x.shape[0], rows, *x.shape[2:]), x.dtype)
-            return jnp.concatenate([match_varying(first, x), *parts], axis=1)
-        parts.insert(0, shift(x[:, tokens - taken :], distance, axes))
-        rows -= taken
-    return jnp.concatenate(parts, axis=1)
 
 
 def _product(x: jax.Array, y: jax.Array) -> jax.Array:

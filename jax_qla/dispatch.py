@@ -137,7 +137,7 @@ def kept_if_used(
         o, final_state, residuals, *more = keeping(*operands)
         return (o, final_state, residuals._replace(vd=None, h=None), *more), (residuals.vd, residuals.h)
 
-    function = first_order(lambda *operands: computed_if_used(with_extras, without, operands))
+    function = _first_order(lambda *operands: computed_if_used(with_extras, without, operands))
     (o, final_state, residuals, *more), (vd, h) = function(*operands)
     return (o, final_state, residuals._replace(vd=vd, h=h), *more)
 
@@ -408,7 +408,7 @@ def _batchable(
             lie depends on all sequences of a call, so what is kept of them holds for the same call only.
     """
     if one_by_one:
-        return first_order(jax.custom_batching.sequential_vmap(local))
+        return _first_order(jax.custom_batching.sequential_vmap(local))
     batched = jax.custom_batching.custom_vmap(local)
 
     @batched.def_vmap
@@ -429,10 +429,10 @@ def _batchable(
         )
         return results, jax.tree.map(lambda _: True, results)
 
-    return first_order(batched)
+    return _first_order(batched)
 
 
-def first_order(function: Callable[..., Any]) -> Callable[..., Any]:
+def _first_order(function: Callable[..., Any]) -> Callable[..., Any]:
     """`function`, which refuses to be differentiated."""
     return refusal.first_order(function, SECOND_ORDER)
 

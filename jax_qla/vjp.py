@@ -37,6 +37,7 @@ from jax.custom_derivatives import SymbolicZero, custom_vjp_primal_tree_values
 from jax_qla import dispatch, sharding
 from jax_qla.context_parallel import Carry
 from jax_qla.implementations import Choice
+from jax_qla.mesh import LOCAL, Layout
 from jax_qla.refusal import reverse_mode_only
 from jax_qla.residuals import Keep, Residuals
 from jax_qla.varying import match_varying
@@ -74,7 +75,7 @@ class Options:
     l2norm: bool = False
     """Whether q and k are to be normalised."""
     precision: Any = None
-    layout: sharding.Layout = sharding.LOCAL
+    layout: Layout = LOCAL
     keep: Keep = "nothing"
     """What to keep of Vd and the states before all chunks."""
 

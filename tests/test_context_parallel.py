@@ -16,6 +16,7 @@ from thorough import THOROUGH, rarely
 
 import jax_qla
 from jax_qla import MeshAxes, context_parallel, policy, xla
+from jax_qla.mesh import rows_before, shift
 
 DEVICES = 8
 
@@ -98,7 +99,7 @@ def test_shards_follow_each_other_in_the_order_of_the_axes(order: tuple[str, ...
     mesh = jax.make_mesh((2, 2, 2), ("x", "y", "z"), axis_types=(jax.sharding.AxisType.Auto,) * 3)
     devices = 2 ** len(order)
     for reverse, distance in ((False, 1), (True, 1), (False, 3), (True, 2), (False, devices)):
-        function = functools.partial(context_parallel.shift, distance=distance, axes=order, reverse=reverse)
+        function = functools.partial(shift, distance=distance, axes=order, reverse=reverse)
         shifted = jax.jit(jax.shard_map(function, mesh=mesh, in_specs=P(order), out_specs=P(order)))
         x = np.arange(1.0, devices + 1)
         zeros = np.zeros(distance)
@@ -109,7 +110,7 @@ def test_shards_follow_each_other_in_the_order_of_the_axes(order: tuple[str, ...
 def test_rows_before_reach_over_several_devices() -> None:
     x = jnp.arange(2 * 16.0).reshape(2, 16)
     for rows in (1, 2, 5, 16, 20):
-        function = functools.partial(context_parallel.rows_before, rows=rows, axes=("seq",))
+        function = functools.partial(rows_before, rows=rows, axes=("seq",))
         actual = over_devices(function, P(None, "seq"), P(None, "seq"))(x)
         padded = jnp.pad(x, ((0, 0), (rows, 0)))
         expected = jnp.concatenate([padded[:, 2 * i : 2 * i + rows] for i in range(DEVICES)], axis=1)

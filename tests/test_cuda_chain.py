@@ -26,6 +26,7 @@ from jax_qla.implementations import Choice
 from jax_qla.kernels import forward as forward_kernel
 from jax_qla.kernels.common import ALWAYS, BALANCED, UNBALANCED
 from jax_qla.launch import Step
+from jax_qla.mesh import LOCAL, Layout, resolve
 from jax_qla.residuals import Between, Keep
 from jax_qla.varying import match_varying
 
@@ -349,7 +350,7 @@ def test_high_precision(rows: str, packed: bool, monkeypatch: pytest.MonkeyPatch
 def _rule(
     choice: Choice,
     *operands: Any,
-    layout: sharding.Layout = sharding.LOCAL,
+    layout: Layout = LOCAL,
     l2norm: bool = False,
     precision: str | None = None,
     keep: Keep = "nothing",
@@ -671,7 +672,7 @@ def test_pieces_are_summarised_once(packed: bool, room: bool, monkeypatch: pytes
     waiting: list[str] = []
     calls = _recorded(monkeypatch, waiting)
     operands, segments, (do, _) = jax.tree.map(lambda x: x[0], _batched(packed, 1))
-    options: Any = {"layout": sharding.LOCAL, "choice": OF_KERNELS, "scale": 0.25}
+    options: Any = {"layout": LOCAL, "choice": OF_KERNELS, "scale": 0.25}
     stand_in.forget_traces()
     _, _, residuals, _ = sharding.forward(*operands, segments, **options, output_final_state=False, with_residuals=True)
     before = ["layout"] if packed else []
@@ -1155,14 +1156,14 @@ def test_devices_keep_their_own_pieces(packed: bool, keep: str, monkeypatch: pyt
     mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
 
     @functools.partial(jax.jit, static_argnums=0)
-    def both(layout: sharding.Layout, *operands: Any) -> Any:
+    def both(layout: Layout, *operands: Any) -> Any:
         results, transpose = jax.vjp(lambda *x: _rule(OF_KERNELS, *x, segments, layout=layout, **options), *operands)
         return *results, *transpose(cotangents)
 
     stand_in.forget_traces()
     expected = _of_two(packed, l2norm=keep == "states")
     with jax.set_mesh(mesh):
-        layout = sharding.resolve(MeshAxes(batch="data", heads="model"), operands[:5], sharding.OPERANDS)
+        layout = resolve(MeshAxes(batch="data", heads="model"), operands[:5], sharding.OPERANDS)
         found = both(layout, *operands)
     stand_in.forget_traces()
     before = ["layout"] if packed else []
@@ -1275,7 +1276,7 @@ def _over_devices(packed: bool, l2norm: bool) -> tuple[Any, ...]:
 
     def apply(segments: Any, *operands: Any) -> Any:
         choice = Choice("xla", "xla", "", "")
-        return _rule(choice, *operands, segments, layout=sharding.LOCAL, l2norm=l2norm)
+        return _rule(choice, *operands, segments, layout=LOCAL, l2norm=l2norm)
 
     cotangents = (x["do"], d_final)
     stand_in.forget_traces()
@@ -1309,7 +1310,7 @@ def test_sequence_over_devices(
     monkeypatch.setattr(cuda, "L2NORM_DTYPES", ("float32",))
     rows, state, segments, cotangents, expected = _over_devices(packed, l2norm)
 
-    def apply(layout: sharding.Layout, segments: Any, *operands: Any) -> Any:
+    def apply(layout: Layout, segments: Any, *operands: Any) -> Any:
         return _rule(OF_KERNELS, *operands, segments, layout=layout, l2norm=l2norm, keep=keep)
 
     calls = _recorded(monkeypatch)
@@ -1318,7 +1319,7 @@ def test_sequence_over_devices(
     by_token, whole = P(None, "seq"), P()
     with jax.set_mesh(mesh):
         if mode == "manual":
-            layout = sharding.Layout(sequence=("seq",))
+            layout = Layout(sequence=("seq",))
             function: Any = jax.shard_map(
                 functools.partial(apply, layout),
                 in_specs=(whole if packed else None, *(by_token,) * 5, whole),
@@ -1326,7 +1327,7 @@ def test_sequence_over_devices(
             )
         else:
             names = MeshAxes(sequence="seq") if mode == "named" else None
-            layout = sharding.resolve(names, rows, sharding.OPERANDS)
+            layout = resolve(names, rows, sharding.OPERANDS)
             assert layout.automatic == (mode == "auto")
             rows = jax.device_put(rows, NamedSharding(mesh, by_token))
             function = functools.partial(apply, layout)
@@ -1352,7 +1353,7 @@ def test_of_a_shard_nothing_is_computed_twice(devices: int, keep: Keep, monkeypa
 
     @functools.partial(jax.shard_map, mesh=mesh, in_specs=P(None, "seq"), out_specs=P(None, "seq"), check_vma=False)
     def gradients(*rows: Any) -> Any:
-        layout = sharding.resolve(MeshAxes(sequence="seq"), rows, sharding.OPERANDS)
+        layout = resolve(MeshAxes(sequence="seq"), rows, sharding.OPERANDS)
         options = vjp.Options(OF_KERNELS, 0.25, output_final_state=False, layout=layout, keep=keep)
         rule: Any = vjp.gated_delta_rule
         return jax.grad(lambda *rows: rule(options, *rows, None, None)[0].sum(), argnums=tuple(range(5)))(*rows)

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jax_qla import context_parallel, sharding
+from jax_qla import mesh
 from jax_qla.causal_conv1d import in_parts
 from jax_qla.implementations import of_a_layer
 
@@ -64,8 +64,8 @@ def tail_after(
         [B, width - 1, channels] in x's dtype; zeros stand for tokens before the first one.
     """
     operands, dims = (x, tail, segment_ids), ("bth", "bjh", "bt")
-    layout = sharding.resolve(None, operands, dims, names={"h": "channels"}, whole="the filter")
-    bounds = None if segment_ids is None else sharding.segments_of_rows(layout, segment_ids, 1)[:, 0]
+    layout = mesh.resolve(None, operands, dims, names={"h": "channels"}, whole="the filter")
+    bounds = None if segment_ids is None else mesh.segments_of_rows(layout, segment_ids, 1)[:, 0]
     operands, dims = (x, tail, bounds), ("bth", "bjh", "be")
     tree = jax.tree.structure(operands)
 
@@ -73,11 +73,11 @@ def tail_after(
         return (_tail_after(width, layout.sequence, *jax.tree.unflatten(tree, arrays)),)
 
     given = [d for x, d in zip(operands, dims, strict=True) if x is not None]
-    return sharding.mapped(layout, local, given, ("bjh",), jax.tree.leaves(operands))[0]
+    return mesh.mapped(layout, local, given, ("bjh",), jax.tree.leaves(operands))[0]
 
 
 def _tail_after(
-    width: int, axes: context_parallel.Axes, x: jax.Array, tail: jax.Array | None, bounds: jax.Array | None
+    width: int, axes: mesh.Axes, x: jax.Array, tail: jax.Array | None, bounds: jax.Array | None
 ) -> jax.Array:
     """`tail_after` of a sequence that mesh axes cut: x is this device's part; `bounds` [B, 2] those of the sequence."""
     extended = _extended(x, tail, width)

@@ -10,16 +10,16 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jax_qla import sharding
+from jax_qla import mesh
 from jax_qla.batching import into_the_batch
-from jax_qla.context_parallel import Axes
+from jax_qla.dispatch import SECOND_ORDER
 from jax_qla.implementations import Choice, choose_kernels, load, of_a_layer
 from jax_qla.refusal import first_order, reverse_mode_only
 from jax_qla.varying import match_varying
 from jax_qla.widening import widen
 
 _DIMS = ("bthv", "bthv", "v")
-"""Shapes of o, z and weight, as `sharding` writes them."""
+"""Shapes of o, z and weight, as `mesh` writes them."""
 
 _FIRST_ORDER = (
     "the gated RMS norm of a layer in 16 bits has first derivatives by reverse mode only, as the layer has; "
@@ -60,10 +60,10 @@ def _plain(o: jax.Array, z: jax.Array, weight: jax.Array, eps: float) -> jax.Arr
     return (normalized * jnp.expand_dims(widen(weight), range(o.ndim - 1)) * jax.nn.silu(widen(z))).astype(o.dtype)
 
 
-def _layout(*operands: jax.Array) -> sharding.Layout | None:
+def _layout(*operands: jax.Array) -> mesh.Layout | None:
     """How a call is cut; None where that cannot be seen, so that only the compiler can tell."""
     try:
-        return sharding.resolve(None, operands, _DIMS, whole="V")
+        return mesh.resolve(None, operands, _DIMS, whole="V")
     except NotImplementedError:
         return None
 
@@ -73,7 +73,7 @@ class _Options:
     """What is static in a call."""
 
     choice: Choice
-    layout: sharding.Layout
+    layout: mesh.Layout
     eps: float
 
 
@@ -91,12 +91,14 @@ def _forward(options: _Options, *operands: jax.Array) -> jax.Array:
     def in_plain_jax(*operands: jax.Array) -> jax.Array:
         return match_varying(_plain(*operands, options.eps), operands)
 
-    def local(axes: Axes, *operands: jax.Array) -> tuple[jax.Array]:
+    def local(axes: mesh.Axes, *operands: jax.Array) -> tuple[jax.Array]:
         operands = match_varying(operands, operands)
         return (jax.lax.platform_dependent(*operands, cuda=by_kernel, default=in_plain_jax),)
 
     def on_each_device(*operands: jax.Array) -> tuple[Any, ...]:
-        return sharding.on_each_device(options.layout, local, operands, _DIMS, _DIMS[:1], (False,), heads=(1, 1))
+        return mesh.on_each_device(
+            options.layout, local, operands, _DIMS, _DIMS[:1], (False,), heads=(1, 1), reason=SECOND_ORDER
+        )
 
     with_vmap = into_the_batch(on_each_device, (2,), _FIRST_ORDER, behind=options.layout.automatic)
     (y,) = with_vmap(*operands)
@@ -113,7 +115,7 @@ def _backward(options: _Options, *operands: jax.Array) -> tuple[jax.Array, jax.A
         gradients = jax.vjp(lambda *x: _plain(*x, options.eps), o, z, weight)[1](dy)
         return match_varying(gradients, (o, z, weight, dy))
 
-    def local(axes: Axes, *operands: jax.Array) -> tuple[jax.Array, ...]:
+    def local(axes: mesh.Axes, *operands: jax.Array) -> tuple[jax.Array, ...]:
         operands = match_varying(operands, operands)
         d_o, d_z, d_weight = jax.lax.platform_dependent(*operands, cuda=by_kernel, default=in_plain_jax)
         # As an array that is cut as o is, each device's at its first row and head, so that the whole is its sum.
@@ -123,8 +125,8 @@ def _backward(options: _Options, *operands: jax.Array) -> tuple[jax.Array, jax.A
 
     def on_each_device(*operands: jax.Array) -> tuple[Any, ...]:
         dims, out_dims = (*_DIMS, _DIMS[0]), (*_DIMS[:2], "bhv")
-        return sharding.on_each_device(
-            options.layout, local, operands, dims, out_dims, (False, False, True), heads=(1, 1)
+        return mesh.on_each_device(
+            options.layout, local, operands, dims, out_dims, (False, False, True), heads=(1, 1), reason=SECOND_ORDER
         )
 
     # The weight's gradient is of a whole batch, so members of a `jax.vmap` are computed one after the other.

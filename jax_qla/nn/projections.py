@@ -13,8 +13,8 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jax_qla.convolution import cut
+from jax_qla.mesh import axes_of, resolve
 from jax_qla.nn.config import GatedDeltaNetConfig
-from jax_qla.sharding import axes_of, resolve
 
 _MANY_TOKENS = 256
 """From so many on what XLA joins for merged products, and cuts out of their results, are copies in memory."""
