@@ -525,8 +525,20 @@ def test_default_is_cuda_and_vmap_and_remat_agree() -> None:
 @pytest.mark.parametrize("save", [None, True, False], ids=["Vd kept", "states kept", "anew"])
 @pytest.mark.parametrize("l2norm", [False, True], ids=["as given", "normalised"])
 @pytest.mark.parametrize(("head_dim", "in_one"), [(64, "0"), (128, "1")], ids=["in three kernels", "in one"])
+@pytest.mark.parametrize(
+    ("kind", "named", "implementation"),
+    [(AxisType.Auto, True, "cuda"), (AxisType.Auto, False, None), (AxisType.Explicit, False, None)],
+    ids=["named", "Auto", "Explicit"],
+)
 def test_a_sequence_over_cards(
-    head_dim: int, in_one: str, l2norm: bool, save: bool | None, monkeypatch: pytest.MonkeyPatch
+    kind: AxisType,
+    named: bool,
+    implementation: str | None,
+    head_dim: int,
+    in_one: str,
+    l2norm: bool,
+    save: bool | None,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A dense one, cut over all of them, against one; what they exchange is rounded elsewhere."""
     monkeypatch.setenv(policy.IN_ONE_OVERRIDE, in_one)
@@ -535,7 +547,7 @@ def test_a_sequence_over_cards(
     x = battery.inputs(battery.Case("over cards", dtype="bfloat16", **sizes))
     operands = [jnp.asarray(y) for y in (*x[:5], x.initial_state)]
     cotangents = jnp.asarray(x.do), jnp.asarray(x.d_final_state)
-    mesh = jax.make_mesh((len(cards),), ("seq",), axis_types=(AxisType.Auto,))
+    mesh = jax.make_mesh((len(cards),), ("seq",), axis_types=(kind,))
 
     def results(axes: jax_qla.MeshAxes | None, *operands: jax.Array) -> tuple[jax.Array, ...]:
         def rule(*x: jax.Array) -> Any:
@@ -545,7 +557,7 @@ def test_a_sequence_over_cards(
                 output_final_state=True,
                 use_qk_l2norm_in_kernel=l2norm,
                 save_chunk_states=save,
-                implementation="cuda",
+                implementation=implementation,
                 mesh_axes=axes,
             )
 
@@ -556,7 +568,8 @@ def test_a_sequence_over_cards(
     with jax.set_mesh(mesh):
         by_token, whole = NamedSharding(mesh, P(None, "seq")), NamedSharding(mesh, P())
         cut = [jax.device_put(y, by_token) for y in operands[:5]] + [jax.device_put(operands[5], whole)]
-        found = jax.device_get(jax.jit(functools.partial(results, jax_qla.MeshAxes(sequence="seq")))(*cut))
+        axes = jax_qla.MeshAxes(sequence="seq") if named else None
+        found = jax.device_get(jax.jit(functools.partial(results, axes))(*cut))
     for name, a, b in zip(battery.RESULTS, found, expected, strict=True):
         a, b = np.asarray(a, np.float32), np.asarray(b, np.float32)
         assert np.linalg.norm(a - b) <= 1e-2 * np.linalg.norm(b), name
