@@ -21,7 +21,6 @@ from jax_qla import convolution, mesh
 from jax_qla.batching import into_the_batch
 from jax_qla.checks import taking_numpy
 from jax_qla.convolution import Rows
-from jax_qla.dispatch import SECOND_ORDER
 from jax_qla.implementations import Choice, choose_kernels, load
 from jax_qla.mesh import Axes, MeshAxes
 from jax_qla.refusal import reverse_mode_only
@@ -307,7 +306,7 @@ def _on_each_device(
     out_dims: tuple[str, ...],
     sums: tuple[bool, ...],
 ) -> tuple[jax.Array, ...]:
-    return mesh.on_each_device(options.layout, local, operands, dims, out_dims, sums, heads=(1, 1), reason=SECOND_ORDER)
+    return mesh.on_each_device(options.layout, local, operands, dims, out_dims, sums, heads=(1, 1), reason=_FIRST_ORDER)
 
 
 def _rows(

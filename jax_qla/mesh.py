@@ -482,9 +482,10 @@ def on_each_device(
     differentiates it is told, where the compiler cuts it.
     """
     flat = flattened(operands, dims)
+    rebuild = flat.rebuild  # all that outlives a trace: the arrays may be of it
 
     def local(axes: Axes, summed: bool, *arrays: jax.Array) -> tuple[jax.Array, ...]:
-        results = function(axes, *flat.rebuild(arrays))
+        results = function(axes, *rebuild(arrays))
         if not (axes and summed):
             return tuple(results)
         return tuple(jax.lax.psum(x, axes) if is_sum else x for x, is_sum in zip(results, sums, strict=True))

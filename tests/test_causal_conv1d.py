@@ -180,7 +180,7 @@ X, WEIGHT = np.ones((2, 8, 3), np.float32), np.ones((4, 3), np.float32)
         (ValueError, "activation must be one of None, 'silu', got 'relu'", (X, WEIGHT), {"activation": "relu"}),
         (TypeError, "output_final_tail must be", (X, WEIGHT), {"output_final_tail": 1}),
         (ValueError, "segment_ids must have shape", (X, WEIGHT), {"segment_ids": np.ones((2, 7), np.int32)}),
-        (TypeError, "segment_ids must be int32", (X, WEIGHT), {"segment_ids": np.ones((2, 8), np.int64)}),
+        (TypeError, "segment_ids must be int32", (X, WEIGHT), {"segment_ids": np.ones((2, 8), np.int16)}),
         (ValueError, "B must be 1", (X, WEIGHT), {"cu_seqlens": np.zeros(2, np.int32)}),
         (ValueError, "got none", (X[:1], WEIGHT), {"cu_seqlens": np.zeros(0, np.int32)}),
         (

@@ -267,6 +267,25 @@ def test_vmap_and_refusals(at_hand: None) -> None:
     assert y.shape == tangent.shape
 
 
+def test_refusals_where_the_compiler_cuts(at_hand: None) -> None:
+    """In the convolution's own name, in a scan too."""
+    x, weight = normal(0, 1, 2 * jax.device_count(), D), normal(1, 4, D)
+    mesh = jax.make_mesh((jax.device_count(),), ("seq",), axis_types=(jax.sharding.AxisType.Auto,))
+
+    def layers(x: jax.Array) -> jax.Array:
+        found = jax.lax.scan(lambda x, _: (causal_conv1d(x, weight)[0], None), x, None, length=2)[0]
+        return jnp.sum(found.astype(jnp.float32) ** 2)
+
+    def twice(x: jax.Array) -> jax.Array:
+        return jax.grad(lambda x: jnp.sum(jax.grad(layers)(x).astype(jnp.float32)))(x)
+
+    with jax.set_mesh(mesh):
+        placed = jax.device_put(x, NamedSharding(mesh, P(None, "seq")))
+        for function in (twice, lambda x: jax.jvp(layers, (x,), (x,))):
+            with pytest.raises(NotImplementedError, match=REFUSED):
+                jax.jit(function)(placed)
+
+
 def test_cu_seqlens_and_nothing(at_hand: None) -> None:
     x, weight = normal(0, 1, T, D), normal(1, 4, D)
     y, _ = causal_conv1d(x, weight, cu_seqlens=jnp.array([0, 3, 3, 30], jnp.int32))
@@ -301,6 +320,13 @@ def test_symbolic_sizes(at_hand: None) -> None:
         jax.eval_shape(lambda x: causal_conv1d(x, weight, implementation="cuda"), x)
     with pytest.raises(NotImplementedError, match="output_final_tail needs a static T"):
         jax.eval_shape(lambda x: causal_conv1d(x, weight, output_final_tail=True), x)
+
+
+def test_nothing_traced_is_left_behind(at_hand: None) -> None:
+    with jax.checking_leaks():
+        jax.jit(jax.grad(lambda *x: jnp.sum(causal_conv1d(*x)[0].astype(jnp.float32))))(
+            normal(0, 1, 5, D), normal(1, 4, D)
+        )
 
 
 def test_layer_checks_too() -> None:

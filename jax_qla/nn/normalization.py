@@ -12,7 +12,6 @@ import jax.numpy as jnp
 
 from jax_qla import mesh
 from jax_qla.batching import into_the_batch
-from jax_qla.dispatch import SECOND_ORDER
 from jax_qla.implementations import Choice, choose_kernels, load, of_a_layer
 from jax_qla.refusal import first_order, reverse_mode_only
 from jax_qla.varying import match_varying
@@ -97,7 +96,7 @@ def _forward(options: _Options, *operands: jax.Array) -> jax.Array:
 
     def on_each_device(*operands: jax.Array) -> tuple[Any, ...]:
         return mesh.on_each_device(
-            options.layout, local, operands, _DIMS, _DIMS[:1], (False,), heads=(1, 1), reason=SECOND_ORDER
+            options.layout, local, operands, _DIMS, _DIMS[:1], (False,), heads=(1, 1), reason=_FIRST_ORDER
         )
 
     with_vmap = into_the_batch(on_each_device, (2,), _FIRST_ORDER, behind=options.layout.automatic)
@@ -126,7 +125,7 @@ def _backward(options: _Options, *operands: jax.Array) -> tuple[jax.Array, jax.A
     def on_each_device(*operands: jax.Array) -> tuple[Any, ...]:
         dims, out_dims = (*_DIMS, _DIMS[0]), (*_DIMS[:2], "bhv")
         return mesh.on_each_device(
-            options.layout, local, operands, dims, out_dims, (False, False, True), heads=(1, 1), reason=SECOND_ORDER
+            options.layout, local, operands, dims, out_dims, (False, False, True), heads=(1, 1), reason=_FIRST_ORDER
         )
 
     # The weight's gradient is of a whole batch, so members of a `jax.vmap` are computed one after the other.
