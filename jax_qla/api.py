@@ -737,7 +737,16 @@ def _residuals(residuals: Sequence[Any], k: Any, v: Any, sequences: int, precisi
 
 
 def _arrays(*operands: Any) -> tuple[Any, ...]:
-    """The operands as JAX arrays, None where they are None."""
+    """The operands as JAX arrays, None where they are None.
+
+    Raises:
+        TypeError: one is a shape without values.
+    """
+    if any(isinstance(x, jax.ShapeDtypeStruct) for x in operands):
+        raise TypeError(
+            "q, k, v and all others must have values, got a jax.ShapeDtypeStruct; for shapes alone use "
+            "jax.eval_shape or jax_qla.which_implementation"
+        )
     return tuple(None if x is None else jnp.asarray(x) for x in operands)
 
 

@@ -240,6 +240,13 @@ def test_backward_half(residuals: Any, do: Any, d_final_state: Any, error: type[
         jax_qla.chunk_gated_delta_rule_bwd(*operands, residuals, do, d_final_state, implementation="xla")
 
 
+def test_shapes_alone_are_told_where_to_go() -> None:
+    shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in good().values()]
+    for rule in (jax_qla.chunk_gated_delta_rule, jax_qla.recurrent_gated_delta_rule):
+        with pytest.raises(TypeError, match=r"must have values, got a jax\.ShapeDtypeStruct; .* jax\.eval_shape"):
+            rule(*shapes)
+
+
 def test_float64_is_for_the_reference() -> None:
     wide = {name: jax.ShapeDtypeStruct(x.shape, np.float64) for name, x in good().items()}
     with pytest.raises(NotImplementedError, match="'xla' takes bfloat16, float16, float32, and q is float64"):

@@ -413,6 +413,12 @@ def test_dtypes_that_are_not_floating_are_refused(framework: Framework, name: st
         framework.make(CONFIG, **{name: dtype})
 
 
+def test_wrong_implementations_are_refused(framework: Framework) -> None:
+    """When a layer is made, not when it is first called."""
+    with pytest.raises(ValueError, match="be made of the names 'cuda', 'xla', 'reference', got 'xIa'"):
+        framework.make(CONFIG, WEIGHTS, implementation="xIa")
+
+
 @pytest.mark.parametrize(
     ("change", "error", "message"),
     [
