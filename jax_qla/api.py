@@ -726,8 +726,9 @@ def _residuals(residuals: Sequence[Any], k: Any, v: Any, sequences: int, precisi
         check_gradient("residuals[2]", vd, of_vd.shape, of_vd.dtype, f"[B, T, Hv, {of_vd.shape[3]}]")
     if h is not None:
         places = h.shape[0] if getattr(h, "ndim", 0) else 0
-        # Devices that share a batch may each have a part of a chunk, for which there is no place.
-        if of_h.shape[0] - jax.device_count() < places < of_h.shape[0]:
+        # Devices that share a batch have places of their own: packed, for all sequences each; dense, none for a chunk
+        # of which each may have a part.
+        if jax.device_count() > 1 and places:
             of_h = jax.ShapeDtypeStruct((places, *of_h.shape[1:]), of_h.dtype)
         what = "of the chunks, with residuals[3] where that was returned too"
         check_gradient("residuals[4]", h, of_h.shape, of_h.dtype, what)

@@ -58,7 +58,7 @@ def rows_of_sequences(x: jax.Array, segments: jax.Array | None) -> jax.Array:
         return x
     row = jnp.arange(x.shape[1], dtype=jnp.int32)[:, None]
     inside = jnp.any((row >= segments[..., None, :, 0]) & (row < segments[..., None, :, 1]), axis=-1)
-    return jnp.where(inside.reshape(-1, x.shape[1], *(1,) * (x.ndim - 2)), x, jnp.zeros((), x.dtype))
+    return jnp.where(jnp.expand_dims(inside, range(-1, 1 - x.ndim, -1)), x, jnp.zeros((), x.dtype))
 
 
 def _run_starts(segment_ids: jax.Array, before: jax.Array | None = None) -> jax.Array:

@@ -710,3 +710,14 @@ def test_rows_of_no_sequence_may_hold_anything(rule: Any, implementation: str, p
         assert np.all(np.isfinite(gradient))
         assert not np.any(gradient[:, :3])
         assert np.any(gradient[:, 3:9])
+
+
+@pytest.mark.parametrize("rule", [jax_qla.chunk_gated_delta_rule, jax_qla.recurrent_gated_delta_rule])
+@pytest.mark.parametrize("implementation", ["reference", "xla"])
+def test_nothing_packed_and_normalised(rule: Any, implementation: str) -> None:
+    x = tokens(1, 0)
+    options = {"use_qk_l2norm_in_kernel": True, "implementation": implementation, "output_final_state": True}
+    o, state = rule(*x, cu_seqlens=jnp.array([0, 0, 0], jnp.int32), **options)
+    assert o.shape == x[2].shape
+    assert state.shape[0] == 2
+    assert not state.any()

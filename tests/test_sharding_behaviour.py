@@ -242,6 +242,29 @@ def test_where_the_platform_decides(
         assert np.linalg.norm(a - b) <= 1e-2 * np.linalg.norm(b)
 
 
+@pytest.mark.parametrize("save", [None, True])
+def test_halves_of_packed_sequences_over_devices(save: bool | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the forward half keeps of each device's part, places for its chunks too, the backward half takes."""
+    monkeypatch.setattr(cuda, "launch", launch_zeros)
+    monkeypatch.setattr(cuda, "_why_not", lambda *_, **__: None)
+    q = k = v = jnp.ones((1, 1024, 2, 64), jnp.bfloat16)
+    g = beta = -jnp.ones((1, 1024, 2))
+    ends = jnp.array([0, 100, 700, 1024], jnp.int32)
+
+    def both(*x: jax.Array) -> Any:
+        options: dict[str, Any] = {"cu_seqlens": ends, "implementation": ("cuda", "xla")}
+        o, _, residuals = jax_qla.chunk_gated_delta_rule_fwd(*x, save_chunk_states=save, **options)
+        return jax_qla.chunk_gated_delta_rule_bwd(*x, residuals, o, **options)
+
+    stand_in.forget_traces()
+    mesh = mesh_of("explicit")
+    with jax.set_mesh(mesh):
+        placed = put(mesh, Cut(sequence="y"), [q, k, v, g, beta], ROWS)
+        found = jax.eval_shape(jax.jit(both), *placed)
+    stand_in.forget_traces()
+    assert [x.shape for x in found[:5]] == [x.shape for x in (q, k, v, g, beta)]
+
+
 def test_checkpoint_policy_repeats_neither_forward_nor_exchange() -> None:
     mesh = mesh_of("explicit")
     x = put(mesh, CUTS["cp"], rows(0), ROWS)
