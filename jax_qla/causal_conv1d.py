@@ -124,6 +124,8 @@ def in_parts(
     operands = tuple(None if operand is None else jnp.asarray(operand) for operand in given)
     parts = parts or (x.shape[2],)
     layout = mesh.resolve(mesh_axes, operands, _DIMS, names={"h": "D"}, whole="the filter and the number of sequences")
+    # What is differentiated is laid out as its gradients will be.
+    operands = tuple(x if x is None else mesh.align(layout, x, d) for x, d in zip(operands, _DIMS, strict=True))
     # Where channels are cut, a part lies on some devices only.
     together = (sum(parts),) if layout.heads or layout.automatic else parts
     choice = choose_kernels(
@@ -295,7 +297,8 @@ _with_gradient.defvjp(lambda options, *operands: (_forward(operands, options=opt
 
 
 def _with_vmap(options: _Options, function: Callable[..., tuple[jax.Array, ...]]) -> Callable[..., Any]:
-    return into_the_batch(function, (1, 2, 4), _FIRST_ORDER, behind=options.layout.automatic)
+    behind = options.layout.automatic or bool(options.layout.batch)
+    return into_the_batch(function, (1, 2, 4), _FIRST_ORDER, behind=behind)
 
 
 def _on_each_device(

@@ -309,8 +309,8 @@ def chunk_states(
 
     def local(*operands: Any) -> Any:
         if _nothing_to_do(operands[2], None):
-            return _chunk_states_of_nothing(*operands, precision=precision)
-        return _on_platform(choice, "chunk_states", operands, options, l2norm)
+            return tuple(_chunk_states_of_nothing(*operands, precision=precision))
+        return tuple(_on_platform(choice, "chunk_states", operands, options, l2norm))
 
     kinds = (*(_ROWS,) * 5, _STATES, _SEGMENTS, _KINDS_OF_RESIDUALS, _STATES)
     batchable = _batchable(local, kinds, (_STATES, _ROWS), one_by_one=_has_a_part_of_a_chunk(v))

@@ -267,6 +267,34 @@ def test_vmap_and_refusals(at_hand: None) -> None:
     assert y.shape == tangent.shape
 
 
+@pytest.mark.parametrize("members", [False, True], ids=["", "vmap"])
+@pytest.mark.parametrize("cut", ["channels", rarely("batch")])
+def test_operands_that_are_not_cut_alike(cut: str, members: bool, at_hand: None) -> None:
+    """In an Explicit mesh, where gradients are cut as their operands are; and members beside a batch that is cut."""
+    arrays: list[Any] = [normal(0, B, T, D), normal(1, 4, D, dtype="float32"), normal(2, D, dtype="float32")]
+    arrays.append(normal(3, B, 3, D))
+    mesh = mesh_of("explicit")
+    spec = P("x", None, "y") if cut == "channels" else P("x")
+
+    def loss(x: jax.Array, weight: jax.Array, bias: jax.Array, tail: jax.Array, scale: jax.Array) -> jax.Array:
+        y, _ = causal_conv1d(x * scale, weight, bias, initial_tail=tail)
+        return jnp.sum(jnp.sin(y.astype(jnp.float32)))
+
+    def gradients(*x: jax.Array) -> Any:
+        def of_scale(scale: jax.Array) -> Any:
+            return jax.grad(loss, argnums=(0, 1, 2, 3))(*x, scale)
+
+        scales = jnp.array([0.5, 1], jnp.bfloat16)
+        return jax.vmap(of_scale)(scales) if members else of_scale(scales[0])
+
+    wanted = jax.jit(gradients)(*arrays)
+    with jax.set_mesh(mesh):
+        found = jax.jit(gradients)(jax.device_put(arrays[0], NamedSharding(mesh, spec)), *arrays[1:])
+    for a, b in zip(found, wanted, strict=True):
+        a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
+        assert np.linalg.norm(a - b) <= 1e-2 * np.linalg.norm(b)
+
+
 def test_refusals_where_the_compiler_cuts(at_hand: None) -> None:
     """In the convolution's own name, in a scan too."""
     x, weight = normal(0, 1, 2 * jax.device_count(), D), normal(1, 4, D)

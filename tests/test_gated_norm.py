@@ -103,6 +103,32 @@ def test_cut_over_devices(mode: str) -> None:
         assert np.linalg.norm(a - b) <= 4e-3 * np.linalg.norm(b)
 
 
+@pytest.mark.parametrize("members", [False, True], ids=["", "vmap"])
+def test_operands_that_are_not_cut_alike(members: bool) -> None:
+    """In an Explicit mesh, where gradients are cut as their operands are; and members beside a batch that is cut."""
+    o, z, weight, dy = cases.given((2, 40, 4, 64), "bfloat16")
+
+    def gradients(*x: Any) -> Any:
+        def of_scale(scale: jax.Array) -> Any:
+            return jax.vjp(lambda o, z, w: gated_rms_norm(o * scale, z, w, 1e-6, None), *x)[1](dy)
+
+        scales = jnp.array([0.5, 1], o.dtype)
+        return jax.vmap(of_scale)(scales) if members else of_scale(scales[0])
+
+    expected = jax.jit(gradients)(o, z, weight)
+    mesh = mesh_of("explicit")
+    with jax.set_mesh(mesh):
+        dy = jax.device_put(dy, NamedSharding(mesh, P("x", None, "y")))
+        placed = (
+            jax.device_put(o, NamedSharding(mesh, P("x", None, "y"))),
+            jax.device_put(z, NamedSharding(mesh, P("x"))),
+        )
+        found = jax.jit(gradients, compiler_options=FAST)(*placed, weight)
+    for a, b in zip(found, expected, strict=True):
+        a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
+        assert np.linalg.norm(a - b) <= 1e-2 * np.linalg.norm(b)
+
+
 def test_vmap() -> None:
     o, z, weight, dy = cases.given((3, 20, 2, 64), "bfloat16")
     o, z, dy = (x[:, None] for x in (o, z, dy))

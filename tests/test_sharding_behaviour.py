@@ -242,6 +242,40 @@ def test_where_the_platform_decides(
         assert np.linalg.norm(a - b) <= 1e-2 * np.linalg.norm(b)
 
 
+@pytest.mark.parametrize("mode", ["explicit", rarely("named"), rarely("manual"), rarely("auto")])
+def test_gradients_of_members_where_the_sequence_is_cut(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of whole chunks on each device, which all members' chunks can be kept of side by side."""
+    monkeypatch.setattr(cuda, "launch", launch_zeros)
+    monkeypatch.setattr(cuda, "_why_not", lambda *_, **__: None)
+    random = np.random.default_rng(0)
+    q, k, v, g, beta = (
+        random.standard_normal((2, 1, 512, 2, *dim)).astype(np.float32) for dim in [(64,)] * 3 + [()] * 2
+    )
+    k /= np.linalg.norm(k, axis=-1, keepdims=True)
+    arrays = [jnp.asarray(x, jnp.bfloat16) for x in (q, k, v)] + [-0.01 * np.exp(g), 1 / (1 + np.exp(-beta))]
+
+    def losses(axes: MeshAxes | None, *x: jax.Array) -> Any:
+        def of_one(*x: jax.Array) -> jax.Array:
+            o, _ = jax_qla.chunk_gated_delta_rule(*x, implementation=("cuda", "xla"), mesh_axes=axes)
+            return o
+
+        return (jax.vmap(of_one)(*x),)
+
+    def gradients(function: Any) -> Any:
+        loss = lambda *x: jnp.sum(jnp.sin(function(*x)[0].astype(jnp.float32)))  # noqa: E731
+        return jax.jit(jax.grad(loss, argnums=tuple(range(5))), compiler_options=FAST)
+
+    stand_in.forget_traces()
+    wanted = gradients(functools.partial(losses, None))(*arrays)
+    mesh, cut, dims = mesh_of(mode), Cut(sequence="y"), ("mbth",) * 5
+    with jax.set_mesh(mesh):
+        found = gradients(spread(mode, cut, losses, dims, dims[:1]))(*put(mesh, cut, arrays, dims))
+    stand_in.forget_traces()
+    for a, b in zip(found, wanted, strict=True):
+        a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
+        assert np.linalg.norm(a - b) <= 1e-2 * np.linalg.norm(b)
+
+
 @pytest.mark.parametrize("save", [None, True])
 def test_halves_of_packed_sequences_over_devices(save: bool | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """What the forward half keeps of each device's part, places for its chunks too, the backward half takes."""

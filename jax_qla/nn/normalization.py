@@ -46,7 +46,9 @@ def gated_rms_norm(
     layout = None if choice.on_cuda != "cuda" or o.size == 0 else _layout(o, z, weight)
     if layout is None:
         return _plain(o, z, weight, eps)
-    operands = tuple(reverse_mode_only(x, _FIRST_ORDER) for x in (o, z, widen(weight)))
+    # What is differentiated is laid out as its gradients will be.
+    aligned = (mesh.align(layout, x, d) for x, d in zip((o, z, widen(weight)), _DIMS, strict=True))
+    operands = tuple(reverse_mode_only(x, _FIRST_ORDER) for x in aligned)
     y: jax.Array = _with_gradient(_Options(choice, layout, eps), *match_varying(operands, operands))
     return y
 
@@ -99,7 +101,8 @@ def _forward(options: _Options, *operands: jax.Array) -> jax.Array:
             options.layout, local, operands, _DIMS, _DIMS[:1], (False,), heads=(1, 1), reason=_FIRST_ORDER
         )
 
-    with_vmap = into_the_batch(on_each_device, (2,), _FIRST_ORDER, behind=options.layout.automatic)
+    behind = options.layout.automatic or bool(options.layout.batch)
+    with_vmap = into_the_batch(on_each_device, (2,), _FIRST_ORDER, behind=behind)
     (y,) = with_vmap(*operands)
     found: jax.Array = y
     return found
