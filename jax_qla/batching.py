@@ -22,8 +22,8 @@ def into_the_batch(
         whole: the positions of operands without a batch. Where `jax.vmap` maps one of these, members are computed one
             after the other.
         reason: what who differentiates it is told.
-        behind: whether members of the batch lie behind one another, not batches: costs copies, but what the compiler
-            cuts the batch over (an Auto mesh) stays as it is.
+        behind: whether members of the batch lie behind one another, not batches: costs copies, but what the batch is
+            cut over stays as it is.
     """
     at = int(behind)
     batched = jax.custom_batching.custom_vmap(function)

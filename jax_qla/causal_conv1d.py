@@ -297,8 +297,7 @@ _with_gradient.defvjp(lambda options, *operands: (_forward(operands, options=opt
 
 
 def _with_vmap(options: _Options, function: Callable[..., tuple[jax.Array, ...]]) -> Callable[..., Any]:
-    behind = options.layout.automatic or bool(options.layout.batch)
-    return into_the_batch(function, (1, 2, 4), _FIRST_ORDER, behind=behind)
+    return into_the_batch(function, (1, 2, 4), _FIRST_ORDER, behind=options.layout.batch_is_cut)
 
 
 def _on_each_device(

@@ -30,6 +30,7 @@ import jax
 import numpy as np
 
 from jax_qla import overlap, store
+from jax_qla.varying import match_varying
 
 TARGET = "jax_qla.launch.v1"
 """The FFI target's name."""
@@ -116,11 +117,10 @@ def launch(
     buffers = {name: index for index, name in enumerate(name for name in shapes if name not in within)}
     buffers |= {name: buffers[around] for name, around in within.items()}
     plan = [_PLAN_VERSION, len(steps)]
-    in_memory_of = {**within, **(aliases or {})}
-    early = overlap.early_starts(steps, [kernel.plan for kernel in kernels], outputs, in_memory_of)
+    early = overlap.early_starts(steps, [kernel.plan for kernel in kernels], outputs, aliases, within)
     for step, kernel, may_begin in zip(steps, kernels, early, strict=True):
         plan += _numbers(step, kernel.plan, shapes, buffers, early=may_begin)
-    arrays = _vary_alike(list(inputs.values()))
+    arrays = match_varying(list(inputs.values()), inputs)
     # A bare ShapeDtypeStruct would not vary over the manual axes of a surrounding shard_map, as the operands do.
     like = jax.typeof(arrays[0])
     outputs = {name: x for name, x in outputs.items() if name not in within}
@@ -195,17 +195,6 @@ def _look_in_folders() -> None:
     if folders != _folders:
         _ffi.set_cubin_directories(folders)
         _folders[:] = folders
-
-
-def _vary_alike(arrays: Sequence[jax.Array]) -> list[jax.Array]:
-    """The arrays, all varying over the manual mesh axes (jax.shard_map) that any of them varies over."""
-    axes = frozenset().union(*(jax.typeof(x).mat.varying for x in arrays))
-
-    def vary(x: jax.Array) -> jax.Array:
-        missing = tuple(sorted(axes - jax.typeof(x).mat.varying))
-        return jax.lax.pcast(x, missing, to="varying") if missing else x
-
-    return [vary(x) for x in arrays]
 
 
 def evaluate(expression: Any, sizes: Mapping[str, int | float]) -> int:

@@ -74,6 +74,11 @@ class Layout:
         return () if self.mapped.intersection(self.sequence) else self.sequence
 
     @property
+    def batch_is_cut(self) -> bool:
+        """Or may be, by the compiler."""
+        return self.automatic or bool(self.batch)
+
+    @property
     def mapped_sequence(self) -> Axes:
         return self.sequence if self.mapped.intersection(self.sequence) else ()
 

@@ -94,6 +94,7 @@ def early_starts(
     steps: Sequence[Step],
     plans: Sequence[Mapping[str, Any]],
     results: Collection[str],
+    aliases: Mapping[str, str] | None = None,
     within: Mapping[str, str] | None = None,
 ) -> list[bool]:
     """For every kernel of a sequence, whether it may begin before the end of the one before it.
@@ -104,9 +105,9 @@ def early_starts(
         steps: the kernels.
         plans: their launch plans, which name their operands.
         results: what is written; whoever has it first writes it.
-        within: results and operands that lie in the memory of a result, and of which.
+        aliases, within: operands, and results, that lie in the memory of a result, and of which.
     """
-    memory = {name: name for name in results} | dict(within or {})
+    memory = {name: name for name in results} | dict(aliases or {}) | dict(within or {})
     writers: dict[str, int] = {}
     written: set[tuple[str, str]] = set()  # by which kernel, and its name for it
     used: dict[tuple[str, bool], int] = {}  # memory, and whether each kernel has elements of its own there

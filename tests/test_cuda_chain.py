@@ -293,7 +293,7 @@ def test_groups_of_heads(rows: str, packed: bool, keep: str, monkeypatch: pytest
         memory.extend(outputs[name].size for name in of_group)
         assert not set(outputs) & ({"h", "dh", "vd"} - set(of_group))
         plans = [{"operands": [{"name": name} for name in named(step.kernel)]} for step in steps]
-        early.append(overlap.early_starts(steps, plans, outputs, _in_memory_of(*more)))
+        early.append(overlap.early_starts(steps, plans, outputs, *more))
         return launch_specifications(steps, inputs, outputs, *more)
 
     @jax.jit
@@ -614,17 +614,12 @@ def _recorded(monkeypatch: pytest.MonkeyPatch, waiting: list[str] | None = None)
         calls.append([step.kernel for step in steps])
         if waiting is not None:
             plans = [{"operands": [{"name": name} for name in named(step.kernel)]} for step in steps]
-            early = overlap.early_starts(steps, plans, outputs, _in_memory_of(*more))
+            early = overlap.early_starts(steps, plans, outputs, *more)
             waiting.extend(step.kernel for step, may in list(zip(steps, early, strict=True))[1:] if not may)
         return launch_specifications(steps, inputs, outputs, *more)
 
     monkeypatch.setattr(cuda, "launch", recording)
     return calls
-
-
-def _in_memory_of(aliases: Any = None, within: Any = None) -> dict[str, str]:
-    """As `launch` tells `overlap.early_starts`, from its own arguments."""
-    return {**(within or {}), **(aliases or {})}
 
 
 def _steps(monkeypatch: pytest.MonkeyPatch) -> list[Step]:

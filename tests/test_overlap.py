@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
+import stand_in
 from kernel_operands import RESULTS, named
 from thorough import rarely
 
@@ -39,7 +40,7 @@ def test_no_kernel_writes_early_what_another_may_still_read() -> None:
         config = compose_kernel.Config(reverse=True)
         steps = [Step(name, config, {"awaits": awaits.get(name, 0)}, renamed.get(name, {})) for name in kernels]
         plans = [{"operands": [{"name": name} for name in named(kernel)]} for kernel in kernels]
-        return overlap.early_starts(steps, plans, results, within)
+        return overlap.early_starts(steps, plans, results, within=within)
 
     assert early(*END, *END) == [False, True, True, True, True, True]
     assert early(*END, *END[1:]) == [False, True, True, False, True]
@@ -62,14 +63,19 @@ class Launched:
 
     steps: Sequence[Step]
     outputs: Mapping[str, Any]
-    in_memory_of: Mapping[str, str]
+    aliases: Mapping[str, str]
+    within: Mapping[str, str]
+
+    def early(self) -> list[bool]:
+        """Which kernels may begin early."""
+        plans = [{"operands": [{"name": name} for name in named(step.kernel)]} for step in self.steps]
+        return overlap.early_starts(self.steps, plans, self.outputs, self.aliases, self.within)
 
 
 def in_conflict(call: Launched) -> Iterator[str]:
     """What a kernel uses early, by `overlap.uses_early`, while another that may still run writes it, or writes early
     while that uses it."""
-    plans = [{"operands": [{"name": name} for name in named(step.kernel)]} for step in call.steps]
-    early = overlap.early_starts(call.steps, plans, call.outputs, call.in_memory_of)
+    early, in_memory_of = call.early(), {**call.aliases, **call.within}
 
     def memory(step: Step, *, written: bool, before_waiting: bool) -> set[str]:
         results = {*RESULTS[step.kernel], *({"o"} if step.kernel == "prepare" else ())}
@@ -77,7 +83,7 @@ def in_conflict(call: Launched) -> Iterator[str]:
             results.add("query_lengths")
         names = [name for name in named(step.kernel) if (name in results) == written]
         buffers = [step.rename.get(x, x) for x in names if not before_waiting or overlap.uses_early(step, x)]
-        return {call.in_memory_of.get(buffer, buffer) for buffer in buffers}
+        return {in_memory_of.get(buffer, buffer) for buffer in buffers}
 
     running = 0  # from this kernel on, when the next one may begin
     for index, step in enumerate(call.steps):
@@ -102,9 +108,8 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[Launched]:
     def recording(
         steps: Sequence[Step], inputs: Any, outputs: Any, aliases: Any = None, within: Any = None
     ) -> dict[str, jax.Array]:
-        del inputs
-        calls.append(Launched(steps, outputs, {**(within or {}), **(aliases or {})}))
-        return {name: jnp.zeros(x.shape, x.dtype) for name, x in outputs.items() if name not in (within or {})}
+        calls.append(Launched(steps, outputs, aliases or {}, within or {}))
+        return stand_in.launch_zeros(steps, inputs, outputs, aliases, within)
 
     monkeypatch.setattr(cuda, "launch", recording)
     return calls
@@ -180,10 +185,9 @@ def test_what_is_in_conflict_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     (call,) = calls
     assert [step.kernel for step in call.steps][-2:] == ["compose", "forward"]
     assert not [*in_conflict(call)]
-    plans = [{"operands": [{"name": name} for name in named(step.kernel)]} for step in call.steps]
-    assert overlap.early_starts(call.steps, plans, call.outputs, call.in_memory_of)[-1]
+    assert call.early()[-1]
     monkeypatch.setattr(overlap, "uses_early", lambda step, name: name == "final_state" or of_kernels(step, name))
-    assert not overlap.early_starts(call.steps, plans, call.outputs, call.in_memory_of)[-1]
+    assert not call.early()[-1]
     monkeypatch.setattr(overlap, "early_starts", lambda steps, *_: [False, *[True] * (len(steps) - 1)])
     assert "forward uses final_state while compose may" in [*in_conflict(call)]
 
@@ -201,5 +205,4 @@ def test_what_launches_have_of_other_heads_makes_none_wait(measures: bool, monke
     (call,) = calls
     assert [step.kernel for step in call.steps] == ["prepare", "forward", "forward"]
     assert [step.config.measures for step in call.steps[1:]] == [measures] * 2
-    plans = [{"operands": [{"name": name} for name in named(step.kernel)]} for step in call.steps]
-    assert overlap.early_starts(call.steps, plans, call.outputs, call.in_memory_of) == [False, True, True]
+    assert call.early() == [False, True, True]

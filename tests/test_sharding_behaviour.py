@@ -46,7 +46,6 @@ from thorough import rarely
 
 import jax_qla
 from jax_qla import MeshAxes, cuda
-from jax_qla.varying import match_varying
 
 
 def test_segment_ids_without_states() -> None:
@@ -172,17 +171,6 @@ def test_with_what_the_kernels_keep(mode: str, name: str) -> None:
     assert_close(found, expected(name))
 
 
-def launch_zeros(
-    steps: Any, inputs: Any, outputs: Any, aliases: Any = None, within: Any = None
-) -> dict[str, jax.Array]:
-    """In place of `launch.launch`: results of the right shapes."""
-    del steps, aliases
-    wanted = {name: x for name, x in outputs.items() if name not in (within or {})}
-    zeros = {name: jnp.zeros(x.shape, x.dtype) for name, x in wanted.items()}
-    found: dict[str, jax.Array] = match_varying(zeros, tuple(inputs.values()))
-    return found
-
-
 @pytest.mark.parametrize(
     ("mode", "cut", "save", "l2norm", "given"),
     [
@@ -201,7 +189,7 @@ def test_where_the_platform_decides(
 ) -> None:
     """With operands that the kernels take both ways are traced, whatever is kept, and agree in types; here plain JAX
     runs."""
-    monkeypatch.setattr(cuda, "launch", launch_zeros)
+    monkeypatch.setattr(cuda, "launch", stand_in.launch_zeros)
     monkeypatch.setattr(cuda, "_why_not", lambda *_, **__: None)
     random = np.random.default_rng(0)
     heads, dims = ((2, 64), (2, 64), (4, 64), (4,), (4,)), (*ROWS, "bh")
@@ -245,7 +233,7 @@ def test_where_the_platform_decides(
 @pytest.mark.parametrize("mode", ["explicit", rarely("named"), rarely("manual"), rarely("auto")])
 def test_gradients_of_members_where_the_sequence_is_cut(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of whole chunks on each device, which all members' chunks can be kept of side by side."""
-    monkeypatch.setattr(cuda, "launch", launch_zeros)
+    monkeypatch.setattr(cuda, "launch", stand_in.launch_zeros)
     monkeypatch.setattr(cuda, "_why_not", lambda *_, **__: None)
     random = np.random.default_rng(0)
     q, k, v, g, beta = (
@@ -279,7 +267,7 @@ def test_gradients_of_members_where_the_sequence_is_cut(mode: str, monkeypatch: 
 @pytest.mark.parametrize("save", [None, True])
 def test_halves_of_packed_sequences_over_devices(save: bool | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """What the forward half keeps of each device's part, places for its chunks too, the backward half takes."""
-    monkeypatch.setattr(cuda, "launch", launch_zeros)
+    monkeypatch.setattr(cuda, "launch", stand_in.launch_zeros)
     monkeypatch.setattr(cuda, "_why_not", lambda *_, **__: None)
     q = k = v = jnp.ones((1, 1024, 2, 64), jnp.bfloat16)
     g = beta = -jnp.ones((1, 1024, 2))

@@ -101,8 +101,7 @@ def _forward(options: _Options, *operands: jax.Array) -> jax.Array:
             options.layout, local, operands, _DIMS, _DIMS[:1], (False,), heads=(1, 1), reason=_FIRST_ORDER
         )
 
-    behind = options.layout.automatic or bool(options.layout.batch)
-    with_vmap = into_the_batch(on_each_device, (2,), _FIRST_ORDER, behind=behind)
+    with_vmap = into_the_batch(on_each_device, (2,), _FIRST_ORDER, behind=options.layout.batch_is_cut)
     (y,) = with_vmap(*operands)
     found: jax.Array = y
     return found
