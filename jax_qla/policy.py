@@ -14,7 +14,7 @@ from __future__ import annotations
 import functools
 import math
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 from jax_qla.kernels.common import CHUNK, ROUND
@@ -27,9 +27,6 @@ MULTIPROCESSORS = ROUND
 # Measured on an H200, microseconds (docs/performance_policy.md).
 _STEP = {64: 1.4, 128: 2.2}
 """A chunk step of the forward kernel by value columns of its block; one block runs on a multiprocessor."""
-_STEP_BACK, _STEP_OF_BOTH = {64: 1.75, 128: 3.2}, {64: 1.65, 128: 4.3}
-"""A chunk step of kernels/states.py or state_gradients.py where one has the card, and of both where that has room for
-them side by side."""
 _ADJOINT_STEP = 1.9
 """A chunk step of kernels/adjoint_summaries.py, of whose blocks a multiprocessor runs one."""
 _SUMMARY_STEP, _SHARED_STEP = 1.1, 1.5
@@ -51,20 +48,16 @@ _STEP_IN_ONE, _ROUND = 7.6, 40.0
 _BETWEEN_BACK, _COMPOSED = 25.0, 6.0
 """Three kernels, `states` to `gradients`, beside what their blocks take; from the end of `states` to that of `compose`,
 which both follow `adjoint_summaries`."""
-_GAIN, _GAIN_OF_ONE = 0.03, -0.015
+_GAIN, _GAIN_OF_ONE = 0.03, -0.02
 """Of both passes, where the forward pass is cut for the backward pass's sake, at the least; and where a single sequence
 is, whose pieces are known to be alike, so that less memory is taken. (One of 64 heads and 8192 tokens takes as long
 then on an H200, and 0.94 of the time on an H100.)"""
 _HEAD, _FIRST_HEAD = 6.1, 1.0
 """A value head of one chunk in kernels/gradients.py, and what a block's first one takes longer."""
 _GROUP = 15.0
-"""From the end of one group of heads to the next one's full card, ..."""
-_LITTLE = 0.02
-"""... which of all groups together may be as much of the time."""
+"""From the end of one group of heads to the next one's full card."""
 _LITTLE_FOR_MEMORY = 0.09
 """Of the time of the backward pass, what less memory than operands and results is worth in any case."""
-_STEP_OF_GROUPS = 0.6
-"""A chunk step of several groups, together, longer than that of one by the constants above (Vd kept)."""
 _BETWEEN = 3.0
 """From one of the kernels of pieces to the next, together."""
 _OVERHEAD = 8.0
@@ -84,7 +77,9 @@ _ROWS_COMPOSED = 512
 """Tokens of a sequence that take as long as `compose` of a chain of pieces and what goes before and after it."""
 
 _LENGTHS = tuple(n << shift for shift in range(10) for n in (8, 12))
-"""Chunks of a piece that are considered."""
+"""Chunks of a piece that are considered, ..."""
+_PIECES = range(2, 34)
+"""... and pieces of a sequence whose length is known."""
 
 OVERRIDE = "JAX_QLA_PIECE_ROWS"
 """Environment variable, read when a call that does not say it itself is traced: rows of a piece (a multiple of 64), or
@@ -145,6 +140,63 @@ _ROUNDS_OF_ANY = 2
 
 _LIMIT_OF_ROUNDS = 70
 """As `_IN_ONE_LIMITS`, of as many rounds of the longest block as there are, which is nearly what blocks take."""
+
+
+class _Recurrences(NamedTuple):
+    """Microseconds of what computes the states before all chunks and of kernels/state_gradients.py, and what was fitted
+    with them. By value columns of a block where it is a dictionary."""
+
+    step: Mapping[int, float]
+    """A chunk step of a round of blocks of either, on average, at the least, ..."""
+    both: Mapping[int, float]
+    """... of both side by side, where there is room, at the least, ..."""
+    block: Mapping[int, float]
+    """... and of each block that runs at once: with many, memory is what they wait for."""
+    states: float
+    """The part of a step that is the states'."""
+    share: float | None
+    """Of what blocks of kernels/adjoint_summaries.py take of the card, what is not beside the states; None: all of it,
+    and the longest block at the least."""
+    found_again: float
+    """What enters the pieces where they are so short that it is not kept (`kept_rows`), at the least."""
+    before_one: float
+    """What else precedes kernels/backward.py."""
+    groups: float
+    """A chunk step of several groups of heads, together, longer than that of one."""
+    little: float
+    """Of the time of all, what the ends of groups may be."""
+
+
+_OF_VD = _Recurrences(
+    step={64: 1.2, 128: 1.4},
+    both={64: 1.25, 128: 2.0},
+    block={64: 0.0117, 128: 0.0208},
+    states=0.76,
+    share=0.5,
+    found_again=8.0,
+    before_one=15.0,
+    groups=0.35,
+    little=0.022,
+)
+"""With kernels/states_from_vd.py, K = V = 128."""
+_OF_STATES = _Recurrences(
+    step={64: 1.75, 128: 3.2},
+    both={64: 1.65, 128: 4.3},
+    block={64: 0.0, 128: 0.0},
+    states=1.0,
+    share=None,
+    found_again=0.0,
+    before_one=0.0,
+    groups=0.6,
+    little=0.02,
+)
+"""With kernels/states.py; and what has other sizes, split operands or several packed sequences, which may be left
+whole, is chosen as if it were so: by `_OF_VD` some took 1.02 to 1.20 times as long (docs/performance_policy.md)."""
+
+
+def _recurrences(key_dim: int, value_dim: int, *, split: bool, several: bool) -> _Recurrences:
+    """Of operands so split, or not, and of several packed sequences, or not."""
+    return _OF_VD if key_dim == value_dim == 128 and not split and not several else _OF_STATES
 
 
 InOne = Literal["never", "if balanced", "always"]
@@ -397,7 +449,8 @@ def head_groups(
         groups = max(n for n in _divisors(key_heads) if n <= int(override))
         return HeadGroups(groups, one(groups), 1)
     together = recurrences * value_heads
-    time = functools.partial(_time_of_groups, chunks, recurrences, key_heads, value_heads, value_dim)
+    of = _recurrences(key_dim, value_dim, split=split, several=packed)
+    time = functools.partial(_time_of_groups, chunks, recurrences, key_heads, value_heads, value_dim, of)
 
     def fill(groups: int) -> bool:
         """Whether recurrences of such a group fill the card, or halves of them."""
@@ -421,14 +474,14 @@ def head_groups(
         of_inverses = CHUNK * chunks * CHUNK * (1 + split)
         return value_heads * (of_inverses + of_vd + in_states + in_gradients + 2 * of_parts * state) - given
 
-    def in_less_memory(groups: int, of: Callable[[int], float]) -> int:
+    def in_less_memory(groups: int, exceeds: Callable[[int], float]) -> int:
         """As few groups, of those that are worth the time, as do not exceed anything, or as many as there are."""
         worth = max(excess(1, 1) / given, _LITTLE_FOR_MEMORY) * (time(1) + _BETWEEN_BACK)
         more = [n for n in _divisors(key_heads) if n > groups and fill(n) and time(n) - time(1) <= worth]
-        return next((n for n in (groups, *more) if of(n) <= 0), (groups, *more)[-1])
+        return next((n for n in (groups, *more) if exceeds(n) <= 0), (groups, *more)[-1])
 
     filling = [
-        n for n in _divisors(key_heads) if n == 1 or (_fills(together / n) and (n - 1) * _GROUP <= _LITTLE * time(1))
+        n for n in _divisors(key_heads) if n == 1 or (_fills(together / n) and (n - 1) * _GROUP <= of.little * time(1))
     ]
     groups = filling[-1]
     if packed:
@@ -443,14 +496,14 @@ def head_groups(
 
 
 def _time_of_groups(
-    chunks: int, recurrences: int, key_heads: int, value_heads: int, value_dim: int, groups: int
+    chunks: int, recurrences: int, key_heads: int, value_heads: int, value_dim: int, of: _Recurrences, groups: int
 ) -> float:
     """Microseconds of what computes states, their gradients and all others, in so many groups of heads."""
     keys, values = key_heads // groups, value_heads // groups
     tile = value_tile(recurrences * values, value_dim)
     longest = -(-chunks // max(recurrences, 1))
-    between = (groups - 1) * _GROUP + (longest * _STEP_OF_GROUPS if groups > 1 else 0)
-    return groups * _three_kernels(chunks, longest, recurrences, keys, values, tile, value_dim) + between
+    between = (groups - 1) * _GROUP + (longest * of.groups if groups > 1 else 0)
+    return groups * _three_kernels(chunks, longest, recurrences, keys, values, tile, value_dim, of) + between
 
 
 def in_one(
@@ -565,7 +618,7 @@ def piece_rows(
 
     lengths: list[int | None] = [None]
     if tokens and sequences:
-        lengths += [length for length in _LENGTHS if _fits(length, tokens, sequences, packed)]
+        lengths += [length for length in _lengths(mean, packed) if _fits(length, tokens, sequences, packed)]
     best = _best(lengths, time, tokens, sequences, packed)
     return None if best is None else _even(best, mean, total, packed)
 
@@ -605,17 +658,19 @@ def _backward_time(
 ) -> Callable[[int | None, int, int], float]:
     """Microseconds of the backward pass, as `_best` asks for them. The forward pass has summarised the pieces. Where
     there are as many sequences as the call has, or it has many places, they and their pieces are taken to be alike."""
+    of = _recurrences(key_dim, value_dim, split=split, several=packed and sequences > 1)
 
     def by_one_kernel(count: int, chunks: int) -> float:
         recurrences = count * heads
         tile = value_tile(recurrences, value_dim)
-        states = _rounds(recurrences * (value_dim // tile), 1) * chunks * _STEP_BACK[128 if tile > 64 else 64]
+        step = _step_of_rounds(recurrences * (value_dim // tile), 128 if tile > 64 else 64, of)
+        states = of.states * chunks * step + of.before_one
         behind = ratio // in_one_width(ratio) - 1  # steps of the last cluster of a key head, behind the first
         rounds = _rounds(recurrences, 1)
         return states + (rounds * chunks + behind) * _STEP_IN_ONE + (rounds - 1) * _ROUND
 
     def by_three_kernels(count: int, chunks: int, tile: int) -> float:
-        kernels = _three_kernels(chunks * count, chunks, count, heads // ratio, heads, tile, value_dim)
+        kernels = _three_kernels(chunks * count, chunks, count, heads // ratio, heads, tile, value_dim, of)
         return kernels + _BETWEEN_BACK
 
     def time(length: int | None, count: int, chunks: int) -> float:
@@ -636,12 +691,17 @@ def _backward_time(
         pieces = -(-chunks // length)
         recurrences = count * heads
         exact, short = (part * (pieces - 1) * recurrences * (value_dim // 64) for part in (0.25, 0.75))  # as in `_cut`
-        summaries = _ADJOINT_STEP * max(length, (exact * length + short * min(length, _SHORT)) / MULTIPROCESSORS)
+        share = (exact * length + short * min(length, _SHORT)) / MULTIPROCESSORS
+        summaries = _ADJOINT_STEP * max(length, share)
         if in_one_of(pieces * count):
             return by_one_kernel(pieces * count, length) + summaries + _COMPOSED
+        if of.share is not None:
+            summaries = of.share * share
         places = sequences if packed else None
         columns, turns = _composed_in_turn(length, chunks, count, heads, value_dim, places=places)
         compositions = pieces * turns * _COMPOSE_STEP_BACK[columns]
+        if length * CHUNK < 2 * _ROWS_OF_MEMORY:
+            summaries += of.found_again
         tile = value_tile(max(pieces * count, sequences) * heads, value_dim)
         return by_three_kernels(pieces * count, length, tile) + summaries + compositions + _OVERHEAD
 
@@ -649,12 +709,19 @@ def _backward_time(
 
 
 def _three_kernels(
-    chunks: int, longest: int, recurrences: int, key_heads: int, value_heads: int, tile: int, value_dim: int
+    chunks: int,
+    longest: int,
+    recurrences: int,
+    key_heads: int,
+    value_heads: int,
+    tile: int,
+    value_dim: int,
+    of: _Recurrences,
 ) -> float:
-    """Microseconds of `states`, `state_gradients` and `gradients`, of so many chunks altogether and in the longest
-    recurrence of a head."""
+    """Microseconds of what computes states, of `state_gradients` and of `gradients`, of so many chunks altogether and
+    in the longest recurrence of a head."""
     gradients = _gradients(chunks, key_heads, value_heads, key_heads_together(chunks, key_heads, value_heads))
-    return _whole_back(longest, recurrences * value_heads, tile, value_dim) + gradients
+    return _whole_back(longest, recurrences * value_heads, tile, value_dim, of) + gradients
 
 
 def _rows_for_both(
@@ -668,32 +735,46 @@ def _rows_for_both(
     packed: bool,
 ) -> int | None:
     """Rows of pieces that can be kept (`keeps`) and with which both passes together gain enough against `forward` and
-    `back`, those of each by itself, because kernels/backward.py then fills the card; None if there are none."""
+    `back`, those of each by itself; None if there are none. Only where kernels/backward.py then fills the card, unless
+    there is one sequence, whose pieces are known to be alike, and what it takes has been measured."""
     tokens, sequences, heads, key_dim, value_dim = sizes
     mean, total = -(-tokens // (sequences * CHUNK)), -(-tokens // CHUNK)
     backward_time = _backward_time(*sizes, ratio=ratio, split=split, packed=packed)
-    gain = _GAIN_OF_ONE if sequences == 1 else _GAIN
 
     def of_passes(forward: int | None, back: int | None, count: int, chunks: int) -> float:
         of_batch: dict[str, Any] = {"packed": packed, "tokens": tokens, "places": sequences}
         of_forward = _time(forward, chunks, count, heads, key_dim, value_dim, **of_batch)
         return of_forward + backward_time(back, count, chunks)
 
-    def time(length: int | None, count: int, chunks: int) -> float:
-        if length is None:
-            return of_passes(forward and forward // CHUNK, back and back // CHUNK, count, chunks)
-        return of_passes(length, length, count, chunks) / (1 - gain)
-
-    def fits(length: int) -> bool:
-        rows = _even(length, mean, total, packed)
-        if rows is None or not keeps(rows) or not _fits(length, tokens, sequences, packed):
-            return False
+    def fills(rows: int) -> bool:
         pieces = piece_count(tokens, sequences, rows, packed=packed) - packed * sequences
         one = in_one(pieces, heads, key_dim, value_dim, ratio=ratio, split=split, packed=False)
         return pieces > sequences and one != "never"
 
-    best = _best((None, *filter(fits, _LENGTHS)), time, tokens, sequences, packed)
+    alone = sequences == 1 and _recurrences(key_dim, value_dim, split=split, several=False) is _OF_VD
+    fitting: dict[int, bool] = {}
+    """Lengths of pieces, and whether kernels/backward.py then fills the card."""
+    for length in _lengths(mean, packed):
+        rows = _even(length, mean, total, packed)
+        if rows is None or not keeps(rows) or not _fits(length, tokens, sequences, packed):
+            continue
+        if fills(rows) or alone:
+            fitting[length] = fills(rows)
+
+    def time(length: int | None, count: int, chunks: int) -> float:
+        if length is None:
+            return of_passes(forward and forward // CHUNK, back and back // CHUNK, count, chunks)
+        gain = _GAIN if sequences > 1 else _GAIN_OF_ONE if fitting[length] else 0.0
+        return of_passes(length, length, count, chunks) / (1 - gain)
+
+    best = _best((None, *fitting), time, tokens, sequences, packed)
     return None if best is None else _even(best, mean, total, packed)
+
+
+def _lengths(chunks: int, packed: bool) -> Sequence[int]:
+    """Chunks of a piece that are considered, of sequences that have `chunks`: of dense ones, which can be cut so that
+    pieces fill the card whatever the number of heads is, those of all small numbers of pieces too."""
+    return _LENGTHS if packed else tuple(dict.fromkeys((*_LENGTHS, *(-(-chunks // pieces) for pieces in _PIECES))))
 
 
 def _fits(length: int, tokens: int, sequences: int, packed: bool) -> bool:
@@ -904,12 +985,19 @@ def _not_cut(cuts: int, places: int, heads: int, key_dim: int, value_dim: int) -
     return _NOT_CUT + _EMPTY * blocks
 
 
-def _whole_back(chunks: int, recurrences: int, tile: int, value_dim: int) -> float:
-    """Microseconds of the kernels `states` and `state_gradients`."""
-    blocks = recurrences * (value_dim // tile)
+def _whole_back(chunks: int, recurrences: int, tile: int, value_dim: int, of: _Recurrences) -> float:
+    """Microseconds of what computes states, and of `state_gradients`."""
+    blocks, columns = recurrences * (value_dim // tile), 128 if tile > 64 else 64
     if room_for_both(blocks):
-        return chunks * _STEP_OF_BOTH[128 if tile > 64 else 64]
-    return 2 * _rounds(blocks, 1) * chunks * _STEP_BACK[128 if tile > 64 else 64]
+        return chunks * max(of.both[columns], 2 * blocks * of.block[columns])
+    return 2 * chunks * _step_of_rounds(blocks, columns, of)
+
+
+def _step_of_rounds(blocks: int, columns: int, of: _Recurrences) -> float:
+    """Microseconds of a chunk step of all rounds of so many blocks."""
+    rounds, rest = divmod(blocks, MULTIPROCESSORS)
+    last = max(of.step[columns], rest * of.block[columns]) if rest else 0.0
+    return rounds * max(of.step[columns], MULTIPROCESSORS * of.block[columns]) + last
 
 
 def _whole(chunks: int, recurrences: int, value_dim: int) -> float:
