@@ -73,7 +73,7 @@ class Fault(Exception):
 
 
 def compiled(operation: Operation, implementation: str, *, two_streams: bool = False) -> Any:
-    """Jitted: `Operation.results`, twice if on two streams (equal, but for what XLA rounds: `_compare`)."""
+    """Jitted: `Operation.results`, twice if on two streams (equal, but for what XLA rounds: `compare`)."""
 
     def once(operands: dict[str, jax.Array]) -> dict[str, jax.Array]:
         return operation.results(operands, implementation)
@@ -214,7 +214,7 @@ def one_round(seed: int, device: Any, options: argparse.Namespace, streams: bool
                 for _ in range(2):
                     poison(device, options.poison)
                     calls.append(jax.device_get(ours(on_device)))
-                _compare(tally, operation, operands, calls, right)
+                compare(tally, operation, operands, calls, right)
             except Fault as fault:
                 tally.faults.append(f"--again {seed}: {operation}: {fault}")
             except Exception as error:  # A failing call is a finding; the others go on.
@@ -222,7 +222,7 @@ def one_round(seed: int, device: Any, options: argparse.Namespace, streams: bool
     return tally
 
 
-def _compare(
+def compare(
     tally: Tally, operation: Operation, operands: dict[str, np.ndarray], calls: Sequence[Sequence[Any]], right: Any
 ) -> None:
     """Every call's results, one of each stream, with each other bit by bit, and the first's with what is right."""

@@ -182,7 +182,7 @@ def test_no_call_is_begun_after_the_time(until: float, calls: int | None, monkey
 
     monkeypatch.setattr(soak, "time", clock)
     monkeypatch.setattr(soak, "compiled", lambda *_, **__: lambda operands: (operands,))
-    monkeypatch.setattr(soak, "_compare", compare)
+    monkeypatch.setattr(soak, "compare", compare)
     total = soak.one_round(3, jax.local_devices()[0], options, False, until=until)
     assert (total.counts["calls"], total.faults) == (operations[0].calls if calls is None else calls, [])
 
@@ -276,13 +276,13 @@ def test_what_an_operation_compares(kind: Any) -> None:
         given = {name for name in operands if not name.startswith("d")} - {"cu_seqlens", "segment_ids"}
         assert gradients == (given if kind is not soak_operations.Recurrence else set())
         least = operation.least(operands, right)
-        soak._compare(soak.Tally(), operation, operands, [(right,)] * 2, right)
+        soak.compare(soak.Tally(), operation, operands, [(right,)] * 2, right)
         for name, x in right.items():
             off = 2 * operation.limit(name) * max(np.linalg.norm(np.asarray(x, np.float64)), least.get(name, 0), 1e-9)
             wrong = {**right, name: np.asarray(x, np.float64) + off / max(1, x.size) ** 0.5}
             with pytest.raises(soak.Fault, match=f"{name} is off"):
-                soak._compare(soak.Tally(), operation, operands, [(wrong,)] * 2, right)
+                soak.compare(soak.Tally(), operation, operands, [(wrong,)] * 2, right)
             with pytest.raises(soak.Fault, match=f"{name} differs"):
-                soak._compare(soak.Tally(), operation, operands, [(right,), (wrong,)], right)
+                soak.compare(soak.Tally(), operation, operands, [(right,), (wrong,)], right)
             with pytest.raises(soak.Fault, match=f"{name} is not finite"):
-                soak._compare(soak.Tally(), operation, operands, [({**right, name: np.nan * x},)] * 2, right)
+                soak.compare(soak.Tally(), operation, operands, [({**right, name: np.nan * x},)] * 2, right)
