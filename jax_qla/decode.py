@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_qla import reference
-from jax_qla.batching import results_of_no_members
+from jax_qla.batching import of_members
 from jax_qla.implementations import Choice, load
 from jax_qla.l2norm import normalize
 from jax_qla.refusal import on_cuda_only
@@ -91,22 +91,12 @@ def kernel_where_it_runs(
             return jax.lax.platform_dependent(*operands, cuda=by_kernel, default=by_recurrence)
         return by_kernel(on_cuda_only(operands[0], choice.why_elsewhere), *operands[1:])
 
-    @jax.custom_batching.custom_vmap
-    def batchable(*operands: Any) -> _Results:
-        return by_platform(*operands)
-
-    @batchable.def_vmap
-    def into_the_batch(axis_size: int, in_batched: Sequence[Any], *operands: Any) -> tuple[Any, Any]:
-        def expand(x: jax.Array, is_batched: bool) -> jax.Array:
-            return x if is_batched else jnp.broadcast_to(x, (axis_size, *x.shape))
-
-        operands = jax.tree.map(expand, operands, tuple(in_batched))
-        if axis_size == 0:
-            results = results_of_no_members(batchable, operands)
-            return results, jax.tree.map(lambda _: True, results)
+    def together(axis_size: int, *operands: Any) -> _Results:
         results = batchable(*(None if x is None else x.reshape(-1, *x.shape[2:]) for x in operands))
-        results = jax.tree.map(lambda x: x.reshape(axis_size, x.shape[0] // axis_size, *x.shape[1:]), results)
-        return results, jax.tree.map(lambda _: True, results)
+        unfolded: _Results = jax.tree.map(lambda x: x.reshape(axis_size, -1, *x.shape[1:]), results)
+        return unfolded
+
+    batchable = of_members(by_platform, together)
 
     def partitioned(*operands: Any) -> _Results:
         return by_batch_and_heads(by_platform, operands, output_final_state=output_final_state)

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_qla import policy, refusal
-from jax_qla.batching import results_of_no_members
+from jax_qla.batching import of_members
 from jax_qla.if_used import computed_if_used
 from jax_qla.implementations import Choice, keeps_lengths, load
 from jax_qla.kernels.common import CHUNK
@@ -409,27 +409,14 @@ def _batchable(
     """
     if one_by_one:
         return _first_order(jax.custom_batching.sequential_vmap(local))
-    batched = jax.custom_batching.custom_vmap(local)
 
-    @batched.def_vmap
-    def fold_and_call(axis_size: int, in_batched: Sequence[Any], *operands: Any) -> tuple[Any, Any]:
-        def expand(x: jax.Array, is_batched: bool) -> jax.Array:
-            return x if is_batched else jnp.broadcast_to(x, (axis_size, *x.shape))
-
-        v, segments = operands[2], operands[6]
-        tokens = v.shape[2 if in_batched[2] else 1]
-        operands = jax.tree.map(expand, operands, tuple(in_batched))
-        if axis_size == 0:
-            results = results_of_no_members(local, operands)
-            return results, jax.tree.map(lambda _: True, results)
-        folded = [_fold(kind, x, tokens, packed=segments is not None) for kind, x in zip(kinds, operands, strict=True)]
+    def together(axis_size: int, *operands: Any) -> tuple[Any, ...]:
+        tokens, packed = operands[2].shape[2], operands[6] is not None
+        folded = [_fold(kind, x, tokens, packed=packed) for kind, x in zip(kinds, operands, strict=True)]
         results = _batchable(local, kinds, out_kinds)(*folded)
-        results = tuple(
-            _unfold(kind, x, axis_size, packed=segments is not None) for kind, x in zip(out_kinds, results, strict=True)
-        )
-        return results, jax.tree.map(lambda _: True, results)
+        return tuple(_unfold(kind, x, axis_size, packed=packed) for kind, x in zip(out_kinds, results, strict=True))
 
-    return _first_order(batched)
+    return _first_order(of_members(local, together))
 
 
 def _first_order(function: Callable[..., Any]) -> Callable[..., Any]:

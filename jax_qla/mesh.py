@@ -32,7 +32,7 @@ from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jax_qla.batching import results_of_no_members
+from jax_qla.batching import of_members
 from jax_qla.refusal import first_order, refuse_sharded_export
 from jax_qla.segments import segments_from_segment_ids
 from jax_qla.varying import match_varying
@@ -550,21 +550,12 @@ def partitioned(
     )
     # Within the custom_vmap too: of what is around it, differentiation loses sight in a scan.
     refusing = first_order(lambda *arrays: operation(refuse_sharded_export(arrays[0]), *arrays[1:]), reason)
-    batched = jax.custom_batching.custom_vmap(lambda *arrays: refusing(*arrays))
 
-    @batched.def_vmap
-    def one_more(axis_size: int, in_batched: Sequence[bool], *arrays: jax.Array) -> tuple[Any, Any]:
-        arrays = tuple(
-            x if is_batched else jnp.broadcast_to(x, (axis_size, *x.shape))
-            for x, is_batched in zip(arrays, in_batched, strict=True)
-        )
-        if axis_size == 0:
-            results = results_of_no_members(partitioned(local, dims, out_dims, heads, reason, mapped_axes), arrays)
-            return results, (True,) * len(out_dims)
+    def together(_: int, *arrays: jax.Array) -> tuple[jax.Array, ...]:
         letter = chr(ord("A") + 25 - lead)
-        return partitioned(local, dims, out_dims, heads, reason, letter + mapped_axes)(*arrays), (True,) * len(out_dims)
+        return partitioned(local, dims, out_dims, heads, reason, letter + mapped_axes)(*arrays)
 
-    return first_order(batched, reason)
+    return first_order(of_members(lambda *arrays: refusing(*arrays), together), reason)
 
 
 def _sharding_rule(mapped_axes: str, dims: tuple[str, ...], out_dims: tuple[str, ...], heads: tuple[int, int]) -> Any:
