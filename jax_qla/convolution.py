@@ -13,8 +13,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jax_qla.implementations import Choice, load
-from jax_qla.refusal import on_cuda_only
+from jax_qla.implementations import Choice, by_platform, load
 from jax_qla.varying import match_varying
 from jax_qla.widening import widest
 
@@ -97,19 +96,12 @@ def _on_platform(
 ) -> Any:
     """Calls one of two functions of rows and more operands, by what the program is lowered for."""
 
-    def varying(function: Callable[..., Any]) -> Callable[..., Any]:
-        # Both branches of a choice must agree in type, so in the manual mesh axes over which the results vary.
-        return lambda *operands: match_varying(function(*operands), operands)
-
     operands: tuple[Any, ...] = match_varying((rows, *more), (rows, *more))
     # A device may have fewer channels than the whole call has, or nothing at all.
     granule = load("cuda_conv1d").GRANULE if choice.on_cuda == "cuda" else 0
     if not granule or rows.x.size == 0 or any(part % granule for part in parts):
-        return varying(in_plain_jax)(*operands)
-    if choice.elsewhere is None:
-        x = on_cuda_only(operands[0].x, choice.why_elsewhere)
-        return varying(by_kernel)(operands[0]._replace(x=x), *operands[1:])
-    return jax.lax.platform_dependent(*operands, cuda=varying(by_kernel), default=varying(in_plain_jax))
+        return match_varying(in_plain_jax(*operands), operands)
+    return by_platform(choice, {"cuda": by_kernel, "xla": in_plain_jax}.__getitem__, *operands)
 
 
 def cut(y: jax.Array, parts: Sequence[int]) -> tuple[jax.Array, ...]:

@@ -7,7 +7,7 @@ plain JAX, whatever computes the values. A batch axis of `jax.vmap` becomes part
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -15,9 +15,8 @@ import jax.numpy as jnp
 
 from jax_qla import reference
 from jax_qla.batching import of_members
-from jax_qla.implementations import Choice, load
+from jax_qla.implementations import Choice, by_platform, load
 from jax_qla.l2norm import normalize
-from jax_qla.refusal import on_cuda_only
 from jax_qla.segments import rows_of_sequences
 from jax_qla.sharding import by_batch_and_heads
 from jax_qla.varying import match_varying
@@ -76,30 +75,26 @@ def kernel_where_it_runs(
     automatic: bool = False,
 ) -> tuple[jax.Array, jax.Array | None]:
     """`recurrent` of a dense batch with at least one token where `choice.on_cuda` is "cuda"."""
+    options: dict[str, Any] = {"scale": scale, "output_final_state": output_final_state, "l2norm": l2norm}
 
-    def by_kernel(*operands: Any) -> _Results:
-        options = {"scale": scale, "output_final_state": output_final_state, "l2norm": l2norm}
-        results = load("cuda").recurrent(*operands, **options)
-        return match_varying(results, operands)
+    def implementation(name: str) -> Callable[..., _Results]:
+        return functools.partial(load("cuda").recurrent, **options) if name == "cuda" else by_recurrence
 
     def by_recurrence(*operands: Any) -> _Results:
         name = choice.elsewhere or "xla"  # for derivatives alone, where there is no other implementation
-        return match_varying(_plain(name, operands, None, scale, output_final_state, l2norm), operands)
+        return match_varying(_plain(name, operands, None, **options), operands)
 
-    def by_platform(*operands: Any) -> _Results:
-        if choice.elsewhere is not None:
-            return jax.lax.platform_dependent(*operands, cuda=by_kernel, default=by_recurrence)
-        return by_kernel(on_cuda_only(operands[0], choice.why_elsewhere), *operands[1:])
+    on_platform = functools.partial(by_platform, choice, implementation)
 
     def together(axis_size: int, *operands: Any) -> _Results:
         results = batchable(*(None if x is None else x.reshape(-1, *x.shape[2:]) for x in operands))
         unfolded: _Results = jax.tree.map(lambda x: x.reshape(axis_size, -1, *x.shape[1:]), results)
         return unfolded
 
-    batchable = of_members(by_platform, together)
+    batchable = of_members(on_platform, together)
 
     def partitioned(*operands: Any) -> _Results:
-        return by_batch_and_heads(by_platform, operands, output_final_state=output_final_state)
+        return by_batch_and_heads(on_platform, operands, output_final_state=output_final_state)
 
     differentiable = jax.custom_jvp(partitioned if automatic else batchable)
 

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jax_qla import policy, refusal
 from jax_qla.batching import of_members
 from jax_qla.if_used import computed_if_used
-from jax_qla.implementations import Choice, keeps_lengths, load
+from jax_qla.implementations import Choice, by_platform, keeps_lengths, load
 from jax_qla.kernels.common import CHUNK
 from jax_qla.l2norm import normalize, normalize_gradient
 from jax_qla.residuals import Between, ChunkStates, Keep, Lengths, Pieces, Residuals
@@ -366,24 +366,13 @@ def _on_platform(choice: Choice, function: str, operands: Sequence[Any], options
     """Calls `function` of the implementation that `choice` names for the platform this is lowered for."""
 
     def implementation(name: str) -> Callable[..., Any]:
-        # Both branches of a choice must agree in type, so in the manual mesh axes over which the results vary: those
-        # over which any operand does.
         module = load(name)
         call = functools.partial(getattr(module, function), **options)
         if l2norm and operands[0].dtype.name in module.L2NORM_DTYPES:
-            call = functools.partial(call, l2norm=True)
-        elif l2norm:
-            call = functools.partial(_of_normalized, call, with_gradients=function == "backward")
-        return lambda *operands: match_varying(call(*operands), operands)
+            return functools.partial(call, l2norm=True)
+        return functools.partial(_of_normalized, call, with_gradients=function == "backward") if l2norm else call
 
-    if choice.same_everywhere:
-        return implementation(choice.on_cuda)(*operands)
-    if choice.elsewhere is None:
-        q = refusal.on_cuda_only(operands[0], choice.why_elsewhere)
-        return implementation(choice.on_cuda)(q, *operands[1:])
-    return jax.lax.platform_dependent(
-        *operands, cuda=implementation(choice.on_cuda), default=implementation(choice.elsewhere)
-    )
+    return by_platform(choice, implementation, *operands)
 
 
 def _of_normalized(

@@ -19,7 +19,9 @@ import jax
 import jax.numpy as jnp
 
 from jax_qla import driver, store
+from jax_qla.refusal import on_cuda_only
 from jax_qla.residuals import precision_of_kernels
+from jax_qla.varying import match_varying
 
 NAMES = ("cuda", "xla", "reference")
 """All implementations."""
@@ -61,6 +63,25 @@ class RecurrentCall(NamedTuple):
 def load(name: str) -> ModuleType:
     """The module of "cuda" or "xla", imported when first needed: `jax_qla.cuda` needs the compiled extension."""
     return importlib.import_module(f"jax_qla.{name}")
+
+
+def by_platform(choice: Choice, function: Callable[[str], Callable[..., Any]], *operands: Any) -> Any:
+    """function(name)(*operands), of arrays or trees of these, by the name that `choice` has for the platform that this
+    is lowered for."""
+
+    def by(name: str) -> Callable[..., Any]:
+        # Both branches of a choice must agree in type, so in the manual mesh axes over which the results vary: those
+        # over which any operand does.
+        call = function(name)
+        return lambda *operands: match_varying(call(*operands), operands)
+
+    if choice.same_everywhere:
+        return by(choice.on_cuda)(*operands)
+    if choice.elsewhere is None:
+        (first, *others), tree = jax.tree.flatten(operands)
+        only_there = jax.tree.unflatten(tree, [on_cuda_only(first, choice.why_elsewhere), *others])
+        return by(choice.on_cuda)(*only_there)
+    return jax.lax.platform_dependent(*operands, cuda=by(choice.on_cuda), default=by(choice.elsewhere))
 
 
 def keeps_lengths(choice: Choice, dtype: Any, l2norm: bool) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from jax_qla import mesh
 from jax_qla.batching import into_the_batch
-from jax_qla.implementations import Choice, choose_kernels, load, of_a_layer
+from jax_qla.implementations import Choice, by_platform, choose_kernels, load, of_a_layer
 from jax_qla.refusal import first_order, reverse_mode_only
 from jax_qla.varying import match_varying
 from jax_qla.widening import widen
@@ -85,16 +85,13 @@ def _with_gradient(options: _Options, o: jax.Array, z: jax.Array, weight: jax.Ar
 
 @functools.partial(jax.jit, static_argnums=0)
 def _forward(options: _Options, *operands: jax.Array) -> jax.Array:
-    def by_kernel(*operands: jax.Array) -> jax.Array:
-        y: jax.Array = load("cuda_norm").forward(*operands, eps=options.eps)
-        return match_varying(y, operands)
-
-    def in_plain_jax(*operands: jax.Array) -> jax.Array:
-        return match_varying(_plain(*operands, options.eps), operands)
+    def implementation(name: str) -> Callable[..., jax.Array]:
+        if name == "cuda":
+            return functools.partial(load("cuda_norm").forward, eps=options.eps)
+        return lambda *operands: _plain(*operands, options.eps)
 
     def local(axes: mesh.Axes, *operands: jax.Array) -> tuple[jax.Array]:
-        operands = match_varying(operands, operands)
-        return (jax.lax.platform_dependent(*operands, cuda=by_kernel, default=in_plain_jax),)
+        return (by_platform(options.choice, implementation, *match_varying(operands, operands)),)
 
     def on_each_device(*operands: jax.Array) -> tuple[Any, ...]:
         return mesh.on_each_device(
@@ -109,16 +106,15 @@ def _forward(options: _Options, *operands: jax.Array) -> jax.Array:
 
 @functools.partial(jax.jit, static_argnums=0)
 def _backward(options: _Options, *operands: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-    def by_kernel(*operands: jax.Array) -> Any:
-        return match_varying(load("cuda_norm").backward(*operands, eps=options.eps), operands)
-
     def in_plain_jax(o: jax.Array, z: jax.Array, weight: jax.Array, dy: jax.Array) -> Any:
-        gradients = jax.vjp(lambda *x: _plain(*x, options.eps), o, z, weight)[1](dy)
-        return match_varying(gradients, (o, z, weight, dy))
+        return jax.vjp(lambda *x: _plain(*x, options.eps), o, z, weight)[1](dy)
+
+    def implementation(name: str) -> Callable[..., Any]:
+        return functools.partial(load("cuda_norm").backward, eps=options.eps) if name == "cuda" else in_plain_jax
 
     def local(axes: mesh.Axes, *operands: jax.Array) -> tuple[jax.Array, ...]:
         operands = match_varying(operands, operands)
-        d_o, d_z, d_weight = jax.lax.platform_dependent(*operands, cuda=by_kernel, default=in_plain_jax)
+        d_o, d_z, d_weight = by_platform(options.choice, implementation, *operands)
         # As an array that is cut as o is, each device's at its first row and head, so that the whole is its sum.
         batch, _, heads, _ = d_o.shape
         of_first = jnp.zeros((batch, heads, *d_weight.shape), d_weight.dtype).at[:1, :1].set(d_weight)
