@@ -194,6 +194,15 @@ def _first_able(
     )
 
 
+def check_implementation(implementation: str | Sequence[str] | None) -> None:
+    """Whether `implementation` is None, a known name or a sequence of such.
+
+    Raises:
+        TypeError, ValueError: it is not.
+    """
+    _names(implementation)
+
+
 def _names(implementation: str | Sequence[str] | None) -> tuple[str, ...]:
     if implementation is None:
         return _AUTOMATIC

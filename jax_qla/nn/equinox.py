@@ -17,7 +17,7 @@ except ModuleNotFoundError as error:
         "jax_qla.nn.equinox needs Equinox: pip install 'jax_qla[equinox]'", name=error.name
     ) from error
 
-from jax_qla.implementations import of_a_layer
+from jax_qla.implementations import check_implementation
 from jax_qla.nn import mixer, parameters
 from jax_qla.nn.cache import GatedDeltaNetCache, empty_cache
 from jax_qla.nn.config import GatedDeltaNetConfig
@@ -94,7 +94,7 @@ class GatedDeltaNet(eqx.Module):
         parameters.check_dtype("param_dtype", param_dtype)
         self.config = config
         self.dtype = jnp.dtype(dtype)
-        of_a_layer(implementation)  # which refuses what is no name
+        check_implementation(implementation)
         self.implementation = implementation if isinstance(implementation, str | None) else tuple(implementation)
         self.piece_rows = piece_rows
         self.save_chunk_states = save_chunk_states

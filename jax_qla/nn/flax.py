@@ -14,7 +14,7 @@ try:
 except ModuleNotFoundError as error:
     raise ModuleNotFoundError("jax_qla.nn.flax needs Flax: pip install 'jax_qla[flax]'", name=error.name) from error
 
-from jax_qla.implementations import of_a_layer
+from jax_qla.implementations import check_implementation
 from jax_qla.nn import mixer, parameters
 from jax_qla.nn.cache import GatedDeltaNetCache, empty_cache
 from jax_qla.nn.config import GatedDeltaNetConfig
@@ -74,8 +74,8 @@ class GatedDeltaNet(nnx.Module):
         parameters.check_dtype("param_dtype", param_dtype)
         self.config = config
         self.dtype = dtype
+        check_implementation(implementation)
         # A tuple, because NNX hashes what is static in a module.
-        of_a_layer(implementation)  # which refuses what is no name
         self.implementation = implementation if isinstance(implementation, str | None) else tuple(implementation)
         self.piece_rows = piece_rows
         self.save_chunk_states = save_chunk_states
