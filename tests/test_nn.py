@@ -392,6 +392,11 @@ def test_wrong_calls_are_refused(framework: Framework) -> None:
     wider = empty_cache(dataclasses.replace(CONFIG, key_head_dim=4, value_head_dim=14), 2)
     with pytest.raises(ValueError, match=r"cache\.state must have shape \(2, 4, 8, 6\)"):
         layer.step(x, wider._replace(conv=layer.init_cache(2).conv))
+    cache = layer.init_cache(2)
+    narrower = cache._replace(state=cache.state.astype(jnp.bfloat16))
+    for goes_on in (layer.prefill, layer.step):
+        with pytest.raises(TypeError, match=r"cache\.state must be float32, got bfloat16"):
+            goes_on(x, narrower)
 
 
 def test_inputs_of_other_shapes_are_refused(framework: Framework) -> None:

@@ -34,11 +34,11 @@ def empty_cache(config: GatedDeltaNetConfig, batch_size: int, dtype: Any = jnp.f
     )
 
 
-def check_cache(cache: GatedDeltaNetCache, config: GatedDeltaNetConfig, batch_size: int) -> None:
-    """Whether the cache is one of this layer and batch.
+def check_cache(cache: GatedDeltaNetCache, config: GatedDeltaNetConfig, batch_size: int, dtype: Any) -> None:
+    """Whether the cache is one of this layer, which computes in `dtype`, and batch.
 
     Raises:
-        TypeError: it is no cache.
+        TypeError: it is no cache, or its state is narrower or wider than the layer's.
         ValueError: an array has another shape.
     """
     if not isinstance(cache, GatedDeltaNetCache):
@@ -50,3 +50,6 @@ def check_cache(cache: GatedDeltaNetCache, config: GatedDeltaNetConfig, batch_si
         shape, wanted = tuple(getattr(cache, name).shape), tuple(getattr(expected, name).shape)
         if shape != wanted:
             raise ValueError(f"cache.{name} must have shape {wanted} for this layer and input, got {shape}")
+    given, accepted = jnp.result_type(cache.state).name, dict.fromkeys(("float32", widest(dtype).name))
+    if given not in accepted:
+        raise TypeError(f"cache.state must be {' or '.join(accepted)}, got {given}")

@@ -148,7 +148,7 @@ class GatedDeltaNet(nnx.Module):
             [B, T, D] in the layer's dtype, and the cache after x, or after each row's prompt.
 
         Raises:
-            ValueError: cache and segment_ids are both given, or the cache is of another layer or batch.
+            TypeError, ValueError: cache and segment_ids are both given, or the cache is of another layer or batch.
         """
         y, cache = mixer.mix_prefill(
             self._project(x),
@@ -172,7 +172,7 @@ class GatedDeltaNet(nnx.Module):
             [B, T, D] in the layer's dtype, and the cache after x.
 
         Raises:
-            ValueError: the cache is of another layer or batch.
+            TypeError, ValueError: the cache is of another layer or batch.
         """
         y, cache = mixer.mix_step(
             self._project(x), self._weights(), self.config, cache, implementation=self.implementation

@@ -100,13 +100,13 @@ def mix_prefill(
         All others: as in `mix`.
 
     Raises:
-        ValueError: cache and segment_ids are both given, or the cache is not of this layer and batch.
+        TypeError, ValueError: cache and segment_ids are both given, or the cache is not of this layer and batch.
     """
     if cache is not None and segment_ids is not None:
         raise ValueError("cache and segment_ids cannot be combined: continue sequences of equal length, or one by one")
     batch = projected.z.shape[0]
     if cache is not None:
-        check_cache(cache, config, batch)
+        check_cache(cache, config, batch, projected.z.dtype)
     tails: Sequence[jax.Array | None] = [None] * len(projected.qkv)
     if cache is not None:
         tails = cut_like(cache.conv, projected.qkv)
@@ -141,9 +141,9 @@ def mix_step(
     """As `mix_prefill`, token by token: for one or a few tokens.
 
     Raises:
-        ValueError: the cache is not of this layer and batch.
+        TypeError, ValueError: the cache is not of this layer and batch.
     """
-    check_cache(cache, config, projected.z.shape[0])
+    check_cache(cache, config, projected.z.shape[0], projected.z.dtype)
     # Of a few tokens XLA makes one kernel with what precedes it.
     projected = projected._replace(qkv=(_joined(projected.qkv),))
     qkv = _convolved(projected, weights, config, [cache.conv], None, "xla")
