@@ -21,10 +21,9 @@ import jax.numpy as jnp
 from jax_qla import decode, policy, reference, sharding, vjp
 from jax_qla.checks import Checked, check, check_gradient, taking_numpy
 from jax_qla.implementations import Choice, RecurrentCall, choose, load
-from jax_qla.l2norm import normalize
 from jax_qla.mesh import Layout, MeshAxes, align, previous_ids, resolve, segments_of_rows
 from jax_qla.residuals import Between, ChunkStates, Residuals, keeping, splits
-from jax_qla.segments import gates_with_resets, piece_count, rows_of_sequences, segments_from_cu_seqlens
+from jax_qla.segments import gates_with_resets, piece_count, segments_from_cu_seqlens
 from jax_qla.varying import match_varying
 from jax_qla.widening import widen
 
@@ -611,12 +610,10 @@ def _compute(options: vjp.Options, operands: Sequence[Any]) -> tuple[jax.Array, 
     """o and final_state by the chosen implementation, differentiable as that is."""
     choice = options.choice
 
-    def by_recurrence(q: Any, k: Any, *others: Any) -> tuple[jax.Array, jax.Array | None]:
-        if options.l2norm:
-            q, k = (normalize(rows_of_sequences(x, others[-1])) for x in (q, k))
+    def by_recurrence(*operands: Any) -> tuple[jax.Array, jax.Array | None]:
         o, final_state = sharding.without_exchange(
-            *(options.layout, reference.recurrence, (q, k, *others)),
-            options=(("scale", options.scale),),
+            *(options.layout, reference.recurrence, operands),
+            options=(("scale", options.scale), ("l2norm", options.l2norm)),
             output_final_state=options.output_final_state,
             name="implementation='reference'",
             instead="'cuda' or 'xla'",

@@ -16,8 +16,6 @@ import jax.numpy as jnp
 from jax_qla import reference
 from jax_qla.batching import of_members
 from jax_qla.implementations import Choice, by_platform, load
-from jax_qla.l2norm import normalize
-from jax_qla.segments import rows_of_sequences
 from jax_qla.sharding import by_batch_and_heads
 from jax_qla.varying import match_varying
 
@@ -117,9 +115,7 @@ def _plain(
     """The recurrence in plain JAX: "xla" without a loop where tokens are few, "reference" as a loop."""
     function = reference.recurrent if name == "xla" else reference.recurrence
     q, k, v, g, beta, initial_state = operands
-    if l2norm:
-        q, k = (normalize(rows_of_sequences(x, segments)) for x in (q, k))
-    o, final_state = function(q, k, v, g, beta, initial_state, segments, scale=scale)
+    o, final_state = function(q, k, v, g, beta, initial_state, segments, scale=scale, l2norm=l2norm)
     if initial_state is not None and initial_state.dtype == jnp.bfloat16:
         final_state = final_state.astype(jnp.bfloat16)
     return o, final_state if output_final_state else None

@@ -15,6 +15,7 @@ import math
 import jax
 import jax.numpy as jnp
 
+from jax_qla.l2norm import normalize
 from jax_qla.widening import widest
 
 _BLOCK = 32
@@ -44,8 +45,11 @@ def _prepare(
     initial_state: jax.Array | None,
     sequences: int,
     scale: float,
+    l2norm: bool,
 ) -> tuple[tuple[jax.Array, ...], jax.Array]:
     """Operands in the computing dtype with value heads split into [Hk, r], and the first state [N, Hk, r, K, V]."""
+    if l2norm:
+        q, k = normalize(q), normalize(k)
     operands = (q, k, v, g, beta) if initial_state is None else (q, k, v, g, beta, initial_state)
     dtype = widest(*(x.dtype for x in operands))
     key_heads, key_dim = q.shape[2:]
@@ -72,6 +76,7 @@ def recurrence(
     segments: jax.Array | None,
     *,
     scale: float,
+    l2norm: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
     """The recurrence over all tokens of a dense or packed batch, differentiable by JAX in every mode and order.
 
@@ -80,6 +85,7 @@ def recurrence(
         initial_state: [N, Hv, K, V], or None for zeros; N = B when dense.
         segments: None (dense), or int32 [N, 2], start and end row of each sequence, sorted and disjoint; B = 1.
         scale: factor of q.
+        l2norm: whether q and k are to be divided by sqrt(|x|^2 + 1e-6), over K, and rounded to their dtype.
 
     Returns:
         o [B, T, Hv, V] in v's dtype, zero in rows outside every segment, and final_state [N, Hv, K, V] in float32 or
@@ -87,7 +93,6 @@ def recurrence(
     """
     batch, length, value_heads, value_dim = v.shape
     sequences = batch if segments is None else segments.shape[0]
-    tokens, state = _prepare(q, k, v, g, beta, initial_state, sequences, scale)
     if segments is None:
         valid = jnp.ones((length,), bool)
         sequence = jnp.zeros((length,), jnp.int32)
@@ -96,11 +101,12 @@ def recurrence(
         inside = (row[:, None] >= segments[None, :, 0]) & (row[:, None] < segments[None, :, 1])
         valid = jnp.any(inside, axis=1)
         sequence = jnp.argmax(inside, axis=1) if sequences else jnp.zeros((length,), jnp.int32)
+        # What a row outside every segment holds must not matter, not even in a product with zero.
+        q, k, v, g, beta = (jnp.where(valid.reshape(-1, *(1,) * (x.ndim - 2)), x, 0) for x in (q, k, v, g, beta))
+    tokens, state = _prepare(q, k, v, g, beta, initial_state, sequences, scale, l2norm)
 
     def step(state: jax.Array, row: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array]:
-        valid, sequence, *operands = row
-        # What a row outside every segment holds must not matter, not even in a product with zero.
-        token = [jnp.where(valid, x, 0) for x in operands]
+        valid, sequence, *token = row
         before = state if segments is None else jax.lax.dynamic_slice_in_dim(state, sequence, 1)
         after, o = _token(before, *token)
         after = jnp.where(valid, after, before)
@@ -136,6 +142,7 @@ def recurrent(
     segments: jax.Array | None,
     *,
     scale: float,
+    l2norm: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
     """One or a few tokens from a state, for decoding: `recurrence`, without a loop for short dense calls.
 
@@ -143,8 +150,8 @@ def recurrent(
     """
     batch, length, value_heads, value_dim = v.shape
     if segments is not None or not 0 < length <= _UNROLL_LIMIT:
-        return recurrence(q, k, v, g, beta, initial_state, segments, scale=scale)
-    tokens, state = _prepare(q, k, v, g, beta, initial_state, batch, scale)
+        return recurrence(q, k, v, g, beta, initial_state, segments, scale=scale, l2norm=l2norm)
+    tokens, state = _prepare(q, k, v, g, beta, initial_state, batch, scale, l2norm)
     outputs = []
     for t in range(length):
         state, o = _token(state, *(x[:, t] for x in tokens))

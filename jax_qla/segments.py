@@ -47,20 +47,6 @@ def segments_from_cu_seqlens(cu_seqlens: jax.Array, tokens: int) -> jax.Array:
     return jnp.stack([bounds[:-1], bounds[1:]], axis=1)
 
 
-def rows_of_sequences(x: jax.Array, segments: jax.Array | None) -> jax.Array:
-    """x [B, T, ...], zero in the rows of no sequence: what these hold must not reach a gradient, not even times zero.
-
-    Args:
-        segments: int32 [N, 2] or [B, N, 2], start and end row of each sequence; None of a dense batch, all rows of
-            which are of one.
-    """
-    if segments is None:
-        return x
-    row = jnp.arange(x.shape[1], dtype=jnp.int32)[:, None]
-    inside = jnp.any((row >= segments[..., None, :, 0]) & (row < segments[..., None, :, 1]), axis=-1)
-    return jnp.where(jnp.expand_dims(inside, range(-1, 1 - x.ndim, -1)), x, jnp.zeros((), x.dtype))
-
-
 def _run_starts(segment_ids: jax.Array, before: jax.Array | None = None) -> jax.Array:
     """bool [B, T]: the token is the first of a run of equal non-zero ids; `before` [B, T] are the ids before each."""
     if before is None:
