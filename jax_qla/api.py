@@ -11,8 +11,9 @@ Parameter names are those of flash-linear-attention.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -495,14 +496,15 @@ def chunk_gated_delta_rule_bwd(
         check_gradient("do", do, tuple(v.shape), v.dtype, "that of o and v")
     if d_final_state is not None:
         check_gradient("d_final_state", d_final_state, checked.state_shape, jnp.float32, "that of final_state")
+    layout, operands = _operands_of_half(q, k, v, g, beta, initial_state, cu_seqlens)
     given = None
     if residuals is not None:
-        given = _residuals(residuals, k, v, checked.state_shape[0], precision)
+        places = functools.partial(sharding.state_places, layout, choice, operands[1], operands[2], operands[6])
+        given = _residuals(residuals, k, v, precision, None if layout.automatic else places)
     elif choice.on_cuda == "cuda":
         raise ValueError(
             'residuals are missing: "cuda" reads them; call chunk_gated_delta_rule_fwd with the same implementation='
         )
-    layout, operands = _operands_of_half(q, k, v, g, beta, initial_state, cu_seqlens)
     if d_final_state is not None and cu_seqlens is not None:
         d_final_state = d_final_state[None]
     dq, dk, dv, dg, dbeta, d_initial_state = sharding.backward(
@@ -698,8 +700,14 @@ def _operands_of_half(
     return layout, (q, k, v, g, beta, initial_state, segments)
 
 
-def _residuals(residuals: Sequence[Any], k: Any, v: Any, sequences: int, precision: Any) -> Residuals:
-    """What the forward half returned, checked."""
+def _residuals(
+    residuals: Sequence[Any], k: Any, v: Any, precision: Any, places: Callable[[int], int] | None
+) -> Residuals:
+    """What the forward half returned, checked.
+
+    Args:
+        places: of h, by those for cuts; None where h is not read.
+    """
     if not isinstance(residuals, Sequence) or not 2 <= len(residuals) <= 5:
         raise TypeError(f"residuals must be what chunk_gated_delta_rule_fwd returned, got {type(residuals).__name__}")
     of_a, of_gamma = Residuals.shapes(v, precision).values()
@@ -718,15 +726,12 @@ def _residuals(residuals: Sequence[Any], k: Any, v: Any, sequences: int, precisi
         shapes = Between.shapes(cuts, v.shape[2], k.shape[3], v.shape[3])
         for i, (x, right) in enumerate(zip(between, shapes.values(), strict=True)):
             check_gradient(f"residuals[3][{i}]", x, right.shape, right.dtype, "of P cuts")
-    of_h, of_vd = ChunkStates.shapes(sequences + cuts, v, k.shape[3], precision).values()
+    of_h, of_vd = ChunkStates.shapes(0, v, k.shape[3], precision).values()
     if vd is not None:
         check_gradient("residuals[2]", vd, of_vd.shape, of_vd.dtype, f"[B, T, Hv, {of_vd.shape[3]}]")
     if h is not None:
-        places = h.shape[0] if getattr(h, "ndim", 0) else 0
-        # Devices that share a batch have places of their own: packed, for all sequences each; dense, none for a chunk
-        # of which each may have a part.
-        if jax.device_count() > 1 and places:
-            of_h = jax.ShapeDtypeStruct((places, *of_h.shape[1:]), of_h.dtype)
+        given = h.shape[0] if getattr(h, "ndim", 0) else 0
+        of_h = of_h.update(shape=(given if places is None else places(cuts), *of_h.shape[1:]))
         what = "of the chunks, with residuals[3] where that was returned too"
         check_gradient("residuals[4]", h, of_h.shape, of_h.dtype, what)
         if vd is None:

@@ -79,6 +79,11 @@ class Layout:
         return self.automatic or bool(self.batch)
 
     @property
+    def sequence_is_cut(self) -> bool:
+        """As far as can be seen: not where only the compiler knows."""
+        return bool(self.sequence) and not self.alone
+
+    @property
     def mapped_sequence(self) -> Axes:
         return self.sequence if self.mapped.intersection(self.sequence) else ()
 

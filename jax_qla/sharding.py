@@ -20,6 +20,7 @@ from jax_qla.context_parallel import Carry
 from jax_qla.implementations import Choice, keeps_lengths
 from jax_qla.mesh import Axes, Layout, described, flattened, mapped, on_each_device, partitioned
 from jax_qla.residuals import Between, Keep, Lengths, Pieces, Residuals, keeping, splits
+from jax_qla.segments import state_count
 
 OPERANDS = ("bthk", "bthk", "btHv", "btH", "btH")
 """Shapes of q, k, v, g and beta."""
@@ -79,8 +80,7 @@ def forward(
     residuals are to have of vd and h; h they have only where the compiler may not cut the operands.
     """
     # In Auto mode nothing can leave whose size is the number of shards: the backward repeats the exchange.
-    exchanged = bool(layout.sequence) and not layout.alone
-    with_carry = exchanged and with_residuals
+    with_carry = layout.sequence_is_cut and with_residuals
     with_residuals = with_residuals and choice.on_cuda == "cuda"
     piece_rows = None
     # Nor can what lies between pieces of sequences that the compiler may cut. Those of a dense shard are in the carry.
@@ -89,7 +89,7 @@ def forward(
         keep = "nothing"
     elif layout.automatic and keep == "states":
         keep = without_h
-    if with_residuals and not layout.automatic and not (exchanged and segments is None):
+    if with_residuals and not layout.automatic and not (layout.sequence_is_cut and segments is None):
         sizes, of_part = _part(layout, k, v, segments)
         of_part |= {"split": splits(precision, q.dtype), "asked_rows": choice.piece_rows}
         if keep == "states" and not policy.keeps_states(*sizes, **of_part):
@@ -201,16 +201,31 @@ def _part(
     layout: Layout, k: jax.Array, v: jax.Array, segments: jax.Array | None
 ) -> tuple[tuple[int, ...], dict[str, Any]]:
     """What `policy.kept_rows` wants to know of the operands' shapes that each device computes."""
-    sizes = (jax.sharding.get_abstract_mesh() if layout.mesh is None else layout.mesh).shape
-
-    def part(size: int, axes: Axes) -> int:
-        return size // math.prod(sizes[axis] for axis in axes if axis in layout.mapped)
-
-    batch, tokens = part(v.shape[0], layout.batch), part(v.shape[1], layout.sequence)
+    cut_by = (layout.batch, layout.sequence, layout.heads)
+    batch, tokens, heads = (n // _devices(layout, axes) for n, axes in zip(v.shape, cut_by, strict=False))
     sequences = batch if segments is None else batch * segments.shape[1]
-    heads = part(v.shape[2], layout.heads)
     sizes = (batch * tokens, sequences, heads, k.shape[3], v.shape[3])
     return sizes, {"packed": segments is not None, "ratio": v.shape[2] // k.shape[2]}
+
+
+def _devices(layout: Layout, axes: Axes) -> int:
+    """Among which these axes divide the operands."""
+    sizes = (jax.sharding.get_abstract_mesh() if layout.mesh is None else layout.mesh).shape
+    return math.prod(sizes[axis] for axis in axes if axis in layout.mapped)
+
+
+def state_places(
+    layout: Layout, choice: Choice, k: jax.Array, v: jax.Array, segments: jax.Array | None, cuts: int
+) -> int:
+    """Places that all devices together have in `Residuals.h`, with so many for cuts in `Residuals.between`."""
+    (tokens, sequences, *others), _ = _part(layout, k, v, segments)
+    devices = _devices(layout, layout.batch + layout.sequence)
+    pieces = sequences + cuts // devices
+    if layout.sequence_is_cut and segments is None:
+        longest = tokens // max(sequences, 1)
+        cut = policy.shard_cut(longest, sequences, *others, asked_rows=choice.piece_rows)
+        pieces = sequences * (cut.pieces + 2)  # two of which are empty
+    return devices * state_count(tokens, pieces)
 
 
 def _carry(arrays: Sequence[jax.Array]) -> Carry:
@@ -314,7 +329,7 @@ def without_exchange(
     Raises:
         NotImplementedError: the sequence is cut.
     """
-    if layout.sequence and not layout.alone:
+    if layout.sequence_is_cut:
         raise NotImplementedError(
             f"the sequence is cut over {described(layout.sequence)}, and {name} computes whole sequences only: use "
             f"{instead}"

@@ -287,6 +287,45 @@ def test_halves_of_packed_sequences_over_devices(save: bool | None, monkeypatch:
     assert [x.shape for x in found[:5]] == [x.shape for x in (q, k, v, g, beta)]
 
 
+@pytest.mark.parametrize(
+    ("packed", "piece_rows", "cut"),
+    [
+        (False, None, Cut(batch="x")),
+        (False, 128, Cut(batch="x", sequence="y")),
+        (True, 128, Cut(heads="x", sequence="y")),
+        (False, 64, None),
+    ],
+)
+def test_states_kept_of_other_shapes_are_refused(
+    packed: bool, piece_rows: int | None, cut: Cut | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Places for chunks are those of all devices' parts, or, with no cut, of a current mesh of one device."""
+    monkeypatch.setattr(cuda, "launch", stand_in.launch_zeros)
+    monkeypatch.setattr(cuda, "_why_not", lambda *_, **__: None)
+    options: dict[str, Any] = {"implementation": "cuda", "piece_rows": piece_rows}
+    if packed:
+        options["cu_seqlens"] = jnp.array([0, 100, 700, 1024], jnp.int32)
+    q = k = v = jnp.ones((1 if packed else 2, 1024, 2, 64), jnp.bfloat16)
+    g = beta = -jnp.ones(q.shape[:3])
+
+    def both(more: int, *x: jax.Array) -> Any:
+        o, _, residuals = jax_qla.chunk_gated_delta_rule_fwd(*x, save_chunk_states=True, **options)
+        assert residuals is not None
+        if more:
+            *others, h = residuals
+            residuals = (*others, jnp.zeros((h.shape[0] + more, *h.shape[1:]), h.dtype))
+        return jax_qla.chunk_gated_delta_rule_bwd(*x, residuals, o, **options)[0]
+
+    stand_in.forget_traces()
+    mesh = mesh_of("explicit") if cut else jax.make_mesh((1,), ("x",), axis_types=(AxisType.Auto,))
+    with jax.set_mesh(mesh):
+        x = put(mesh, cut, [q, k, v, g, beta], ROWS) if cut else [q, k, v, g, beta]
+        assert jax.eval_shape(functools.partial(both, 0), *x).shape == q.shape
+        with pytest.raises(ValueError, match=r"^residuals\[4\] must have shape"):
+            jax.eval_shape(functools.partial(both, 8), *x)
+    stand_in.forget_traces()
+
+
 def test_checkpoint_policy_repeats_neither_forward_nor_exchange() -> None:
     mesh = mesh_of("explicit")
     x = put(mesh, CUTS["cp"], rows(0), ROWS)
