@@ -51,7 +51,10 @@ class Gradients(NamedTuple):
 
 def forward(choice: Choice, rows: Rows, *, parts: Sequence[int], silu: bool) -> tuple[jax.Array, ...]:
     """y [B, T, D] in x's dtype, as one array for each of `parts`, which add up to D. Not to be differentiated."""
-    by_kernel = functools.partial(_by_kernel, parts=tuple(parts), silu=silu)
+
+    def by_kernel(rows: Rows) -> Any:
+        return load("cuda_conv1d").forward(rows, parts=parts, silu=silu)
+
     y: tuple[jax.Array, ...] = _on_platform(choice, rows, parts, by_kernel, lambda rows: cut(plain(rows, silu), parts))
     return y
 
@@ -79,11 +82,6 @@ def backward(choice: Choice, rows: Rows, dys: Sequence[jax.Array], *, silu: bool
 
     found: Gradients = _on_platform(choice, rows, [dy.shape[2] for dy in dys], by_kernel, in_plain_jax, *dys)
     return found
-
-
-def _by_kernel(rows: Rows, *, parts: tuple[int, ...], silu: bool) -> tuple[jax.Array, ...]:
-    y: tuple[jax.Array, ...] = load("cuda_conv1d").forward(rows, parts=parts, silu=silu)
-    return y
 
 
 def _on_platform(

@@ -83,10 +83,6 @@ class Layout:
         """As far as can be seen: not where only the compiler knows."""
         return bool(self.sequence) and not self.alone
 
-    @property
-    def mapped_sequence(self) -> Axes:
-        return self.sequence if self.mapped.intersection(self.sequence) else ()
-
     def spec(self, dims: str) -> P:
         """The PartitionSpec, in mapped axes, of an array of this shape."""
         of = {"b": self.batch, "h": self.heads, "H": self.heads, "t": self.sequence, "s": self.sequence}
@@ -502,8 +498,7 @@ def on_each_device(
 
     if layout.automatic:
         return partitioned(local, flat.dims, out_dims, heads, reason)(*flat.arrays)
-    summed = bool(layout.mapped_sequence)
-    part = functools.partial(local, layout.sequence, summed)
+    part = functools.partial(local, layout.sequence, bool(layout.mapped.intersection(layout.sequence)))
     return mapped(layout, part, flat.dims, out_dims, flat.arrays, differentiable=False)
 
 

@@ -351,7 +351,7 @@ def forward(
         o [B, T, Hv, V] in v's dtype, zero outside every segment; final_state [N, Hv, K, V] float32; residuals of the
         structure that all implementations share, filled with zeros: this backward recomputes what it needs.
     """
-    del residuals, pieces
+    del residuals, pieces, asked_rows
     batch, tokens, key_heads, k_dim = q.shape
     value_heads, v_dim = v.shape[2:]
     heads = (key_heads, value_heads // key_heads)
@@ -647,8 +647,7 @@ def summary(
     transition, of_zero = whole[..., v_dim:], whole[..., :v_dim]
     if packed or not with_residuals:
         return transition, of_zero, None, None
-    shapes = Pieces.shapes(sequences, cut.pieces, value_heads, k_dim, v_dim)
-    pieces = Pieces(**{name: jnp.broadcast_to(zero.astype(x.dtype), x.shape) for name, x in shapes.items()})
+    pieces = Pieces(**_filled(Pieces.shapes(sequences, cut.pieces, value_heads, k_dim, v_dim), zero))
     return transition, of_zero, _empty_residuals(kept, zero, q if with_lengths else None), pieces
 
 
