@@ -42,6 +42,11 @@ def _state_dims(segments: Any) -> str:
     return "bHkv" if segments is None else "bnHkv"
 
 
+def _exchanging(layout: Layout, segments: jax.Array | None) -> Layout:
+    """`layout`, by which devices exchange nothing where there is no sequence that could go on from one to the next."""
+    return dataclasses.replace(layout, alone=True) if segments is not None and segments.shape[1] == 0 else layout
+
+
 @functools.partial(
     jax.jit,
     static_argnames=(
@@ -79,6 +84,7 @@ def forward(
     caller has cut the sequence (`manual_sequence`), final_state is this device's summand of it. `keep`: what
     residuals are to have of vd and h; h they have only where the compiler may not cut the operands.
     """
+    layout = _exchanging(layout, segments)
     # In Auto mode nothing can leave whose size is the number of shards: the backward repeats the exchange.
     with_carry = layout.sequence_is_cut and with_residuals
     with_residuals = with_residuals and choice.on_cuda == "cuda"
@@ -255,7 +261,7 @@ def backward(
     precision: Any = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array, jax.Array | None]:
     """Gradients of `forward`'s operands; d_initial_state is a summand where its final_state is."""
-    states = _state_dims(segments)
+    layout, states = _exchanging(layout, segments), _state_dims(segments)
     stateful = initial_state is not None
     kept = None if carry is None else tuple(jax.tree.leaves(carry))
     if residuals is not None and layout.automatic:

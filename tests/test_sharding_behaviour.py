@@ -66,6 +66,27 @@ def test_segment_ids_without_states() -> None:
         assert_close(o, wanted)
 
 
+@pytest.mark.parametrize("mode", ["auto", "explicit", "manual"])
+def test_no_sequence_over_devices(mode: str) -> None:
+    """Whose number is that of cu_seqlens less one: all tokens are padding, and there is no state."""
+    arrays = [x[:1] for x in rows(0)]
+
+    def both(axes: MeshAxes | None, *x: jax.Array) -> Any:
+        options: dict[str, Any] = {"cu_seqlens": jnp.array([0], jnp.int32), "output_final_state": True}
+        rule = functools.partial(jax_qla.chunk_gated_delta_rule, **options, mesh_axes=axes)
+        (o, final_state), transpose = jax.vjp(rule, *x)
+        assert final_state is not None
+        assert final_state.shape == (0, HV, K, V)
+        return o, *transpose((jnp.ones_like(o), final_state))
+
+    mesh, cut = mesh_of(mode), Cut(sequence="y")
+    with jax.set_mesh(mesh):
+        found = jax.jit(spread(mode, cut, both, ROWS, ("bth", *ROWS)))(*put(mesh, cut, arrays, ROWS))
+    for x, of in zip(found, (arrays[2], *arrays), strict=True):
+        assert x.shape == of.shape
+        assert not np.any(x)
+
+
 def test_halves_under_a_mesh() -> None:
     x, initial_state = rows(0), states(1, B)
     do, d_final_state = np.ones((B, T, HV, V), np.float32), states(2, B)
