@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import NamedSharding
+from jax.sharding import NamedSharding, PartitionSpec
 from test_sharding import FAST, MODES, Cut, assert_close, assert_nothing_gathered, mesh_of, spread
 from thorough import every_value
 
@@ -137,6 +137,17 @@ def test_cut_over_devices(mode: str, packed: bool) -> None:
     assert_close(actual, expected)
     if mode != "partly manual":
         assert_nothing_gathered(compiled, besides=B * 6 * D)  # tails
+
+
+def test_fewer_tokens_than_the_filter_reaches_back_where_the_compiler_cuts_them() -> None:
+    x, weight, tail = normal(0, B, 2, D), normal(1, W, D), normal(2, B, W - 1, D)
+
+    def both(x: Any, tail: Any) -> Any:
+        y, transpose = jax.vjp(lambda x, tail: causal_conv1d(x, weight, initial_tail=tail)[0], x, tail)
+        return y, transpose(y)
+
+    cut = jax.device_put(x, NamedSharding(mesh_of("auto"), PartitionSpec(None, "x")))
+    assert_close(jax.jit(both)(cut, tail), both(x, tail))
 
 
 def test_vmap_and_forward_mode() -> None:
