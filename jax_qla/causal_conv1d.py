@@ -116,14 +116,16 @@ def in_parts(
     output_final_tail: bool = False,
     mesh_axes: MeshAxes | None = None,
     implementation: str | Sequence[str] | None = None,
+    partly: bool = False,
 ) -> tuple[tuple[jax.Array, ...], jax.Array | None]:
     """`causal_conv1d` with y as one array for each of `parts`, which add up to D. The kernels write them as such; else
-    y is cut afterwards."""
+    y is cut afterwards. `partly`: as in `mesh.resolve`, for "xla" alone."""
     _check(x, weight, bias, activation, segment_ids, cu_seqlens, initial_tail, output_final_tail)
     given = (x, weight, bias, segment_ids, cu_seqlens, initial_tail)
     operands = tuple(None if operand is None else jnp.asarray(operand) for operand in given)
     parts = parts or (x.shape[2],)
-    layout = mesh.resolve(mesh_axes, operands, _DIMS, names={"h": "D"}, whole="the filter and the number of sequences")
+    whole = "the filter and the number of sequences"
+    layout = mesh.resolve(mesh_axes, operands, _DIMS, names={"h": "D"}, whole=whole, partly=partly)
     # What is differentiated is laid out as its gradients will be.
     operands = tuple(x if x is None else mesh.align(layout, x, d) for x, d in zip(operands, _DIMS, strict=True))
     # Where channels are cut, a part lies on some devices only.

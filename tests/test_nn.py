@@ -541,6 +541,33 @@ def test_prefill_and_step_in_an_explicit_mesh(framework: Framework) -> None:
         assert_close(y, right, LIMIT)
 
 
+@RARELY_EQUINOX
+@pytest.mark.parametrize("manual", [True, rarely(False)], ids=["beside manual ones", "beside Explicit ones"])
+def test_steps_over_auto_axes_beside_others(framework: Framework, manual: bool) -> None:
+    """What these cut only the compiler knows, and plain JAX is its business."""
+    layer, x = framework.make(CONFIG, WEIGHTS), random_array(2, 2, 16)
+    kinds = (AxisType.Auto if manual else AxisType.Explicit, AxisType.Auto)
+    mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=kinds)
+    by_row, cache = PartitionSpec("data"), jax.tree.map(lambda a: a + 0.1, layer.init_cache(2))
+    arrays, whole = framework.split(layer)
+
+    def run(arrays: Any, x: jax.Array, cache: Any) -> Any:
+        return whole(arrays).step(x, cache)
+
+    expected = jax.jit(run)(arrays, x, cache)
+    with jax.set_mesh(mesh):
+        arrays, _ = framework.split(framework.place(layer, mesh, {**dict(RULES), "ba": "model"}))
+        x, cache = jax.device_put((x, cache), NamedSharding(mesh, by_row))
+        specs: dict[str, Any] = {
+            "in_specs": (PartitionSpec(), by_row, by_row),
+            "out_specs": by_row,
+            "axis_names": {"data"},
+        }
+        found = jax.jit(jax.shard_map(run, **specs) if manual else run)(arrays, x, cache)
+    for y, right in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        assert_close(y, right, LIMIT)
+
+
 def explicit_mesh() -> Any:
     return jax.make_mesh((2, 2), ("data", "model"), axis_types=(AxisType.Explicit,) * 2)
 

@@ -45,6 +45,8 @@ def causal_convolution(
         "segment_ids": segment_ids,
         "initial_tail": tail,
         "implementation": of_a_layer(implementation),
+        # What Auto axes beside others cut the compiler knows, of plain JAX.
+        "partly": implementation == "xla",
     }
     return in_parts(x, kernel, parts=parts, activation="silu", **options)[0]
 
@@ -64,7 +66,7 @@ def tail_after(
         [B, width - 1, channels] in x's dtype; zeros stand for tokens before the first one.
     """
     operands, dims = (x, tail, segment_ids), ("bth", "bjh", "bt")
-    layout = mesh.resolve(None, operands, dims, names={"h": "channels"}, whole="the filter")
+    layout = mesh.resolve(None, operands, dims, names={"h": "channels"}, whole="the filter", partly=True)
     bounds = None if segment_ids is None else mesh.segments_of_rows(layout, segment_ids, 1)[:, 0]
     operands, dims = (x, tail, bounds), ("bth", "bjh", "be")
     tree = jax.tree.structure(operands)
