@@ -303,13 +303,15 @@ def mapped(
     if nested and not differentiable:
         call = _unsplit(call)
     elif nested and any(jnp.issubdtype(x.dtype, jnp.inexact) for x in operands):
-        if not checked:
-            raise NotImplementedError(
+        if checked:
+            operands = match_varying(operands, operands)
+            call = _unsplit_with_gradient(spread, function, dims, out_dims)
+        else:
+            call = first_order(
+                _unsplit(call),
                 "inside a jax.shard_map over a part of the mesh's axes and with check_vma=False, this cannot be "
-                "differentiated over the others: leave check_vma=True"
+                "differentiated over the others: leave check_vma=True",
             )
-        operands = match_varying(operands, operands)
-        call = _unsplit_with_gradient(spread, function, dims, out_dims)
     try:
         return tuple(call(*operands))
     except ValueError as error:

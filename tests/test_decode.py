@@ -346,6 +346,18 @@ def test_explicit_mesh(implementation: Any) -> None:
     assert_close(found, run(*operands()))
 
 
+def test_beside_manual_axes_over_which_nothing_is_checked() -> None:
+    """Computed, and refused where it is differentiated only."""
+    mesh = jax.make_mesh((2, 2), MESH, axis_types=(AxisType.Explicit,) * 2)
+    options: dict[str, Any] = {"in_specs": (P("data"),) * 6, "out_specs": P("data"), "axis_names": {"data"}}
+    call = jax.shard_map(decode, **options, check_vma=False)
+    with jax.set_mesh(mesh):
+        placed = [jax.device_put(x, NamedSharding(mesh, spec)) for x, spec in zip(operands(), SPECS, strict=True)]
+        assert_close(jax.jit(call)(*placed), expected(*operands()))
+        with pytest.raises(NotImplementedError, match="cannot be differentiated over the others: leave check_vma=True"):
+            jax.jit(jax.grad(lambda *x: jnp.sum(call(*x)[0]), argnums=5))(*placed)
+
+
 def test_kernel_in_an_explicit_mesh() -> None:
     mesh = jax.make_mesh((2, 2), MESH, axis_types=(AxisType.Explicit,) * 2)
     q = (2, 1, 2, 64)
