@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from pathlib import Path
 from typing import Any
 
@@ -250,13 +251,43 @@ def test_damaged_checkpoints_are_refused(config: GatedDeltaNetConfig, tmp_path: 
     file.write_bytes((5).to_bytes(8, "little") + b"{nope")
     with pytest.raises(ValueError, match="its header is not JSON"):
         load_gated_deltanet_weights(tmp_path, 0, config)
+    file.write_bytes((4).to_bytes(8, "little") + b"null")
+    with pytest.raises(ValueError, match="is not a safetensors file: its header is a NoneType"):
+        load_gated_deltanet_weights(tmp_path, 0, config)
     layer = {f"layers.0.linear_attn.{name}": tensor for name, tensor in tensors(config).items()}
     safetensors.torch.save_file(layer, file)
     file.write_bytes(file.read_bytes()[:-8])
     with pytest.raises(ValueError, match="is damaged"):
         load_gated_deltanet_weights(tmp_path, 0, config)
-    (tmp_path / "model.safetensors.index.json").write_text('{"weight_map": {"A_log": "model-2.safetensors"}}')
+    index = tmp_path / "model.safetensors.index.json"
+    for content in ("", "[]", "{}", '{"weight_map": []}', '{"weight_map": {"A_log": 2}}'):
+        index.write_text(content)
+        with pytest.raises(ValueError, match=r"model\.safetensors\.index\.json is damaged"):
+            load_gated_deltanet_weights(tmp_path, 0, config)
+    index.write_text('{"weight_map": {"A_log": "model-2.safetensors"}}')
     with pytest.raises(FileNotFoundError, match=r"lacks model-2\.safetensors"):
+        load_gated_deltanet_weights(tmp_path, 0, config)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"dtype": None},
+        {"dtype": ["F32"]},
+        {"shape": 6},
+        {"shape": [6.0]},
+        {"data_offsets": [0, 8, 24]},
+        {"data_offsets": ["0", "24"]},
+        {"data_offsets": [-24, 0]},  # in the file, but in its header
+    ],
+)
+def test_headers_that_describe_no_array_are_refused(
+    wrong: dict[str, Any], config: GatedDeltaNetConfig, tmp_path: Path
+) -> None:
+    entry = {"dtype": "F32", "shape": [6], "data_offsets": [0, 24], **wrong}
+    header = json.dumps({"layers.0.linear_attn.A_log": entry}).encode()
+    (tmp_path / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + bytes(24))
+    with pytest.raises(ValueError, match=r"is damaged: of layers\.0\.linear_attn\.A_log its header says \{"):
         load_gated_deltanet_weights(tmp_path, 0, config)
 
 

@@ -34,7 +34,7 @@ class Checkpoint:
 
     Raises:
         FileNotFoundError: there is no such file or folder, or a file that the index names is missing.
-        ValueError: the file is not of the safetensors format.
+        ValueError: a file is not of the safetensors format, or the index is damaged.
     """
 
     def __init__(self, path: str | Path):
@@ -78,8 +78,11 @@ def _files(path: Path) -> list[Path]:
     if path.is_file():
         return [path]
     if (path / INDEX).is_file():
-        index = json.loads((path / INDEX).read_text())
-        files = sorted({path / name for name in index["weight_map"].values()})
+        try:
+            index = json.loads((path / INDEX).read_text())
+            files = sorted({path / name for name in index["weight_map"].values()})
+        except (ValueError, LookupError, TypeError, AttributeError) as error:
+            raise ValueError(f"{path / INDEX} is damaged ({error!r})") from error
         missing = [file.name for file in files if not file.is_file()]
         if missing:
             raise FileNotFoundError(f"{path} lacks {', '.join(missing)}, which its {INDEX} names")
@@ -98,7 +101,20 @@ def _header(file: Path) -> tuple[int, dict[str, Any]]:
             raise ValueError(f"{file} is not a safetensors file: its header would have {length} bytes of {size}")
         try:
             header = json.loads(stream.read(length))
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ValueError(f"{file} is not a safetensors file: its header is not JSON ({error})") from error
+    if not isinstance(header, dict):
+        raise ValueError(f"{file} is not a safetensors file: its header is a {type(header).__name__}")
     header.pop("__metadata__", None)
+    for name, entry in header.items():
+        if not _is_entry(entry):
+            raise ValueError(f"{file} is damaged: of {name} its header says {entry}")
     return 8 + length, header
+
+
+def _is_entry(entry: Any) -> bool:
+    """Whether this says what a header must of an array: a dtype, a shape and a byte range."""
+    match entry:
+        case {"dtype": str(), "shape": [*shape], "data_offsets": [begin, end]}:
+            return all(type(n) is int and n >= 0 for n in (*shape, begin, end))
+    return False
