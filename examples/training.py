@@ -237,18 +237,35 @@ def argument_parser(description: str, sizes: Collection[str], output: str) -> ar
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--size", choices=sorted(sizes), default="small", help="default: small, for a CPU")
     parser.add_argument("--implementation", help="of chunk_gated_delta_rule: cuda, xla, ...; default: jax_qla chooses")
-    parser.add_argument("--steps", type=int, help="optimizer steps; default: by size")
+    parser.add_argument("--steps", type=_whole(1), help="optimizer steps; default: by size")
     parser.add_argument("--seed", type=int, default=0, help="of the parameters, the batches and the sample")
     parser.add_argument("--packed", action="store_true", help="keep documents apart, by segment_ids")
     parser.add_argument("--output", type=Path, default=Path(output), help="folder; default: %(default)s")
     parser.add_argument("--resume", action="store_true", help="continue from the newest checkpoint in --output")
-    parser.add_argument("--checkpoint-every", type=int, default=100, metavar="STEPS", help="default: %(default)s")
+    parser.add_argument("--checkpoint-every", type=_whole(1), default=100, metavar="STEPS", help="default: %(default)s")
     parser.add_argument("--log", type=Path, metavar="FILE", help="losses as JSON; default: log.json in --output")
     parser.add_argument("--prompt", default="def ", help="start of the sample; default: %(default)r")
-    parser.add_argument("--sample-length", type=int, default=400, metavar="BYTES", help="default: %(default)s")
+    parser.add_argument("--sample-length", type=_whole(0), default=400, metavar="BYTES", help="default: %(default)s")
     parser.add_argument("--mesh", type=meshes.sizes, metavar="data=N,seq=M", help="devices that cut batch and windows")
-    parser.add_argument("--temperature", type=float, default=0.7, help="of the sample; default: %(default)s")
+    parser.add_argument("--temperature", type=_positive, default=0.7, help="of the sample; default: %(default)s")
     return parser
+
+
+def _whole(least: int) -> Callable[[str], int]:
+    """The type of an argument that is a whole number, `least` or more."""
+
+    def number(text: str) -> int:
+        if not text.isdecimal() or int(text) < least:
+            raise argparse.ArgumentTypeError(f"must be a whole number, {least} or more, got {text!r}")
+        return int(text)
+
+    return number
+
+
+def _positive(text: str) -> float:
+    if not float(text) > 0:
+        raise argparse.ArgumentTypeError(f"must be more than 0, got {text!r}")
+    return float(text)
 
 
 def run(

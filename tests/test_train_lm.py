@@ -103,6 +103,23 @@ def test_mesh_option_is_checked(tmp_path: Path) -> None:
             train_lm.main([*TINY, "--mesh", text, "--output", str(tmp_path)])
 
 
+@pytest.mark.parametrize(
+    ("option", "value", "expected"),
+    [
+        ("--steps", "0", "must be a whole number, 1 or more, got '0'"),
+        ("--checkpoint-every", "0", "must be a whole number, 1 or more, got '0'"),
+        ("--sample-length", "x", "must be a whole number, 0 or more, got 'x'"),
+        ("--temperature", "0", "must be more than 0, got '0'"),
+    ],
+)
+def test_numbers_are_checked_before_anything_is_trained(
+    option: str, value: str, expected: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        train_lm.main([*TINY, option, value, "--output", str(tmp_path)])
+    assert f"argument {option}: {expected}" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("prompt_length", [rarely(2), 70])  # test_nn_huggingface.py: of the layer alone, both
 def test_decoding_equals_the_parallel_form(model: LanguageModel, prompt_length: int) -> None:
     tokens = jax.random.randint(jax.random.key(1), (2, prompt_length + 5), 0, 256)
