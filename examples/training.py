@@ -95,7 +95,7 @@ def make_optimizer(config: TrainConfig) -> optax.GradientTransformation:
     schedule = optax.warmup_cosine_decay_schedule(
         init_value=0.0,
         peak_value=config.learning_rate,
-        warmup_steps=max(1, config.steps // 10),
+        warmup_steps=min(max(1, config.steps // 10), config.steps - 1),
         decay_steps=config.steps,
         end_value=0.1 * config.learning_rate,
     )

@@ -120,6 +120,14 @@ def test_numbers_are_checked_before_anything_is_trained(
     assert f"argument {option}: {expected}" in capsys.readouterr().err
 
 
+def test_a_single_step_is_taken_at_the_peak() -> None:
+    """With no warm-up, after which no step would be left."""
+    config = dataclasses.replace(train_lm.SIZES["tiny"], steps=1)
+    optimizer, params = training.make_optimizer(config), jnp.ones(2)
+    updates, _ = optimizer.update(jnp.ones(2), optimizer.init(params), params)
+    np.testing.assert_allclose(updates, -config.learning_rate, rtol=1e-3)
+
+
 @pytest.mark.parametrize("prompt_length", [rarely(2), 70])  # test_nn_huggingface.py: of the layer alone, both
 def test_decoding_equals_the_parallel_form(model: LanguageModel, prompt_length: int) -> None:
     tokens = jax.random.randint(jax.random.key(1), (2, prompt_length + 5), 0, 256)
