@@ -46,6 +46,9 @@ _VARIABLES = (
     "XLA_PYTHON_CLIENT_MEM_FRACTION",
 )
 
+_NO_DEVICES = (RuntimeError, AssertionError)
+"""What JAX raises without devices; the latter, with no words, for JAX_PLATFORMS=cuda where no NVIDIA GPU is visible."""
+
 _RESULTS = ("o", "final_state")
 _GRADIENTS = ("dq", "dk", "dv", "dg", "dbeta", "d_initial_state")
 
@@ -103,8 +106,8 @@ def _driver() -> Section:
 def _devices(problems: list[str]) -> list[Section]:
     try:
         devices = [*jax.devices(), *(d for d in implementations.cuda_devices() if d not in jax.devices())]
-    except RuntimeError as error:
-        problems.append(f"JAX finds no devices: {error}")
+    except _NO_DEVICES as error:
+        problems.append(f"JAX finds no devices: {str(error) or 'JAX_PLATFORMS allows none that is here'}")
         return []
     return [
         {
@@ -173,7 +176,7 @@ def _implementation(problems: list[str]) -> Section:
     section: Section = {"of": "bfloat16, K = V = 128"}
     try:
         chosen = jax_qla.which_implementation(q, q, q, g, g)
-    except RuntimeError as error:  # JAX has no devices, which is reported there.
+    except _NO_DEVICES as error:  # Which is reported there.
         return {**section, "error": str(error)}
     if chosen.name != "cuda" and any(_is_hopper(device) for device in implementations.cuda_devices()):
         problems.append(f"the kernels are not used on this machine's Hopper card: {chosen.reason}")
@@ -332,8 +335,7 @@ def _outcome(test: Section) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Prints the report; returns 0 if it names no problem, else 1."""
-    assert __doc__ is not None
-    parser = argparse.ArgumentParser(prog="python -m jax_qla", description=__doc__.partition("\n")[0])
+    parser = argparse.ArgumentParser(prog="python -m jax_qla", description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--json", action="store_true", help="print the report as JSON")
     options = parser.parse_args(arguments)
     report = examine()

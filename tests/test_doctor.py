@@ -157,6 +157,28 @@ def test_no_extension(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFix
     assert problems(capsys) == ["the extension cannot be imported"]
 
 
+def test_no_devices(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def without(error: Exception) -> Any:
+        def devices(*arguments: Any) -> Any:
+            raise error
+
+        return devices
+
+    for error, expected in (
+        (RuntimeError("Unable to initialize backend 'cuda'"), "Unable to initialize backend 'cuda'"),
+        (AssertionError(), "JAX_PLATFORMS allows none that is here"),
+    ):
+        for name in ("devices", "default_backend"):
+            monkeypatch.setattr(jax, name, without(error))
+        assert problems(capsys) == [f"JAX finds no devices: {expected}"]
+
+
+def test_without_docstrings(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """As of python -OO."""
+    monkeypatch.setattr(doctor, "__doc__", None)
+    assert problems(capsys) == []
+
+
 def hopper(monkeypatch: pytest.MonkeyPatch, kind: str = "NVIDIA Test", **attributes: Any) -> None:
     platform = types.SimpleNamespace(platform_version="test")
     device = types.SimpleNamespace(device_kind=kind, compute_capability="9.0", client=platform, **attributes)
