@@ -442,7 +442,9 @@ def _make_cache(cache: Path) -> None:
 def check_trust(cache: Path) -> None:
     """Raises PermissionError unless the cache is a folder of the user, not a link to one, and closed to others."""
     status = cache.lstat()
-    if status.st_uid != os.getuid() or stat.S_IMODE(status.st_mode) & 0o077 or not stat.S_ISDIR(status.st_mode):
+    if not stat.S_ISDIR(status.st_mode):
+        raise PermissionError(f"the kernel cache {cache} must be a folder, and is none; set JAX_QLA_CACHE to one")
+    if status.st_uid != os.getuid() or stat.S_IMODE(status.st_mode) & 0o077:
         raise PermissionError(
             f"the kernel cache {cache} must be a folder of user {os.getuid()} with mode 0700, but belongs to user "
             f"{status.st_uid} and has mode {stat.S_IMODE(status.st_mode):04o}; run chmod 700 on it or set "

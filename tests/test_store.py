@@ -330,7 +330,7 @@ def test_a_cache_that_is_no_folder(builds: Builds, cache: Path) -> None:
     cache.parent.mkdir()
     cache.write_text("not a folder")
     cache.chmod(0o600)
-    with pytest.raises(PermissionError, match="must be a folder"):
+    with pytest.raises(PermissionError, match="must be a folder, and is none; set JAX_QLA_CACHE to one"):
         store.lookup(NAME, Config())
     cache.unlink()
     cache.parent.rmdir()
