@@ -12,6 +12,7 @@ from unittest import mock
 
 import jax
 import jax.numpy as jnp
+import multi_process
 import numpy as np
 import pytest
 import stand_in
@@ -577,6 +578,16 @@ def test_several_processes() -> None:
     result = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert result.returncode == 0, result.stderr
     assert result.stdout.count("2 devices (cpu): 200 tokens") == 2
+
+
+def test_gradients_that_are_no_numbers_are_not_passed_over(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    right = multi_process.loss
+    monkeypatch.setattr(multi_process, "loss", lambda *x: right(*x) + jnp.sum(jnp.sqrt(0 * x[-1])))
+    with pytest.raises(SystemExit, match="differs from the whole one"):
+        multi_process.run(8)
+    assert "largest difference nan" in capsys.readouterr().out
 
 
 def test_documentation() -> None:
