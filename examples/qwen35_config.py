@@ -42,7 +42,8 @@ class Qwen35Config:
         """The configuration of a Qwen3.5 text model of transformers, as in its `config.json`."""
         tied = config["tie_word_embeddings"]
         config = config.get("text_config") or config
-        interval = config["layer_types"].index("full_attention") + 1
+        # A model too short for one full_attention has none.
+        interval = [*config["layer_types"], "full_attention"].index("full_attention") + 1
         expected = [
             "full_attention" if (i + 1) % interval == 0 else "linear_attention"
             for i in range(len(config["layer_types"]))

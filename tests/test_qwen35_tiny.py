@@ -253,6 +253,13 @@ def test_rotation_turns_pairs_and_leaves_the_rest() -> None:
         np.testing.assert_allclose(turned[..., feature] + 1j * turned[..., feature + 2], pair, atol=1e-5)
 
 
+def test_a_model_too_short_for_attention(checkpoint: Path) -> None:
+    values = json.loads((checkpoint / "config.json").read_text())
+    values |= {"layer_types": ["linear_attention"] * 3, "num_hidden_layers": 3}
+    config = Qwen35Config.from_huggingface(values)
+    assert not any(map(config.is_full_attention, range(config.layers)))
+
+
 def test_wrong_checkpoints_and_configurations_are_refused(checkpoint: Path) -> None:
     values = json.loads((checkpoint / "config.json").read_text())
     config = Qwen35Config.from_huggingface(values)
