@@ -288,7 +288,9 @@ def run(
         packed=arguments.packed,
     )
     output: Path = arguments.output.resolve()
-    output.mkdir(parents=True, exist_ok=True)
+    log_file: Path = arguments.log or output / "log.json"
+    for folder in (output, log_file.parent):
+        folder.mkdir(parents=True, exist_ok=True)
 
     training, held_out = stdlib_text.load()
     merge, params = make_model(config.model, config.seed)
@@ -335,7 +337,7 @@ def run(
         "held_out_loss": held_out_loss,
         "losses": losses,
     }
-    (arguments.log or output / "log.json").write_text(json.dumps(log, indent=1) + "\n")
+    log_file.write_text(json.dumps(log, indent=1) + "\n")
 
     prompt = np.frombuffer(bytes([DOCUMENT_START]) + arguments.prompt.encode(), np.uint8).astype(np.int32)[None]
     sampled = generate(

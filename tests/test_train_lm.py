@@ -75,8 +75,10 @@ def test_resumed_run_repeats_the_losses_exactly(finished_run: Path, tmp_path: Pa
 
 
 def test_run_refuses_to_mix_runs(finished_run: Path, tmp_path: Path) -> None:
+    log = tmp_path / "logs" / "log.json"
     with pytest.raises(SystemExit, match="holds a run already"):
-        train_lm.main([*TINY, "--output", str(finished_run)])
+        train_lm.main([*TINY, "--output", str(finished_run), "--log", str(log)])
+    assert log.parent.is_dir()  # before a run, not in vain after it
     with pytest.raises(SystemExit, match="the checkpoint was made with"):
         train_lm.main([*TINY, "--output", str(finished_run), "--resume", "--seed", "1"])
     with pytest.raises(SystemExit, match="there is no checkpoint"):
