@@ -19,7 +19,7 @@ import jax.numpy as jnp
 
 from jax_qla import convolution, mesh
 from jax_qla.batching import into_the_batch
-from jax_qla.checks import taking_numpy
+from jax_qla.checks import known_dtype, taking_numpy
 from jax_qla.convolution import Rows
 from jax_qla.implementations import Choice, choose_kernels, load
 from jax_qla.mesh import Axes, MeshAxes
@@ -393,7 +393,8 @@ def _check(
             raise TypeError(f"{name} must be int32, got {array.dtype}")
 
     rank("x", x, "B, T, D")
-    if jnp.dtype(x.dtype).name not in _DTYPES:
+    dtype = known_dtype(x)
+    if dtype is None or dtype.name not in _DTYPES:
         raise TypeError(f"x must be {' or '.join(_DTYPES)}, got {x.dtype}")
     batch, tokens, channels = x.shape
     rank("weight", weight, "W, D")

@@ -241,6 +241,15 @@ def _shape(name: str, x: Any, expected: tuple[int, ...], meaning: str) -> None:
         raise ValueError(f"{name} must have shape {expected}, {meaning}, got {tuple(x.shape)}")
 
 
+def known_dtype(x: Any) -> np.dtype[Any] | None:
+    """x's dtype, or None where that is none of JAX's numbers: another framework's, or that of random keys."""
+    try:
+        return jnp.dtype(x.dtype)
+    except TypeError:
+        return None
+
+
 def _dtype(name: str, x: Any, accepted: Sequence[str]) -> None:
-    if jnp.dtype(x.dtype).name not in accepted:
+    dtype = known_dtype(x)
+    if dtype is None or dtype.name not in accepted:
         raise TypeError(f"{name} must be {' or '.join(accepted)}, got {x.dtype}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -178,6 +179,7 @@ def test_padding_need_not_be_finite(activation: Any) -> None:
 
 
 X, WEIGHT = np.ones((2, 8, 3), np.float32), np.ones((4, 3), np.float32)
+FOREIGN = SimpleNamespace(shape=X.shape, dtype="torch.float32")
 
 
 @pytest.mark.parametrize(
@@ -186,6 +188,7 @@ X, WEIGHT = np.ones((2, 8, 3), np.float32), np.ones((4, 3), np.float32)
         (TypeError, "x must be an array", ([1.0], WEIGHT), {}),
         (ValueError, r"x must have shape \[B, T, D\]", (X[0], WEIGHT), {}),
         (TypeError, "x must be bfloat16 or", (X.astype(np.int32), WEIGHT), {}),
+        (TypeError, "x must be .*, got torch.float32", (FOREIGN, WEIGHT), {}),
         (ValueError, r"weight must have shape \[W, D\] with W >= 1 and D = 3", (X, WEIGHT[:, :2]), {}),
         (ValueError, r"bias must have shape \(3,\)", (X, WEIGHT, WEIGHT[0, :2]), {}),
         (ValueError, "activation must be one of None, 'silu', got 'relu'", (X, WEIGHT), {"activation": "relu"}),

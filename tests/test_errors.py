@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -48,11 +49,14 @@ def call(function: Callable[..., Any], arguments: dict[str, Any]) -> Any:
 
 
 IDS = array(2, 10, dtype=jnp.int32)
+FOREIGN = SimpleNamespace(shape=(2, 10, 2, 64), dtype="torch.bfloat16")
 BF16 = {name: array(*x.shape, dtype=jnp.bfloat16) for name, x in good().items() if name in "qkv"}
 
 CASES: list[tuple[str, dict[str, Any], type[Exception], str]] = [
     # name, what differs from good(), error, what its sentence must say
     ("q not an array", {"q": [1.0]}, TypeError, r"q must be an array \[B, T, Hk, K\], got list"),
+    ("q of another framework", {"q": FOREIGN}, TypeError, "q must be bfloat16 or .*, got torch.bfloat16"),
+    ("state of another framework", {"initial_state": FOREIGN}, TypeError, "initial_state must be float32, got torch"),
     ("q rank", {"q": array(2, 10, 64)}, ValueError, r"q must have 4 axes, \[B, T, Hk, K\], got 3: shape \(2, 10, 64\)"),
     ("k rank", {"k": array(2, 10, 2, 64, 1)}, ValueError, "k must have 4 axes"),
     ("v rank", {"v": array(10, 4, 64)}, ValueError, r"v must have 4 axes, \[B, T, Hv, V\], got 3"),
