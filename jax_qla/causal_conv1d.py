@@ -392,17 +392,24 @@ def _check(
         if array.dtype != jnp.int32:
             raise TypeError(f"{name} must be int32, got {array.dtype}")
 
+    def floating(name: str, array: Any) -> None:
+        dtype = known_dtype(array)
+        if dtype is None or not jnp.issubdtype(dtype, jnp.floating):
+            raise TypeError(f"{name} must be of a floating dtype, got {array.dtype}")
+
     rank("x", x, "B, T, D")
     dtype = known_dtype(x)
     if dtype is None or dtype.name not in _DTYPES:
         raise TypeError(f"x must be {' or '.join(_DTYPES)}, got {x.dtype}")
     batch, tokens, channels = x.shape
     rank("weight", weight, "W, D")
+    floating("weight", weight)
     width = weight.shape[0]
     if width < 1 or weight.shape[1] != channels:
         raise ValueError(f"weight must have shape [W, D] with W >= 1 and D = {channels}, got {tuple(weight.shape)}")
     if bias is not None:
         shape("bias", bias, "D", (channels,))
+        floating("bias", bias)
     if activation not in ACTIVATIONS:
         raise ValueError(f"activation must be one of {', '.join(map(repr, ACTIVATIONS))}, got {activation!r}")
     if not isinstance(output_final_tail, bool):

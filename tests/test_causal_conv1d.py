@@ -190,6 +190,8 @@ FOREIGN = SimpleNamespace(shape=X.shape, dtype="torch.float32")
         (TypeError, "x must be bfloat16 or", (X.astype(np.int32), WEIGHT), {}),
         (TypeError, "x must be .*, got torch.float32", (FOREIGN, WEIGHT), {}),
         (ValueError, r"weight must have shape \[W, D\] with W >= 1 and D = 3", (X, WEIGHT[:, :2]), {}),
+        (TypeError, "weight must be of a floating dtype, got complex64", (X, WEIGHT.astype(np.complex64)), {}),
+        (TypeError, "bias must be of a floating dtype, got int32", (X, WEIGHT, WEIGHT[0].astype(np.int32)), {}),
         (ValueError, r"bias must have shape \(3,\)", (X, WEIGHT, WEIGHT[0, :2]), {}),
         (ValueError, "activation must be one of None, 'silu', got 'relu'", (X, WEIGHT), {"activation": "relu"}),
         (TypeError, "output_final_tail must be", (X, WEIGHT), {"output_final_tail": 1}),
