@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_qla import decode, policy, reference, sharding, vjp
-from jax_qla.checks import Checked, check, check_gradient, taking_numpy
+from jax_qla.checks import Checked, arrays, check, check_gradient, taking_numpy
 from jax_qla.implementations import Choice, RecurrentCall, choose, load
 from jax_qla.mesh import Layout, MeshAxes, align, previous_ids, resolve, segments_of_rows
 from jax_qla.residuals import Between, ChunkStates, Residuals, keeping, splits
@@ -176,7 +176,7 @@ def chunk_gated_delta_rule(
         save_chunk_states=save_chunk_states,
     )
     choice = choose(q, k, v, implementation=implementation, precision=precision, piece_rows=piece_rows)
-    q, k, v, g, beta, initial_state, cu_seqlens, segment_ids = _arrays(
+    q, k, v, g, beta, initial_state, cu_seqlens, segment_ids = arrays(
         q, k, v, g, beta, initial_state, cu_seqlens, segment_ids
     )
     layout, (q, k, v, g, beta, initial_state, cu_seqlens, segment_ids) = _laid_out(
@@ -692,7 +692,7 @@ def _operands_of_half(
 ) -> tuple[Layout, tuple[Any, ...]]:
     """How the operands are cut over the mesh, and the operands of `sharding.forward`."""
     layout, (q, k, v, g, beta, initial_state, cu_seqlens, _) = _laid_out(
-        None, *_arrays(q, k, v, g, beta, initial_state, cu_seqlens, None), partly=partly
+        None, *arrays(q, k, v, g, beta, initial_state, cu_seqlens, None), partly=partly
     )
     segments = None
     if cu_seqlens is not None:
@@ -737,20 +737,6 @@ def _residuals(
         if vd is None:
             raise ValueError("residuals[2] is None but residuals[4] is not: give both or leave out residuals[4]")
     return Residuals(a, gamma, vd, between, h)
-
-
-def _arrays(*operands: Any) -> tuple[Any, ...]:
-    """The operands as JAX arrays, None where they are None.
-
-    Raises:
-        TypeError: one is a shape without values.
-    """
-    if any(isinstance(x, jax.ShapeDtypeStruct) for x in operands):
-        raise TypeError(
-            "q, k, v and all others must have values, got a jax.ShapeDtypeStruct; for shapes alone use "
-            "jax.eval_shape or jax_qla.which_implementation"
-        )
-    return tuple(None if x is None else jnp.asarray(x) for x in operands)
 
 
 def _is_on_cuda(q: Any) -> bool:

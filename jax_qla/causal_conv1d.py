@@ -19,7 +19,7 @@ import jax.numpy as jnp
 
 from jax_qla import convolution, mesh
 from jax_qla.batching import into_the_batch
-from jax_qla.checks import known_dtype, taking_numpy
+from jax_qla.checks import arrays, known_dtype, taking_numpy
 from jax_qla.convolution import Rows
 from jax_qla.implementations import Choice, choose_kernels, load
 from jax_qla.mesh import Axes, MeshAxes
@@ -121,8 +121,7 @@ def in_parts(
     """`causal_conv1d` with y as one array for each of `parts`, which add up to D. The kernels write them as such; else
     y is cut afterwards. `partly`: as in `mesh.resolve`, for "xla" alone."""
     _check(x, weight, bias, activation, segment_ids, cu_seqlens, initial_tail, output_final_tail)
-    given = (x, weight, bias, segment_ids, cu_seqlens, initial_tail)
-    operands = tuple(None if operand is None else jnp.asarray(operand) for operand in given)
+    operands = arrays(x, weight, bias, segment_ids, cu_seqlens, initial_tail, what="x, weight", instead="")
     parts = parts or (x.shape[2],)
     whole = "the filter and the number of sequences"
     layout = mesh.resolve(mesh_axes, operands, _DIMS, names={"h": "D"}, whole=whole, partly=partly)

@@ -140,6 +140,25 @@ def taking_numpy(function: Callable[_Arguments, _Result]) -> Callable[_Arguments
     return call
 
 
+def arrays(*operands: Any, what: str = "q, k, v", instead: str = " or jax_qla.which_implementation") -> tuple[Any, ...]:
+    """The operands as JAX arrays, None where they are None.
+
+    Args:
+        operands: those of a call.
+        what: the names of some of them.
+        instead: what takes shapes alone, besides `jax.eval_shape`.
+
+    Raises:
+        TypeError: one is a shape without values.
+    """
+    if any(isinstance(x, jax.ShapeDtypeStruct) for x in operands):
+        raise TypeError(
+            f"{what} and all others must have values, got a jax.ShapeDtypeStruct; for shapes alone use "
+            f"jax.eval_shape{instead}"
+        )
+    return tuple(None if x is None else jnp.asarray(x) for x in operands)
+
+
 def why_not_static(name: str, x: Any) -> str | None:
     """Why kernels cannot be launched for x (array or ShapeDtypeStruct), if one of its sizes is a symbol."""
     if all(isinstance(size, int) for size in x.shape):

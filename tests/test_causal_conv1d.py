@@ -197,6 +197,12 @@ FOREIGN = SimpleNamespace(shape=X.shape, dtype="torch.float32")
         (TypeError, "output_final_tail must be", (X, WEIGHT), {"output_final_tail": 1}),
         (ValueError, "segment_ids must have shape", (X, WEIGHT), {"segment_ids": np.ones((2, 7), np.int32)}),
         (TypeError, "segment_ids must be int32", (X, WEIGHT), {"segment_ids": np.ones((2, 8), np.int16)}),
+        (
+            TypeError,
+            "x, weight and all others must have values, got a jax.Shape",
+            (jax.ShapeDtypeStruct(X.shape, X.dtype), WEIGHT),
+            {},
+        ),
         (ValueError, "B must be 1", (X, WEIGHT), {"cu_seqlens": np.zeros(2, np.int32)}),
         (ValueError, "got none", (X[:1], WEIGHT), {"cu_seqlens": np.zeros(0, np.int32)}),
         (
