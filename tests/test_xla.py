@@ -115,6 +115,17 @@ def test_any_key_and_value_dimension() -> None:
     battery.check(case, chunked, FLOAT32)
 
 
+def test_one_value_column() -> None:
+    """Its gradients are of no memory that happens to be free: that holds other numbers each time."""
+    sizes: dict[str, Any] = {"key_heads": 2, "value_heads": 6, "key_dim": 4, "value_dim": 1}
+    case = battery.Case("one value column", batch=3, tokens=64, initial_state=False, **sizes)
+    for _ in range(6):
+        battery.check(case, chunked, FLOAT32)
+        used = [jnp.full((1000, n), 1e30) for n in range(1, 12)]
+        jax.block_until_ready(used)
+        del used
+
+
 @pytest.mark.parametrize("name", ["length 1000", rarely("packed, gaps"), "packed, no initial state"])
 def test_several_groups_of_chunks(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for at_once in ("_AT_ONCE", "_AT_ONCE_ON_CPU"):
