@@ -304,7 +304,8 @@ def which_pieces(
 
     Args:
         differentiated: whether gradients of the call are computed too. Sequences may then be cut for the backward
-            pass's sake, where both together are faster for it.
+            pass's sake, where both together are faster for it; not in an Auto mesh of several devices, where each pass
+            cuts for itself.
         others: those of `chunk_gated_delta_rule` that matter here, as there; arrays may be `jax.ShapeDtypeStruct`s.
 
     Returns:

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import stand_in
+from jax.sharding import AxisType
 from thorough import every_value, rarely
 
 import jax_qla
@@ -599,12 +600,14 @@ def test_which_pieces_are_those_of_a_call(
         results, transpose = jax.vjp(o, *operands)
         return transpose(results)
 
-    for differentiated, function in ((False, o), (True, transposed)):
-        stand_in.forget_traces()
-        sequences.clear()
-        jax.eval_shape(function, *operands)
-        pieces = jax_qla.which_pieces(*operands, differentiated=differentiated, **options).pieces
-        assert sequences[0] == pieces, differentiated
+    # Where the compiler may cut the operands nothing is kept of the pieces.
+    with jax.set_mesh(jax.make_mesh((1,), ("x",), axis_types=(AxisType.Auto,))):
+        for differentiated, function in ((False, o), (True, transposed)):
+            stand_in.forget_traces()
+            sequences.clear()
+            jax.eval_shape(function, *operands)
+            pieces = jax_qla.which_pieces(*operands, differentiated=differentiated, **options).pieces
+            assert sequences[0] == pieces, differentiated
     stand_in.forget_traces()
 
 

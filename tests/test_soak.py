@@ -17,7 +17,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import soak
+import soak_meshes
 import soak_operations
+from jax.sharding import AxisType
 from soak_operations import GatedDeltaRule
 from thorough import THOROUGH, only_thorough
 
@@ -286,3 +288,41 @@ def test_what_an_operation_compares(kind: Any) -> None:
                 soak.compare(soak.Tally(), operation, operands, [(right,), (wrong,)], right)
             with pytest.raises(soak.Fault, match=f"{name} is not finite"):
                 soak.compare(soak.Tally(), operation, operands, [({**right, name: np.nan * x},)] * 2, right)
+
+
+def test_what_is_drawn_for_a_mesh() -> None:
+    """Of every kind of operation whatever it can be cut over, by axes of either kind, and sizes that these divide."""
+    drawn = [soak_meshes.draw_placed(seed, ("cuda", "xla"), 2**13, devices=8) for seed in range(300)]
+    cut = {(type(placed.operation).__name__, dimension) for placed, _ in drawn for dimension in placed.cuts}
+    rows = {
+        ("GatedDeltaRule", "tokens"),
+        ("GatedNorm", "tokens"),
+        ("Convolution", "tokens"),
+        ("Convolution", "channels"),
+    }
+    assert cut >= rows | {(kind.__name__, "batch") for kind in soak_operations.KINDS}
+    assert {placed.kind for placed, _ in drawn} == {AxisType.Auto, AxisType.Explicit}
+    for placed, random in drawn[:40]:
+        for name, x in placed.operation.operands(random).items():
+            spec = placed.spec(name)
+            sizes = [placed.shape[soak_meshes.AXES.index(axis)] if axis else 1 for axis in spec]
+            assert all(n % size == 0 for n, size in zip(x.shape, sizes, strict=False)), (placed, name)
+
+
+def test_calls_cut_over_a_mesh(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One of whose results would be wrong is a fault, with the seed that gives it again."""
+    seed = next(
+        seed
+        for seed in range(1000)
+        for placed in [soak_meshes.draw_placed(seed, ("xla", "reference"), 100, devices=2)[0]]
+        if isinstance(placed.operation, soak_operations.Recurrence) and placed.cuts
+    )
+    monkeypatch.setattr(soak_meshes, "SHAPES", {2: ((2,), (2, 1), (1, 2))})
+    placed, run = soak_meshes.one_call(seed, ("xla", "reference"), 100, devices=2)
+    found = run(poison=2**10)
+    assert found.counts["calls"] == 2
+    assert not found.faults
+    monkeypatch.setattr(soak_meshes, "one_call", lambda *_: (placed, lambda _: 1 / 0))
+    total = soak_meshes.calls(iter(range(7, 100)), ("xla", "reference"), 100, 2**10, until=0)
+    assert len(total.faults) == soak_meshes.AT_ONCE
+    assert total.faults[0].startswith(f"--again 7: {placed}: ZeroDivisionError")
