@@ -610,7 +610,7 @@ def piece_rows(
     override = _override(asked_rows)
     total = -(-tokens // CHUNK)
     if override is not None:
-        return _even(override // CHUNK, mean, total, packed) if override else None
+        return _even(override // CHUNK, mean, total, packed) if override and sequences else None
 
     def time(length: int | None, count: int, chunks: int) -> float:
         recurrence = _time(length, chunks, count, heads, key_dim, value_dim, packed, tokens=tokens, places=sequences)

@@ -562,6 +562,7 @@ def test_which_pieces() -> None:
     assert jax_qla.which_pieces(*one, differentiated=True) == (2048, 16)
     assert jax_qla.which_pieces(*shapes(3, 640), piece_rows=512) == (320, 6)  # as equal as two can be
     assert jax_qla.which_pieces(*one, piece_rows=1024, cu_seqlens=integers(6)) == (1024, 32 + 5)
+    assert jax_qla.which_pieces(*one, piece_rows=1024, cu_seqlens=integers(1)) == (0, 0)
     packed = {"segment_ids": integers(2, 4096), "max_segments": 3}
     assert jax_qla.which_pieces(*shapes(2, 4096), piece_rows=1024, **packed) == (1024, 8 + 6)
     assert jax_qla.which_pieces(*shapes(2, 4096), piece_rows=0, **packed) == (0, 6)
