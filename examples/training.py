@@ -263,9 +263,13 @@ def _whole(least: int) -> Callable[[str], int]:
 
 
 def _positive(text: str) -> float:
-    if not float(text) > 0:
-        raise argparse.ArgumentTypeError(f"must be more than 0, got {text!r}")
-    return float(text)
+    try:
+        number = float(text)
+    except ValueError:
+        number = 0.0
+    if not number > 0:
+        raise argparse.ArgumentTypeError(f"must be a number more than 0, got {text!r}")
+    return number
 
 
 def run(

@@ -111,7 +111,8 @@ def test_mesh_option_is_checked(tmp_path: Path) -> None:
         ("--steps", "0", "must be a whole number, 1 or more, got '0'"),
         ("--checkpoint-every", "0", "must be a whole number, 1 or more, got '0'"),
         ("--sample-length", "x", "must be a whole number, 0 or more, got 'x'"),
-        ("--temperature", "0", "must be more than 0, got '0'"),
+        ("--temperature", "0", "must be a number more than 0, got '0'"),
+        ("--temperature", "x", "must be a number more than 0, got 'x'"),
     ],
 )
 def test_numbers_are_checked_before_anything_is_trained(
