@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import io
 import json
 import statistics
+import sys
 import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
@@ -291,6 +293,8 @@ def run(
         seed=arguments.seed,
         packed=arguments.packed,
     )
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # a sample may have what the terminal's encoding lacks
     output: Path = arguments.output.resolve()
     log_file: Path = arguments.log or output / "log.json"
     for folder in (output, log_file.parent):
@@ -343,7 +347,9 @@ def run(
     }
     log_file.write_text(json.dumps(log, indent=1) + "\n")
 
-    prompt = np.frombuffer(bytes([DOCUMENT_START]) + arguments.prompt.encode(), np.uint8).astype(np.int32)[None]
+    # Bytes that are no text reach Python's arguments as surrogates.
+    start = arguments.prompt.encode(errors="surrogateescape")
+    prompt = np.frombuffer(bytes([DOCUMENT_START]) + start, np.uint8).astype(np.int32)[None]
     sampled = generate(
         merge,
         state.params,
@@ -352,7 +358,7 @@ def run(
         length=arguments.sample_length,
         temperature=arguments.temperature,
     )
-    sample = arguments.prompt + bytes(np.asarray(sampled[0], np.uint8)).decode(errors="replace")
-    (output / "sample.txt").write_text(sample)
+    sample = (start + bytes(np.asarray(sampled[0], np.uint8))).decode(errors="replace")
+    (output / "sample.txt").write_text(sample, encoding="utf-8")
     print(f"sample, from the caches:\n{sample}\n")
     print(f"written to {output}: loss.png, log.json, sample.txt, checkpoints")

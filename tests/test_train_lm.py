@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import io
 import json
 import shutil
+import sys
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,6 +27,7 @@ from gdn_lm import LanguageModel
 
 STEPS = 20
 TINY = ["--size", "tiny", "--implementation", "xla", "--steps", str(STEPS), "--checkpoint-every", "10"]
+SAMPLE = ["--sample-length", "12", "--prompt", "def \udcff"]  # a byte that is no text, as Python reads it from argv
 MODEL = dataclasses.replace(train_lm.SIZES["tiny"].model, implementation="xla")
 # Between two orders of the same float32 sums; the norm after the gated delta rule enlarges them where o is small.
 TOLERANCE = 1e-4
@@ -40,9 +43,11 @@ def read_log(output: Path) -> Any:
 
 @pytest.fixture(scope="module")
 def finished_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The output folder of one complete run of the tiny size."""
+    """The output folder of one complete run of the tiny size, on a terminal that knows ASCII only."""
     output = tmp_path_factory.mktemp("train_lm") / "run"
-    train_lm.main([*TINY, "--output", str(output), "--sample-length", "12"])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "stdout", io.TextIOWrapper(io.BytesIO(), encoding="ascii"))
+        train_lm.main([*TINY, *SAMPLE, "--output", str(output)])
     return output
 
 
@@ -59,7 +64,7 @@ def test_run_learns_and_writes_its_files(finished_run: Path) -> None:
     assert 2.5 < log["byte_unigram_entropy"] < 4.0
     assert log["held_out_loss"] < log["losses"][0]
     assert (finished_run / "loss.png").read_bytes().startswith(b"\x89PNG")
-    assert (finished_run / "sample.txt").read_text().startswith("def ")
+    assert (finished_run / "sample.txt").read_text(encoding="utf-8").startswith("def \ufffd")
 
 
 @only_thorough  # test_qwen35_tiny.py resumes the other example
@@ -67,11 +72,11 @@ def test_resumed_run_repeats_the_losses_exactly(finished_run: Path, tmp_path: Pa
     output = tmp_path / "run"
     shutil.copytree(finished_run, output)
     shutil.rmtree(output / "checkpoints" / str(STEPS))  # as if the run had been killed in its second half
-    train_lm.main([*TINY, "--output", str(output), "--sample-length", "12", "--resume"])
+    train_lm.main([*TINY, *SAMPLE, "--output", str(output), "--resume"])
     resumed, complete = read_log(output), read_log(finished_run)
     assert resumed["losses"] == complete["losses"]
     assert resumed["held_out_loss"] == complete["held_out_loss"]
-    assert (output / "sample.txt").read_text() == (finished_run / "sample.txt").read_text()
+    assert (output / "sample.txt").read_bytes() == (finished_run / "sample.txt").read_bytes()
 
 
 def test_run_refuses_to_mix_runs(finished_run: Path, tmp_path: Path) -> None:
