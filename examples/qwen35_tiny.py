@@ -11,6 +11,7 @@ it writes in training.py.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -114,8 +115,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = training.argument_parser((__doc__ or "").partition("\n")[0], SIZES, "runs/qwen35_tiny")
     parser.add_argument("--framework", choices=sorted(MAKERS), default="flax", help="default: %(default)s")
     arguments = parser.parse_args(argv)
+    config = dataclasses.replace(SIZES[arguments.size], framework=arguments.framework)
     with meshes.use(arguments.mesh):
-        training.run(arguments, SIZES[arguments.size], MAKERS[arguments.framework])
+        training.run(arguments, config, MAKERS[arguments.framework])
 
 
 if __name__ == "__main__":

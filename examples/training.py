@@ -51,6 +51,8 @@ class TrainConfig:
     seed: int = 0
     packed: bool = False
     """Keep the documents in a window apart: no state, no convolution and no prediction reaches across their border."""
+    framework: str = "flax"
+    """Of the model, whose parameters a checkpoint has."""
 
 
 class Model(Protocol):

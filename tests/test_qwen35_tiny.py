@@ -199,6 +199,13 @@ def test_run_learns_resumes_exactly_and_samples(framework: str, finished_run: Pa
 
 
 @RARELY_EQUINOX
+def test_checkpoint_of_the_other_framework_is_refused(framework: str, finished_run: Path) -> None:
+    other = next(name for name in FRAMEWORKS if name != framework)
+    with pytest.raises(SystemExit, match=f"was made with .*'framework': '{framework}'.* for .*'framework': '{other}'"):
+        train(other, finished_run, "--resume")
+
+
+@RARELY_EQUINOX
 def test_run_on_a_mesh_repeats_the_losses(framework: str, finished_run: Path, tmp_path: Path) -> None:
     logs = [json.loads((finished_run / "log.json").read_text()), train(framework, tmp_path, "--mesh", "data=2,seq=2")]
     np.testing.assert_allclose(logs[1]["losses"], logs[0]["losses"], rtol=1e-4)
