@@ -231,6 +231,8 @@ def test_wrong_checkpoints_are_refused(config: GatedDeltaNetConfig, tmp_path: Pa
         load(right, 2)
     with pytest.raises(ValueError, match=r"has more than one Gated DeltaNet layer 3: draft\."):
         load({**right, f"draft.{prefix}A_log": torch.zeros(6)})
+    with pytest.raises(ValueError, match=r"layer 3 of .*\.norm(\.weight)? and .*\.norm(\.weight)? are the same weight"):
+        load({**right, prefix + "norm": torch.zeros(config.value_head_dim)})
     with pytest.raises(ValueError, match=r"layer 3 of .*: weights do not fit .*: dt_bias is missing$"):
         load({name: array for name, array in right.items() if not name.endswith("dt_bias")})
     with pytest.raises(ValueError, match=r"gate\.bias does not belong to the layer$"):

@@ -50,8 +50,12 @@ def load_gated_deltanet_weights(
         )
     if len(prefixes) > 1:
         raise ValueError(f"{checkpoint} has more than one Gated DeltaNet layer {layer}: {', '.join(prefixes)}")
-    names = {_plain_name(match["rest"]): match[0] for match in here}
+    names: dict[str, str] = {}
     try:
+        for match in here:
+            other = names.setdefault(_plain_name(match["rest"]), match[0])
+            if other != match[0]:
+                raise ValueError(f"{other} and {match[0]} are the same weight: leave one of them out")
         weights = {name: _transposed(name, arrays.read(full)) for name, full in names.items()}
         given = config
         if "in_proj_qkvz" in weights:
