@@ -23,13 +23,13 @@ _Tree = TypeVar("_Tree")
 
 def sizes(text: str) -> dict[str, int]:
     """The argument of --mesh: "data=2,seq=2" -> {"data": 2, "seq": 2}; an axis left out has size 1."""
-    found = dict.fromkeys(AXES, 1)
+    found: dict[str, int] = {}
     for part in text.split(","):
         axis, _, size = part.partition("=")
-        if axis not in AXES or not size.isdecimal() or int(size) == 0:
+        if axis not in AXES or axis in found or not size.isdecimal() or int(size) == 0:
             raise argparse.ArgumentTypeError(f"must be like data=2,seq=2, got {text!r}")
         found[axis] = int(size)
-    return found
+    return {axis: found.get(axis, 1) for axis in AXES}
 
 
 def use(mesh: dict[str, int] | None) -> contextlib.AbstractContextManager[object]:

@@ -47,6 +47,8 @@ def operands(length: int, dtype: jnp.dtype) -> list[np.ndarray]:
 
 
 def run(length: int) -> None:
+    if length < 1 or length % jax.device_count():
+        raise SystemExit(f"--length: must be a multiple of the {jax.device_count()} devices, got {length}")
     cpu = jax.default_backend() == "cpu"
     whole = operands(length, jnp.dtype(jnp.float32 if cpu else jnp.bfloat16))
     gradients = jax.jit(jax.value_and_grad(loss, argnums=tuple(range(5))))
@@ -101,7 +103,9 @@ def main() -> None:
         "--gpu", type=int, metavar="I", help="the GPU of this host to use; default: JAX asks the launcher"
     )
     arguments = parser.parse_args()
-    if arguments.launch:
+    if arguments.launch is not None and arguments.launch < 1:
+        parser.error(f"argument --launch: must be 1 or more, got {arguments.launch}")
+    if arguments.launch is not None:
         launch(arguments.launch, ["--length", str(arguments.length), *(["--cpu"] if arguments.cpu else [])])
         return
     if arguments.cpu:

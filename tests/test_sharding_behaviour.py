@@ -580,6 +580,25 @@ def test_several_processes() -> None:
     assert result.stdout.count("2 devices (cpu): 200 tokens") == 2
 
 
+@pytest.mark.parametrize(
+    ("argv", "sentence"),
+    [("--launch -1", "--launch: must be 1 or more, got -1"), ("--launch 0", "--launch: must be 1 or more, got 0")],
+)
+def test_processes_to_launch_are_counted(
+    argv: str, sentence: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["multi_process.py", *argv.split()])
+    with pytest.raises(SystemExit):
+        multi_process.main()
+    assert sentence in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("length", [0, -8, 7])
+def test_length_that_the_processes_do_not_divide(length: int) -> None:
+    with pytest.raises(SystemExit, match=f"--length: must be a multiple of the 8 devices, got {length}"):
+        multi_process.run(length)
+
+
 def test_gradients_that_are_no_numbers_are_not_passed_over(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -105,7 +105,7 @@ def test_run_on_a_mesh_repeats_the_losses(tmp_path: Path) -> None:
 def test_mesh_option_is_checked(tmp_path: Path) -> None:
     with pytest.raises(SystemExit, match="99 devices are needed"):
         train_lm.main([*TINY, "--mesh", "seq=99", "--output", str(tmp_path)])
-    for text in ("seq", "seq=0", "model=2"):
+    for text in ("seq", "seq=0", "model=2", "data=2,data=3"):
         with pytest.raises(SystemExit):
             train_lm.main([*TINY, "--mesh", text, "--output", str(tmp_path)])
 
