@@ -399,13 +399,17 @@ def test_wrong_calls_are_refused(framework: Framework) -> None:
             goes_on(x, narrower)
 
 
-def test_inputs_of_other_shapes_are_refused(framework: Framework) -> None:
+def test_other_inputs_are_refused(framework: Framework) -> None:
     layer, x = framework.make(CONFIG), random_array(2, 4, 16)
     for method in (layer, layer.prefill, lambda x: layer.step(x, layer.init_cache(2))):
         with pytest.raises(ValueError, match=r"x must have shape \[B, T, 16\], got \(2, 16\)"):
             method(x[:, 0])
         with pytest.raises(ValueError, match=r"x must have shape \[B, T, 16\], got \(2, 4, 15\)$"):
             method(x[..., :15])
+        with pytest.raises(TypeError, match=r"x must be an array \[B, T, 16\], got list"):
+            method(x.tolist())
+        with pytest.raises(TypeError, match="x must be of real numbers, got complex64"):
+            method(x.astype(jnp.complex64))
     if isinstance(layer, eqx.Module):
         with pytest.raises(ValueError, match=r"got \(4, 16\); the layer takes the batch itself, with no jax\.vmap"):
             jax.vmap(layer)(x)

@@ -230,7 +230,7 @@ class GatedDeltaNet(eqx.Module):
         return product(x, linear.weight.T, (((2,), (0,)), ((), ())), out_sharding=out_sharding)
 
     def _project(self, x: jax.Array) -> Projected:
-        hint = "; the layer takes the batch itself, with no jax.vmap around it" if jnp.ndim(x) == 2 else ""
+        hint = "; the layer takes the batch itself, with no jax.vmap around it" if getattr(x, "ndim", 0) == 2 else ""
         check_input(x, self.config, hint)
         x = x.astype(self.dtype)  # Once, so that it is kept once for the backward pass.
         outputs = {name: self._apply(name, x) for name in self.config.input_projections}

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from jax_qla.checks import known_dtype
 from jax_qla.convolution import cut
 from jax_qla.mesh import axes_of, resolve
 from jax_qla.nn.config import GatedDeltaNetConfig
@@ -39,10 +40,16 @@ def check_input(x: Any, config: GatedDeltaNetConfig, hint: str = "") -> None:
     """Whether x is an input of the layer. `hint` ends the message.
 
     Raises:
+        TypeError: it is no array, or not of real numbers.
         ValueError: it has another shape than [B, T, D].
     """
-    if jnp.ndim(x) != 3 or jnp.shape(x)[-1] != config.hidden_size:
-        raise ValueError(f"x must have shape [B, T, {config.hidden_size}], got {tuple(jnp.shape(x))}{hint}")
+    if not hasattr(x, "shape") or not hasattr(x, "dtype"):
+        raise TypeError(f"x must be an array [B, T, {config.hidden_size}], got {type(x).__name__}")
+    dtype = known_dtype(x)
+    if dtype is None or not any(jnp.issubdtype(dtype, kind) for kind in (jnp.floating, jnp.integer, jnp.bool_)):
+        raise TypeError(f"x must be of real numbers, got {x.dtype}")
+    if len(x.shape) != 3 or x.shape[-1] != config.hidden_size:
+        raise ValueError(f"x must have shape [B, T, {config.hidden_size}], got {tuple(x.shape)}{hint}")
 
 
 def sharding_like(x: jax.Array, *others: jax.Array) -> NamedSharding | None:
