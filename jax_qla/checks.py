@@ -129,7 +129,10 @@ def taking_numpy(function: Callable[_Arguments, _Result]) -> Callable[_Arguments
     what is checked is what is computed with."""
 
     def of_jax(x: Any) -> Any:
-        return jnp.asarray(x) if isinstance(x, np.ndarray) else x
+        try:
+            return jnp.asarray(x) if isinstance(x, np.ndarray) else x
+        except TypeError:  # of objects or strings: refused by name, as arrays of other dtypes are
+            return x
 
     @functools.wraps(function)
     def call(*arguments: _Arguments.args, **options: _Arguments.kwargs) -> _Result:
@@ -243,7 +246,10 @@ def _check_scale(scale: Any, key_dim: int) -> float:
             f"scale must be a Python number, which is compiled in, got {type(scale).__name__}; multiply q for a scale "
             "that is an array"
         )
-    return float(scale)
+    try:
+        return float(scale)
+    except OverflowError as error:
+        raise ValueError("scale must be a Python number that a float can hold, got a larger one") from error
 
 
 def _rank(name: str, x: Any, axes: Sequence[str]) -> None:

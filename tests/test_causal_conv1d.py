@@ -189,6 +189,7 @@ FOREIGN = SimpleNamespace(shape=X.shape, dtype="torch.float32")
         (ValueError, r"x must have shape \[B, T, D\]", (X[0], WEIGHT), {}),
         (TypeError, "x must be bfloat16 or", (X.astype(np.int32), WEIGHT), {}),
         (TypeError, "x must be .*, got torch.float32", (FOREIGN, WEIGHT), {}),
+        (TypeError, "weight must be of a floating dtype, got object", (X, WEIGHT.astype(object)), {}),
         (ValueError, r"weight must have shape \[W, D\] with W >= 1 and D = 3", (X, WEIGHT[:, :2]), {}),
         (TypeError, "weight must be of a floating dtype, got complex64", (X, WEIGHT.astype(np.complex64)), {}),
         (TypeError, "bias must be of a floating dtype, got int32", (X, WEIGHT, WEIGHT[0].astype(np.int32)), {}),

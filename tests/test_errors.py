@@ -78,6 +78,9 @@ CASES: list[tuple[str, dict[str, Any], type[Exception], str]] = [
     ("beta shape", {"beta": array(2, 9, 4)}, ValueError, r"beta must have shape \(2, 10, 4\)"),
     ("scale array", {"scale": jnp.ones(())}, TypeError, "scale must be a Python number"),
     ("scale bool", {"scale": True}, TypeError, "scale must be a Python number"),
+    ("large scale", {"scale": 10**5000}, ValueError, "scale must be a Python number that a float can hold"),
+    ("objects", {"q": np.full((2, 10, 2, 64), None)}, TypeError, "q must be bfloat16 or .*, got object"),
+    ("strings", {"beta": np.full((2, 10, 4), "1")}, TypeError, "beta must be bfloat16 or .*, got <U1"),
     ("final flag", {"output_final_state": 1}, TypeError, "output_final_state must be True or False, got 1 of type int"),
     ("precision list", {"precision": ["high", "high"]}, TypeError, "precision must be a tuple where it is a pair"),
     ("norm flag", {"use_qk_l2norm_in_kernel": "yes"}, TypeError, "use_qk_l2norm_in_kernel must be True or False"),
@@ -199,7 +202,7 @@ def test_wrong_flag_of_states() -> None:
         call(jax_qla.chunk_gated_delta_rule, good() | {"save_chunk_states": "no"})
 
 
-RECURRENT = ("q rank", "k dtype", "heads", "state shape", "cu_seqlens and B", "scale array")
+RECURRENT = ("q rank", "k dtype", "heads", "state shape", "cu_seqlens and B", "scale array", "large scale", "objects")
 
 
 @pytest.mark.parametrize(("name", "changes", "error", "sentence"), [case for case in CASES if case[0] in RECURRENT])
