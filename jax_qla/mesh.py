@@ -284,6 +284,9 @@ def mapped(
     """
     if not layout.mapped:
         return tuple(function(*operands))
+    if 0 in operands[0].shape:
+        # XLA (jax 0.10.2) does not compile a map none of whose operands has elements.
+        function, dims, operands = _with_an_element(function), ("w", *dims), (jnp.zeros(1), *operands)
     context = jax.sharding.get_abstract_mesh()
     nested = not context.empty and bool(context.manual_axes)
     checked = not nested or _checks_varying(context.manual_axes[0])
@@ -322,6 +325,11 @@ def mapped(
             "inside a jax.vmap over an axis that an Explicit mesh cuts, this cannot be mapped over the mesh: put that "
             "axis into the batch B in place of jax.vmap, or use a mesh with Auto axes"
         ) from error
+
+
+def _with_an_element(function: Callable[..., Any]) -> Callable[..., Any]:
+    """`function`, whose first operand has none, of a zero [1] before its operands."""
+    return lambda zero, first, *others: function(first + zero.astype(first.dtype), *others)
 
 
 def _unsplit_with_gradient(
@@ -444,7 +452,7 @@ def segments_of_rows(layout: Layout, segment_ids: jax.Array, max_segments: int) 
             index = jax.lax.axis_index(layout.sequence)
             # A sum of parts in place, which unlike a gather counts as the same on all devices.
             ids_everywhere = jax.lax.psum(ids_everywhere.at[index].set(ids), layout.sequence)
-            ids = jnp.moveaxis(ids_everywhere, 0, 1).reshape(ids.shape[0], -1)
+            ids = jnp.moveaxis(ids_everywhere, 0, 1).reshape(ids.shape[0], parts * ids.shape[1])
         batch, tokens = ids.shape
         segments = segments_from_segment_ids(ids, max_segments).reshape(batch, max_segments, 2)
         return (segments - tokens * jnp.arange(batch, dtype=jnp.int32)[:, None, None],)
@@ -524,16 +532,17 @@ def partitioned(
         """The axes of `jax.vmap` go into the batch, on each device for itself."""
         if lead == 0:
             return local(axes, True, *arrays)
-        sizes = arrays[0].shape[:lead]
+        # No size is left open: of an array without elements it could not be told.
+        sizes, batch = arrays[0].shape[:lead], arrays[0].shape[lead + dims[0].index("b")]
 
         def fold(x: jax.Array, shape: str) -> jax.Array:
             at = shape.index("b")
             x = jnp.moveaxis(x, range(lead), range(at, at + lead))
-            return x.reshape(*x.shape[:at], -1, *x.shape[at + lead + 1 :])
+            return x.reshape(*x.shape[:at], math.prod(sizes) * batch, *x.shape[at + lead + 1 :])
 
         def unfold(x: jax.Array, shape: str) -> jax.Array:
             at = shape.index("b")
-            x = x.reshape(*x.shape[:at], *sizes, -1, *x.shape[at + 1 :])
+            x = x.reshape(*x.shape[:at], *sizes, batch, *x.shape[at + 1 :])
             return jnp.moveaxis(x, range(at, at + lead), range(lead))
 
         results = local(axes, True, *map(fold, arrays, dims))

@@ -88,6 +88,52 @@ def test_no_sequence_over_devices(mode: str) -> None:
         assert not np.any(x)
 
 
+@pytest.mark.parametrize(("mode", "batch", "tokens"), [("explicit", B, 0), ("named", B, 0), ("explicit", 0, T)])
+def test_no_token_over_devices(mode: str, batch: int, tokens: int) -> None:
+    """Where XLA would find no operand in what is mapped over the mesh."""
+    arrays = [x[:batch, :tokens] for x in rows(0)]
+    ids = {"segment_ids": SEGMENT_IDS[:batch, :tokens], "max_segments": 2}
+    mesh, cut = mesh_of(mode), CUTS["dp x cp"]
+
+    def gradients(rule: Any) -> Any:
+        def both(axes: MeshAxes | None, *x: jax.Array) -> Any:
+            options = {} if rule is jax_qla.recurrent_gated_delta_rule else {"mesh_axes": axes}
+            o, transpose = jax.vjp(lambda *x: rule(*x, **options)[0], *x)
+            return o, *transpose(jnp.ones_like(o))
+
+        return both
+
+    rules = [jax_qla.chunk_gated_delta_rule, functools.partial(jax_qla.chunk_gated_delta_rule, **ids)]
+    with jax.set_mesh(mesh):
+        for rule in rules if tokens == 0 else [*rules[1:], jax_qla.recurrent_gated_delta_rule]:
+            by = Cut(batch=cut.batch) if rule is jax_qla.recurrent_gated_delta_rule else cut
+            found = jax.jit(spread(mode, by, gradients(rule), ROWS, ("bth", *ROWS)))(*put(mesh, by, arrays, ROWS))
+            for x, of in zip(found, (arrays[2], *arrays), strict=True):
+                assert x.shape == of.shape
+
+
+def test_states_after_no_token_in_an_explicit_mesh() -> None:
+    """As a layer's prefill makes a cache that is cut as those of its steps."""
+    mesh, cut = mesh_of("explicit"), CUTS["tp"]
+    with jax.set_mesh(mesh):
+        x = put(mesh, cut, [x[:, :0] for x in rows(0)], ROWS)
+        for rule in (jax_qla.chunk_gated_delta_rule, jax_qla.recurrent_gated_delta_rule):
+            _, state = jax.jit(functools.partial(rule, output_final_state=True))(*x)
+            assert jax.typeof(state).sharding.spec == P(cut.batch, cut.heads, None, None)
+            assert not np.any(state)
+
+
+def test_no_token_where_the_compiler_cuts_members_of_vmap() -> None:
+    arrays = [np.stack([x[:, :0]] * 3) for x in rows(0)]
+
+    def both(*x: jax.Array) -> Any:
+        o, transpose = jax.vjp(jax.vmap(lambda *x: jax_qla.chunk_gated_delta_rule(*x)[0]), *x)
+        return o, *transpose(o)
+
+    for x, of in zip(jax.jit(both)(*arrays), (arrays[2], *arrays), strict=True):
+        assert x.shape == of.shape
+
+
 def test_halves_under_a_mesh() -> None:
     x, initial_state = rows(0), states(1, B)
     do, d_final_state = np.ones((B, T, HV, V), np.float32), states(2, B)
