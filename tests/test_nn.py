@@ -603,6 +603,32 @@ def test_parameters_cut_in_an_explicit_mesh(framework: Framework) -> None:
         assert gradient.sharding.is_equivalent_to(placed[name].sharding, gradient.ndim), name
 
 
+@pytest.mark.parametrize("projections", ["split", "fused"])
+def test_heads_that_explicit_axes_would_cut_apart_are_refused(framework: Framework, projections: Any) -> None:
+    config = GatedDeltaNetConfig(16, 2, 4, 8, 8, projections=projections)
+    mesh = jax.make_mesh((4,), ("model",), axis_types=(AxisType.Explicit,))
+    with jax.set_mesh(mesh):
+        cut = framework.place(framework.make(config), mesh, {**dict(RULES), "ba": "model"})
+        with pytest.raises(ValueError, match="Hk = 2 cannot be cut evenly over the 4 devices of mesh axis 'model', wh"):
+            jax.eval_shape(cut, jax.device_put(random_array(2, 4, 16), NamedSharding(mesh, PartitionSpec())))
+
+
+def test_scan_in_an_explicit_mesh_from_the_cache_after_no_token() -> None:
+    layer, x, mesh = FRAMEWORKS["equinox"].make(CONFIG, WEIGHTS), random_array(2, 3, 16), explicit_mesh()
+
+    def run(layer: Any, x: jax.Array) -> jax.Array:
+        def step(cache: Any, token: jax.Array) -> Any:
+            y, cache = layer.step(token[:, None], cache)
+            return cache, y[:, 0]
+
+        return jax.lax.scan(step, layer.prefill(x[:, :0])[1], jnp.swapaxes(x, 0, 1))[1].swapaxes(0, 1)
+
+    with jax.set_mesh(mesh):
+        cut = FRAMEWORKS["equinox"].place(layer, mesh, dict(RULES))
+        found = eqx.filter_jit(run)(cut, jax.device_put(x, NamedSharding(mesh, PartitionSpec("data"))))
+    assert_close(found, layer(x), LIMIT)
+
+
 def test_heads_of_fused_projections_need_no_others() -> None:
     """Cut by key head, devices exchange what tensor parallelism must: sums of the output, and of x's gradient. (And of
     the filter's, which all devices have whole.)"""

@@ -21,7 +21,7 @@ from jax_qla.nn.config import GatedDeltaNetConfig
 from jax_qla.nn.convolution import causal_convolution, tail_after
 from jax_qla.nn.gates import log_decay, update_strength
 from jax_qla.nn.normalization import gated_rms_norm
-from jax_qla.nn.projections import Projected, cut_like, heads_may_be_cut
+from jax_qla.nn.projections import Projected, by_heads, cut_like, heads_may_be_cut
 
 
 class MixerWeights(NamedTuple):
@@ -187,11 +187,10 @@ def _operands(
 ) -> tuple[jax.Array, ...]:
     """q, k, v, g and beta of the gated delta rule, from the convolved q, k and v."""
     q, k, v = qkv
-    shape = q.shape[:-1]
     return (
-        q.reshape(*shape, config.num_key_heads, config.key_head_dim),
-        k.reshape(*shape, config.num_key_heads, config.key_head_dim),
-        v.reshape(*shape, config.num_value_heads, config.value_head_dim),
+        by_heads(q, "Hk", config.num_key_heads, config.key_head_dim),
+        by_heads(k, "Hk", config.num_key_heads, config.key_head_dim),
+        by_heads(v, "Hv", config.num_value_heads, config.value_head_dim),
         log_decay(projected.a, weights.A_log, weights.dt_bias),
         update_strength(projected.b, config.allow_neg_eigval),
     )
@@ -212,5 +211,5 @@ def _output(
     implementation: str | Sequence[str] | None,
 ) -> jax.Array:
     """The normalised and gated heads side by side: [B, T, Hv * V]."""
-    z = projected.z.reshape(o.shape)
+    z = by_heads(projected.z, "Hv", config.num_value_heads, config.value_head_dim)
     return gated_rms_norm(o, z, weights.norm, config.norm_eps, implementation).reshape(projected.z.shape)

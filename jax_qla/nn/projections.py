@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -14,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 from jax_qla.checks import known_dtype
 from jax_qla.convolution import cut
-from jax_qla.mesh import axes_of, resolve
+from jax_qla.mesh import axes_of, described, resolve
 from jax_qla.nn.config import GatedDeltaNetConfig
 
 _MANY_TOKENS = 256
@@ -175,6 +176,24 @@ def _explicit_mesh(*arrays: jax.Array) -> Any:
     return mesh if AxisType.Explicit in mesh.axis_types else None
 
 
+def by_heads(x: jax.Array, name: str, heads: int, size: int) -> jax.Array:
+    """x [B, T, heads * size] as [B, T, heads, size].
+
+    Raises:
+        ValueError: Explicit axes cut the columns finer than the heads, whose number `name` is.
+    """
+    mesh = _explicit_mesh(x)
+    axes = () if mesh is None else axes_of(jax.typeof(x).sharding.spec[-1])
+    parts = math.prod(mesh.shape[axis] for axis in axes)
+    if heads > 1 and heads % parts:
+        raise ValueError(
+            f"{name} = {heads} cannot be cut evenly over the {parts} devices of {described(axes)}, which cut the "
+            "columns of the layer's projections: use fewer devices for the columns, or an Auto mesh"
+        )
+    # No size is left open: of an array without elements it could not be told.
+    return x.reshape(*x.shape[:-1], heads, size)
+
+
 def arrange(outputs: Mapping[str, jax.Array], config: GatedDeltaNetConfig) -> Projected:
     """Brings the outputs of `config.input_projections` into one form.
 
@@ -192,9 +211,8 @@ def arrange(outputs: Mapping[str, jax.Array], config: GatedDeltaNetConfig) -> Pr
     heads, key_dim = config.num_key_heads, config.key_head_dim
     ratio = config.num_value_heads // heads
     value_dim = ratio * config.value_head_dim
-    # No size is left open: of an array without elements it could not be told.
-    qkvz = qkvz.reshape(*shape, heads, 2 * (key_dim + value_dim))
+    qkvz = by_heads(qkvz, "Hk", heads, 2 * (key_dim + value_dim))
     q, k, v, z = jnp.split(qkvz, [key_dim, 2 * key_dim, 2 * key_dim + value_dim], axis=-1)
-    b, a = jnp.split(ba.reshape(*shape, heads, 2 * ratio), [ratio], axis=-1)
+    b, a = jnp.split(by_heads(ba, "Hk", heads, 2 * ratio), [ratio], axis=-1)
     q, k, v, z, b, a = (x.reshape(*shape, heads * x.shape[-1]) for x in (q, k, v, z, b, a))
     return Projected((q, k, v), z, b, a)
