@@ -218,6 +218,17 @@ def tensors(config: GatedDeltaNetConfig) -> dict[str, Any]:
     return {name: torch.tensor(array.T.copy()) for name, array in arrays.items()}
 
 
+def test_the_index_says_which_file_an_array_is_of(config: GatedDeltaNetConfig, tmp_path: Path) -> None:
+    weights = {f"layers.0.linear_attn.{name}": tensor for name, tensor in tensors(config).items()}
+    safetensors.torch.save_file(weights, tmp_path / "1.safetensors")
+    stale = {"layers.0.linear_attn.A_log": torch.full((config.num_value_heads,), 7.0), "other": torch.zeros(1)}
+    safetensors.torch.save_file(stale, tmp_path / "2.safetensors")
+    index = {"weight_map": {**dict.fromkeys(weights, "1.safetensors"), "other": "2.safetensors"}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    loaded = load_gated_deltanet_weights(tmp_path, 0, config)
+    np.testing.assert_array_equal(loaded["A_log"], weights["layers.0.linear_attn.A_log"])
+
+
 def test_wrong_checkpoints_are_refused(config: GatedDeltaNetConfig, tmp_path: Path) -> None:
     prefix = "model.layers.3.linear_attn."
     right = {prefix + name: tensor for name, tensor in tensors(config).items()}

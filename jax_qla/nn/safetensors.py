@@ -40,10 +40,12 @@ class Checkpoint:
     def __init__(self, path: str | Path):
         self.path = Path(path)
         self._entries: dict[str, tuple[Path, int, dict[str, Any]]] = {}
-        for file in _files(self.path):
+        files, places = _files(self.path)
+        for file in files:
             start, header = _header(file)
             for name, entry in header.items():
-                self._entries[name] = (file, start, entry)
+                if places.get(name, file) == file:
+                    self._entries[name] = (file, start, entry)
 
     @property
     def names(self) -> list[str]:
@@ -73,22 +75,23 @@ class Checkpoint:
         return raw.view(dtype).reshape(shape)
 
 
-def _files(path: Path) -> list[Path]:
-    """The files that make up the checkpoint."""
+def _files(path: Path) -> tuple[list[Path], dict[str, Path]]:
+    """The files that make up the checkpoint, and in which of them the index says that an array is, if there is one."""
     if path.is_file():
-        return [path]
+        return [path], {}
     if (path / INDEX).is_file():
         try:
             index = json.loads((path / INDEX).read_text())
-            files = sorted({path / name for name in index["weight_map"].values()})
+            places = {name: path / file for name, file in index["weight_map"].items()}
+            files = sorted(set(places.values()))
         except (ValueError, LookupError, TypeError, AttributeError) as error:
             raise ValueError(f"{path / INDEX} is damaged ({error!r})") from error
         missing = [file.name for file in files if not file.is_file()]
         if missing:
             raise FileNotFoundError(f"{path} lacks {', '.join(missing)}, which its {INDEX} names")
-        return files
+        return files, places
     if (path / SINGLE).is_file():
-        return [path / SINGLE]
+        return [path / SINGLE], {}
     raise FileNotFoundError(f"{path} is neither a safetensors file nor a folder with {SINGLE} or {INDEX}")
 
 
