@@ -147,6 +147,8 @@ def one_call(seed: int, pair: Sequence[str], largest: int, devices: int) -> tupl
                 soak.poison(device, poison)
             calls.append(jax.device_get(ours(on_mesh)))
         soak.compare(tally, operation, operands, calls, right)
+        where = f"--again {seed}: {placed}"
+        tally.worst = {result: (error, where) for result, (error, _) in tally.worst.items()}
         return tally
 
     return placed, run

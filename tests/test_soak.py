@@ -306,7 +306,7 @@ def test_what_is_drawn_for_a_mesh() -> None:
 
 
 def test_calls_cut_over_a_mesh(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One of whose results would be wrong is a fault, with the seed that gives it again."""
+    """One of whose results would be wrong is a fault, with the seed that gives it again, and so is an error's place."""
     seed = next(
         seed
         for seed in range(1000)
@@ -318,6 +318,7 @@ def test_calls_cut_over_a_mesh(monkeypatch: pytest.MonkeyPatch) -> None:
     found = run(poison=2**10)
     assert found.counts["calls"] == 2
     assert not found.faults
+    assert {where for _, where in found.worst.values()} == {f"--again {seed}: {placed}"}
     monkeypatch.setattr(soak_operations.Recurrence, "limit", lambda *_: -1.0)
     monkeypatch.setattr(soak_meshes, "one_call", lambda *_: (placed, run))
     total = soak_meshes.calls(iter(range(7, 100)), ("xla", "reference"), 100, 2**10, until=0)
