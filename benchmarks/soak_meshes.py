@@ -6,9 +6,9 @@
 
 Operations are those of soak_operations.py, of sizes that a mesh divides. Random are the mesh, of one axis or two, Auto
 or Explicit ones, and what each cuts: batch, tokens (of which the recurrence and the convolution then exchange
-something), heads or channels, or nothing. The second implementation computes each on one device. Calls are compiled
-some at a time and run one after the other, twice each in memory that held NaN, and must give the same bits. Prints
-counts, the largest errors and where they were; exits with 1 on any fault.
+something), heads or channels, or nothing, two perhaps the same, in any order. The second implementation computes each
+on one device. Calls are compiled some at a time and run one after the other, twice each in memory that held NaN, and
+must give the same bits. Prints counts, the largest errors and where they were; exits with 1 on any fault.
 """
 
 from __future__ import annotations
@@ -68,8 +68,8 @@ class Placed:
     """Of the mesh."""
     kind: AxisType
     """Of its axes."""
-    cuts: Mapping[str, str]
-    """Axis of the mesh by what it cuts."""
+    cuts: Mapping[str, tuple[str, ...]]
+    """Axes of the mesh by what they cut, the first the slowest."""
 
     def mesh(self) -> jax.sharding.Mesh:
         devices = np.array(jax.devices()[: math.prod(self.shape)]).reshape(self.shape)
@@ -98,12 +98,12 @@ def draw_placed(seed: int, pair: Sequence[str], largest: int, devices: int) -> t
         able = ["batch", "tokens", "heads"]
     if getattr(operation, "form", "") == "cu_seqlens":
         able.remove("batch")
-    cuts: dict[str, str] = {}
-    for axis in AXES[: len(shape)]:
-        left = [dimension for dimension in able if dimension not in cuts]
-        if left and random.random() < 0.9:
-            cuts[left[int(random.integers(len(left)))]] = axis
-    sizes = {dimension: shape[AXES.index(axis)] for dimension, axis in cuts.items()}
+    cuts: dict[str, tuple[str, ...]] = {}
+    for axis in random.permutation(AXES[: len(shape)]).tolist():
+        if random.random() < 0.9:
+            dimension = able[int(random.integers(len(able)))]
+            cuts[dimension] = (*cuts.get(dimension, ()), axis)
+    sizes = {dimension: math.prod(shape[AXES.index(axis)] for axis in axes) for dimension, axes in cuts.items()}
     return Placed(_divisible(operation, sizes), shape, kind, cuts), random
 
 

@@ -23,6 +23,8 @@ from jax.sharding import AxisType
 from soak_operations import GatedDeltaRule
 from thorough import THOROUGH, only_thorough
 
+from jax_qla.mesh import axes_of
+
 CHILD = """
 import json, os, signal, sys, time
 given = dict(zip(sys.argv, sys.argv[1:]))
@@ -298,10 +300,12 @@ def test_what_is_drawn_for_a_mesh() -> None:
     heads = {(kind, "heads") for kind in ("GatedDeltaRule", "GatedNorm", "Recurrence")} | {("Convolution", "channels")}
     assert cut == tokens | heads | {(kind.__name__, "batch") for kind in soak_operations.KINDS}
     assert {placed.kind for placed, _ in drawn} == {AxisType.Auto, AxisType.Explicit}
+    by_tokens = {placed.cuts.get("tokens", ()) for placed, _ in drawn}
+    assert by_tokens == {(), ("x",), ("y",), ("x", "y"), ("y", "x")}
     for placed, random in drawn[:40]:
         for name, x in placed.operation.operands(random).items():
             spec = placed.spec(name)
-            sizes = [placed.shape[soak_meshes.AXES.index(axis)] if axis else 1 for axis in spec]
+            sizes = [math.prod(placed.mesh().shape[axis] for axis in axes_of(entry)) for entry in spec]
             assert all(n % size == 0 for n, size in zip(x.shape, sizes, strict=False)), (placed, name)
 
 
