@@ -125,13 +125,13 @@ def _divisible(operation: Operation, sizes: Mapping[str, int]) -> Operation:
 
 
 def one_call(seed: int, pair: Sequence[str], largest: int, devices: int) -> tuple[Placed, Any]:
-    """What is drawn with this seed, and a function without arguments that runs it, compiled, and returns a Tally."""
+    """What is drawn with this seed, and a function that runs it, compiled, in so many bytes of NaN on each device, and
+    returns a Tally."""
     placed, random = draw_placed(seed, pair, largest, devices)
     operation, mesh = placed.operation, placed.mesh()
     operands = operation.operands(random)
-    where = {name: NamedSharding(mesh, placed.spec(name)) for name in operands}
     with jax.set_mesh(mesh):
-        on_mesh = {name: jax.device_put(x, where[name]) for name, x in operands.items()}
+        on_mesh = {name: jax.device_put(x, NamedSharding(mesh, placed.spec(name))) for name, x in operands.items()}
         ours = soak.compiled(operation, pair[0]).lower(on_mesh).compile()
     on_one = jax.device_put(operands, jax.devices()[0])
     theirs = soak.compiled(operation, pair[1]).lower(on_one).compile()

@@ -758,8 +758,9 @@ def _rows_for_both(
         rows = _even(length, mean, total, packed)
         if rows is None or not keeps(rows) or not _fits(length, tokens, sequences, packed):
             continue
-        if fills(rows) or alone:
-            fitting[length] = fills(rows)
+        full = fills(rows)
+        if full or alone:
+            fitting[length] = full
 
     def time(length: int | None, count: int, chunks: int) -> float:
         if length is None:

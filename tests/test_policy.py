@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pytest
@@ -276,6 +277,19 @@ BOTH_ON_AN_H200 = {
 """The same on H200s; of a forward pass, but for the last three rows, that keeps what the backward pass reads."""
 
 
+def rows_of_both(*sizes: int, ratio: int, split: bool, packed: bool) -> tuple[int, int]:
+    """Rows of a piece of the forward and of the backward pass, 0 for whole sequences, where both are computed."""
+    of_kernel: dict[str, Any] = {"ratio": ratio, "split": split, "packed": packed}
+    kept = policy.kept_rows(*sizes, **of_kernel)
+    forward = kept or policy.piece_rows(*sizes, packed=packed) or 0
+    return forward, kept or policy.backward_rows(*sizes, **of_kernel) or 0
+
+
+def least_of_both(times: Mapping[int, Sequence[float]]) -> float:
+    """Of both passes, by whichever kernels; sequences of the backward pass are cut as in the forward pass, or whole."""
+    return min(times[x][0] + min(times[y][1:]) for x in times for y in times if y in (0, x))
+
+
 @pytest.mark.parametrize(
     ("shape", "times", "limit"),
     [*((*item, 1.05) for item in BOTH.items()), *((*item, 1.02) for item in BOTH_ON_AN_H200.items())],
@@ -288,20 +302,12 @@ def test_choice_for_both_passes_is_within_five_or_two_per_cent_of_the_best_that_
     sequences, tokens, heads, ratio = shape
     sizes = (sequences * tokens, sequences, heads, 128, 128)
     of_kernel: dict[str, Any] = {"ratio": ratio, "split": False, "packed": True}
-    rows = policy.kept_rows(*sizes, **of_kernel)
-    forward = rows or policy.piece_rows(*sizes, packed=True) or 0
-    backward = rows or policy.backward_rows(*sizes, **of_kernel) or 0
+    forward, backward = rows_of_both(*sizes, **of_kernel)
     recurrences = sequences * tokens // backward if backward else sequences
     in_one = policy.in_one(recurrences, heads, 128, 128, **of_kernel) != "never"
     by_lengths = policy.balance(heads, ratio=of_kernel["ratio"])
     in_one = in_one and balanced([tokens // recurrences] * recurrences, *by_lengths)
-    best = min(
-        times[of_forward][0] + min(times[of_backward][1:])
-        for of_forward in times
-        for of_backward in times
-        if of_backward in (0, of_forward)
-    )
-    assert times[forward][0] + times[backward][1 + in_one] <= limit * best
+    assert times[forward][0] + times[backward][1 + in_one] <= limit * least_of_both(times)
 
 
 BY_THREE_KERNELS = {
@@ -380,12 +386,8 @@ def test_single_sequences_are_cut_for_both_passes_within_five_per_cent_of_the_be
     """Of heads that kernels/backward.py does not take. Dense ones have pieces that fill the card, of any length."""
     packed, tokens, heads, ratio = shape
     sizes = (tokens, 1, heads, 128, 128)
-    of_kernel: dict[str, Any] = {"ratio": ratio, "split": False, "packed": packed}
-    kept = policy.kept_rows(*sizes, **of_kernel)
-    forward = kept or policy.piece_rows(*sizes, packed=packed) or 0
-    backward = kept or policy.backward_rows(*sizes, **of_kernel) or 0
-    best = min(times[x][0] + times[y][1] for x in times for y in times if y in (0, x))
-    assert times[forward][0] + times[backward][1] <= 1.05 * best
+    forward, backward = rows_of_both(*sizes, ratio=ratio, split=False, packed=packed)
+    assert times[forward][0] + times[backward][1] <= 1.05 * least_of_both(times)
 
 
 @pytest.mark.parametrize("shape", BOTH | BOTH_ON_AN_H200, ids=str)
