@@ -52,6 +52,9 @@ _GAIN, _GAIN_OF_ONE = 0.03, -0.02
 """Of both passes, where the forward pass is cut for the backward pass's sake, at the least; and where a single sequence
 is, whose pieces are known to be alike, so that less memory is taken. (One of 64 heads and 8192 tokens takes as long
 then on an H200, and 0.94 of the time on an H100.)"""
+_GAIN_OF_FITTED = 0.03
+"""Of a forward pass of several packed sequences, where pieces are not of 2^n rows but fill the card if these are alike,
+at the least."""
 _HEAD, _FIRST_HEAD = 6.1, 1.0
 """A value head of one chunk in kernels/gradients.py, and what a block's first one takes longer."""
 _GROUP = 15.0
@@ -73,13 +76,17 @@ _ROWS_OF_MEMORY = 512
 """Tokens for every cut, or piece of a dense batch, at the least: what is kept of it and a head then is no more than its
 part of v and o."""
 
+_ROWS_KEPT = 768
+"""Tokens of a piece, at the least, if what is found of the pieces is to be kept between the passes: less than half of
+the other residuals."""
+
 _ROWS_COMPOSED = 512
 """Tokens of a sequence that take as long as `compose` of a chain of pieces and what goes before and after it."""
 
 _LENGTHS = tuple(n << shift for shift in range(10) for n in (8, 12))
 """Chunks of a piece that are considered, ..."""
 _PIECES = range(2, 34)
-"""... and pieces of a sequence whose length is known."""
+"""... and equal pieces of a row, or of all tokens of a packed batch."""
 
 OVERRIDE = "JAX_QLA_PIECE_ROWS"
 """Environment variable, read when a call that does not say it itself is traced: rows of a piece (a multiple of 64), or
@@ -609,18 +616,21 @@ def piece_rows(
     mean = -(-tokens // (max(sequences, 1) * CHUNK))
     override = _override(asked_rows)
     total = -(-tokens // CHUNK)
+    cut = total if packed else mean
     if override is not None:
-        return _even(override // CHUNK, mean, total, packed) if override and sequences else None
+        even = _even(override // CHUNK, cut) if override and sequences else None
+        return override if even and packed else even
 
     def time(length: int | None, count: int, chunks: int) -> float:
         recurrence = _time(length, chunks, count, heads, key_dim, value_dim, packed, tokens=tokens, places=sequences)
-        return recurrence + max(_PREPARE, _PREPARED * total * heads)
+        fitted = length is not None and packed and sequences > 1 and not _is_power(length)
+        return (recurrence + max(_PREPARE, _PREPARED * total * heads)) / (1 - fitted * _GAIN_OF_FITTED)
 
     lengths: list[int | None] = [None]
     if tokens and sequences:
-        lengths += [length for length in _lengths(mean, packed) if _fits(length, tokens, sequences, packed)]
+        lengths += _lengths(tokens, sequences, packed)
     best = _best(lengths, time, tokens, sequences, packed)
-    return None if best is None else _even(best, mean, total, packed)
+    return None if best is None else _even(best, cut)
 
 
 def backward_rows(
@@ -686,7 +696,7 @@ def _backward_time(
         if chunks * CHUNK <= beyond:  # left whole
             if chunks <= length and in_one_of(count):
                 return by_one_kernel(count, chunks) + _OVERHEAD
-            tile = value_tile(max(count * chunks // length, sequences) * heads, value_dim)
+            tile = value_tile(max(cut_count(count * chunks, length), sequences) * heads, value_dim)
             return by_three_kernels(count, chunks, tile) + _OVERHEAD
         pieces = -(-chunks // length)
         recurrences = count * heads
@@ -700,7 +710,7 @@ def _backward_time(
         places = sequences if packed else None
         columns, turns = _composed_in_turn(length, chunks, count, heads, value_dim, places=places)
         compositions = pieces * turns * _COMPOSE_STEP_BACK[columns]
-        if length * CHUNK < 2 * _ROWS_OF_MEMORY:
+        if length * CHUNK < _ROWS_KEPT:
             summaries += of.found_again
         tile = value_tile(max(pieces * count, sequences) * heads, value_dim)
         return by_three_kernels(pieces * count, length, tile) + summaries + compositions + _OVERHEAD
@@ -738,7 +748,7 @@ def _rows_for_both(
     `back`, those of each by itself; None if there are none. Only where kernels/backward.py then fills the card, unless
     there is one sequence, whose pieces are known to be alike, and what it takes has been measured."""
     tokens, sequences, heads, key_dim, value_dim = sizes
-    mean, total = -(-tokens // (sequences * CHUNK)), -(-tokens // CHUNK)
+    cut = -(-tokens // (CHUNK if packed else sequences * CHUNK))
     backward_time = _backward_time(*sizes, ratio=ratio, split=split, packed=packed)
 
     def of_passes(forward: int | None, back: int | None, count: int, chunks: int) -> float:
@@ -751,12 +761,13 @@ def _rows_for_both(
         one = in_one(pieces, heads, key_dim, value_dim, ratio=ratio, split=split, packed=False)
         return pieces > sequences and one != "never"
 
+    several = packed and sequences > 1  # other pieces than of 2^n rows took 1.1 times as long as whole sequences
     alone = sequences == 1 and _recurrences(key_dim, value_dim, split=split, several=False) is _OF_VD
     fitting: dict[int, bool] = {}
     """Lengths of pieces, and whether kernels/backward.py then fills the card."""
-    for length in _lengths(mean, packed):
-        rows = _even(length, mean, total, packed)
-        if rows is None or not keeps(rows) or not _fits(length, tokens, sequences, packed):
+    for length in _lengths(tokens, sequences, packed):
+        rows = _even(length, cut)
+        if rows is None or not keeps(rows) or (several and not _is_power(length)):
             continue
         full = fills(rows)
         if full or alone:
@@ -769,22 +780,24 @@ def _rows_for_both(
         return of_passes(length, length, count, chunks) / (1 - gain)
 
     best = _best((None, *fitting), time, tokens, sequences, packed)
-    return None if best is None else _even(best, mean, total, packed)
+    return None if best is None else _even(best, cut)
 
 
-def _lengths(chunks: int, packed: bool) -> Sequence[int]:
-    """Chunks of a piece that are considered, of sequences that have `chunks`: of dense ones, which can be cut so that
-    pieces fill the card whatever the number of heads is, those of all small numbers of pieces too."""
-    return _LENGTHS if packed else tuple(dict.fromkeys((*_LENGTHS, *(-(-chunks // pieces) for pieces in _PIECES))))
+def _lengths(tokens: int, sequences: int, packed: bool) -> list[int]:
+    """Chunks of a piece that are considered, also those of all small numbers of equal pieces, so that these fill the
+    card whatever the number of heads is: of each row of a dense batch, of all tokens of a packed one. Of a packed batch
+    that has many places, of whose sequences less is known, only powers of two."""
+    chunks = -(-tokens // (CHUNK if packed else sequences * CHUNK))
+    lengths = dict.fromkeys((*_LENGTHS, *(-(-chunks // pieces) for pieces in _PIECES)))
+    if packed and sequences > 1:
+        many = sequences > _ALL_TAKEN
+        return [n for n in lengths if n * CHUNK >= _ROWS_OF_MEMORY and (_is_power(n) or not many)]
+    return [n for n in lengths if _ROWS_OF_MEMORY * piece_count(tokens, sequences, n * CHUNK, packed=False) <= tokens]
 
 
-def _fits(length: int, tokens: int, sequences: int, packed: bool) -> bool:
-    """Whether pieces of `length` chunks are considered."""
-    if packed and length & (length - 1):  # few batches are a multiple of such pieces (`kept_rows`)
-        return False
-    rows = length * CHUNK
-    states = cut_count(tokens, rows) if packed else piece_count(tokens, sequences, rows, packed=False)
-    return _ROWS_OF_MEMORY * states <= tokens
+def _is_power(length: int) -> bool:
+    """Whether it is one of two."""
+    return length & (length - 1) == 0
 
 
 def _best(
@@ -819,11 +832,8 @@ def _layouts(tokens: int, sequences: int, packed: bool) -> list[tuple[float, int
     return [(1.0, sequences, mean), (0.4, -(-sequences // 2), 2 * mean), (of_one, 1, total)]
 
 
-def _even(length: int, chunks: int, total: int, packed: bool) -> int | None:
-    """Rows of pieces of `length` chunks, of sequences that have `chunks` on average and `total` together. Those of
-    dense sequences, all as long, become as equal as so many can be; one piece is none."""
-    if packed:
-        return length * CHUNK if length < total else None
+def _even(length: int, chunks: int) -> int | None:
+    """Rows of the as many pieces, but as equal as can be, that `chunks` have of `length` chunks; None if it is one."""
     pieces = -(-chunks // length)
     return None if pieces <= 1 else -(-chunks // pieces) * CHUNK
 
@@ -845,10 +855,10 @@ def kept_rows(
     pieces can be kept for the backward pass; else None. Each then cuts as it is faster by itself.
 
     The backward pass finds out from their number how long they are (`segments.rows_of_pieces`), which does not say it
-    of a packed batch whose tokens are no multiple of them, or nearly so. Nor is it kept of more pieces than one in 1024
-    tokens, whose states would take more memory than the other residuals, unless such pieces were asked for; nor where
-    the backward pass leaves the sequences whole. `with_states`, where the states before all chunks are kept too, which
-    are those of the pieces of the forward pass and more than what is found of these, none of that counts.
+    of all that a caller may ask for. Nor is it kept of pieces of less than 768 tokens, whose states would take half as
+    much memory as the other residuals, unless such pieces were asked for; nor where the backward pass leaves the
+    sequences whole. `with_states`, where the states before all chunks are kept too, which are those of the pieces of
+    the forward pass and more than what is found of these, none of that counts.
     """
     if tokens == 0 or sequences == 0:
         return None
@@ -857,8 +867,7 @@ def kept_rows(
 
     def keeps(rows: int, *, many: bool = False) -> bool:
         parts = piece_count(tokens, sequences, rows, packed=packed)
-        filled = parts - sequences if packed else parts  # of a packed batch, one a sequence more than tokens fill
-        if not many and 2 * _ROWS_OF_MEMORY * filled > tokens:
+        if not many and rows < _ROWS_KEPT:
             return False
         return rows == rows_of_pieces(tokens, sequences, parts, packed=packed)
 
@@ -970,7 +979,7 @@ def _left_whole(
 ) -> float:
     """The same of packed sequences that might have been cut and are not. Of few places most are taken, it is supposed,
     so what pieces cost that find nothing to cut counts twice there."""
-    cuts, few = sequences * chunks // length, places <= _ALL_TAKEN
+    cuts, few = cut_count(sequences * chunks, length), places <= _ALL_TAKEN
     blocks = max(cuts, sequences if few else places)
     if not few and halves(places + cuts, heads):  # of all, where they run at once
         blocks = sequences
@@ -1043,7 +1052,7 @@ def _composed_in_turn(
     """Value columns of a block of kernels/compose.py, and sequences that it takes one after the other; as `_cut`."""
     if places is None:
         return composed(sequences, heads, value_dim, packed=False).columns, 1
-    chains = min(places, max(sequences * chunks // length, 1))
+    chains = min(places, max(cut_count(sequences * chunks, length), 1))
     columns, together = composed(chains, heads, value_dim, packed=True)
     return columns, -(-sequences // together)
 

@@ -121,16 +121,16 @@ def piece_count(tokens: int, sequences: int, rows: int, *, packed: bool = True) 
 
 
 def cut_count(tokens: int, rows: int) -> int:
-    """Number of places for cuts, between pieces of at most `rows` rows of a packed batch."""
-    return tokens // rows
+    """Number of places for cuts, between pieces of at most `rows` rows of a packed batch: enough for any packing, and
+    so many that they say how long pieces are (`rows_of_pieces`)."""
+    return -(-tokens // rows)
 
 
 def rows_of_pieces(tokens: int, sequences: int, parts: int, *, packed: bool) -> int:
-    """Length of a piece, from their number: a multiple of 64, of packed sequences the greatest of that number, of a
-    dense batch's the least. Zero where there is none."""
-    if packed:
-        return tokens // max(parts - sequences, 1) // CHUNK * CHUNK
-    return -(-tokens // (max(parts, 1) * CHUNK)) * CHUNK
+    """Length of a piece, from their number: the least multiple of 64 with which there are so many. Zero where there is
+    no token."""
+    filled = parts - sequences if packed else parts
+    return -(-tokens // (max(filled, 1) * CHUNK)) * CHUNK
 
 
 def dense_pieces(batch: int, tokens: int, rows: int) -> tuple[np.ndarray, ...]:

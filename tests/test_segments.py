@@ -160,6 +160,21 @@ def test_dense_pieces() -> None:
             assert sg.piece_count(batch * tokens, batch, found, packed=False) == parts
 
 
+@pytest.mark.parametrize("sequences", [1, 7])
+def test_number_of_pieces_says_how_long_they_are(sequences: int) -> None:
+    """Of as equal ones as tokens can be cut into, whatever their number is."""
+    for tokens in (1, 64, 65, 700, 4096, 30000, 32768):
+        chunks, lengths = -(-tokens // 64), set()
+        for pieces in range(1, min(chunks, 70) + 1):
+            rows = 64 * -(-chunks // pieces)
+            parts = sg.piece_count(tokens, sequences, rows)
+            assert sg.rows_of_pieces(tokens, sequences, parts, packed=True) == rows
+            assert sg.cut_count(tokens, rows) == parts - sequences
+            lengths.add(rows)
+        assert 64 in lengths or chunks > 70
+    assert sg.rows_of_pieces(0, 3, 3, packed=True) == 0
+
+
 def test_first_slot_finds_each_sequence() -> None:
     segments = np.array(((5, 70), (70, 70), (80, 208), (250, 290)), np.int32)
     table = sg.chunk_table(segments, 300)
