@@ -76,9 +76,9 @@ _ROWS_OF_MEMORY = 512
 """Tokens for every cut, or piece of a dense batch, at the least: what is kept of it and a head then is no more than its
 part of v and o."""
 
-_ROWS_KEPT = 768
-"""Tokens of a piece, at the least, if what is found of the pieces is to be kept between the passes: less than half of
-the other residuals."""
+_ROWS_IN_ONE = 768
+"""Rows of a piece from which on both passes are cut so that kernels/backward.py fills the card: of shorter ones what is
+kept takes the memory that it spares."""
 
 _ROWS_COMPOSED = 512
 """Tokens of a sequence that take as long as `compose` of a chain of pieces and what goes before and after it."""
@@ -164,8 +164,6 @@ class _Recurrences(NamedTuple):
     share: float | None
     """Of what blocks of kernels/adjoint_summaries.py take of the card, what is not beside the states; None: all of it,
     and the longest block at the least."""
-    found_again: float
-    """What enters the pieces where they are so short that it is not kept (`kept_rows`), at the least."""
     before_one: float
     """What else precedes kernels/backward.py."""
     groups: float
@@ -180,7 +178,6 @@ _OF_VD = _Recurrences(
     block={64: 0.0117, 128: 0.0208},
     states=0.76,
     share=0.5,
-    found_again=8.0,
     before_one=15.0,
     groups=0.35,
     little=0.022,
@@ -192,7 +189,6 @@ _OF_STATES = _Recurrences(
     block={64: 0.0, 128: 0.0},
     states=1.0,
     share=None,
-    found_again=0.0,
     before_one=0.0,
     groups=0.6,
     little=0.02,
@@ -670,11 +666,11 @@ def _backward_time(
     there are as many sequences as the call has, or it has many places, they and their pieces are taken to be alike."""
     of = _recurrences(key_dim, value_dim, split=split, several=packed and sequences > 1)
 
-    def by_one_kernel(count: int, chunks: int) -> float:
+    def by_one_kernel(count: int, chunks: int, compositions: float = 0.0) -> float:
         recurrences = count * heads
         tile = value_tile(recurrences, value_dim)
         step = _step_of_rounds(recurrences * (value_dim // tile), 128 if tile > 64 else 64, of)
-        states = of.states * chunks * step + of.before_one
+        states = max(of.states * chunks * step, compositions) + of.before_one
         behind = ratio // in_one_width(ratio) - 1  # steps of the last cluster of a key head, behind the first
         rounds = _rounds(recurrences, 1)
         return states + (rounds * chunks + behind) * _STEP_IN_ONE + (rounds - 1) * _ROUND
@@ -703,15 +699,13 @@ def _backward_time(
         exact, short = (part * (pieces - 1) * recurrences * (value_dim // 64) for part in (0.25, 0.75))  # as in `_cut`
         share = (exact * length + short * min(length, _SHORT)) / MULTIPROCESSORS
         summaries = _ADJOINT_STEP * max(length, share)
-        if in_one_of(pieces * count):
-            return by_one_kernel(pieces * count, length) + summaries + _COMPOSED
-        if of.share is not None:
-            summaries = of.share * share
         places = sequences if packed else None
         columns, turns = _composed_in_turn(length, chunks, count, heads, value_dim, places=places)
         compositions = pieces * turns * _COMPOSE_STEP_BACK[columns]
-        if length * CHUNK < _ROWS_KEPT:
-            summaries += of.found_again
+        if in_one_of(pieces * count):
+            return by_one_kernel(pieces * count, length, compositions) + summaries + _COMPOSED
+        if of.share is not None:
+            summaries = of.share * share
         tile = value_tile(max(pieces * count, sequences) * heads, value_dim)
         return by_three_kernels(pieces * count, length, tile) + summaries + compositions + _OVERHEAD
 
@@ -770,7 +764,7 @@ def _rows_for_both(
         if rows is None or not keeps(rows) or (several and not _is_power(length)):
             continue
         full = fills(rows)
-        if full or alone:
+        if rows >= _ROWS_IN_ONE if full else alone:
             fitting[length] = full
 
     def time(length: int | None, count: int, chunks: int) -> float:
@@ -855,20 +849,17 @@ def kept_rows(
     pieces can be kept for the backward pass; else None. Each then cuts as it is faster by itself.
 
     The backward pass finds out from their number how long they are (`segments.rows_of_pieces`), which does not say it
-    of all that a caller may ask for. Nor is it kept of pieces of less than 768 tokens, whose states would take half as
-    much memory as the other residuals, unless such pieces were asked for; nor where the backward pass leaves the
-    sequences whole. `with_states`, where the states before all chunks are kept too, which are those of the pieces of
-    the forward pass and more than what is found of these, none of that counts.
+    of all that a caller may ask for. Nor is it kept where the backward pass leaves the sequences whole, unless
+    `with_states`, where the states before all chunks are kept too, which are those of the pieces of the forward pass
+    and more than what is found of these.
     """
     if tokens == 0 or sequences == 0:
         return None
     sizes = (tokens, sequences, heads, key_dim, value_dim)
     asked = _override(asked_rows) is not None
 
-    def keeps(rows: int, *, many: bool = False) -> bool:
+    def keeps(rows: int) -> bool:
         parts = piece_count(tokens, sequences, rows, packed=packed)
-        if not many and rows < _ROWS_KEPT:
-            return False
         return rows == rows_of_pieces(tokens, sequences, parts, packed=packed)
 
     of_kernel: dict[str, Any] = {"ratio": ratio, "split": split, "packed": packed}
@@ -876,8 +867,7 @@ def kept_rows(
     back = backward_rows(*sizes, **of_kernel, asked_rows=asked_rows)
     both = None if asked else _rows_for_both(sizes, forward, back, keeps, **of_kernel)
     considered = (both, back, forward if with_states else None)
-    many = with_states or asked
-    return next((rows for rows in considered if rows is not None and keeps(rows, many=many)), None)
+    return next((rows for rows in considered if rows is not None and keeps(rows)), None)
 
 
 def keeps_states(*sizes: int, ratio: int, split: bool, packed: bool, asked_rows: int | None = None) -> bool:
