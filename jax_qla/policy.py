@@ -781,12 +781,16 @@ def _lengths(tokens: int, sequences: int, packed: bool) -> list[int]:
     """Chunks of a piece that are considered, also those of all small numbers of equal pieces, so that these fill the
     card whatever the number of heads is: of each row of a dense batch, of all tokens of a packed one. Of a packed batch
     that has many places, of whose sequences less is known, only powers of two."""
-    chunks = -(-tokens // (CHUNK if packed else sequences * CHUNK))
-    lengths = dict.fromkeys((*_LENGTHS, *(-(-chunks // pieces) for pieces in _PIECES)))
+    lengths = _lengths_of(-(-tokens // (CHUNK if packed else sequences * CHUNK)))
     if packed and sequences > 1:
         many = sequences > _ALL_TAKEN
         return [n for n in lengths if n * CHUNK >= _ROWS_OF_MEMORY and (_is_power(n) or not many)]
     return [n for n in lengths if _ROWS_OF_MEMORY * piece_count(tokens, sequences, n * CHUNK, packed=False) <= tokens]
+
+
+def _lengths_of(chunks: int) -> list[int]:
+    """The same of a sequence that has so many, whatever memory they take."""
+    return list(dict.fromkeys((*_LENGTHS, *(-(-chunks // pieces) for pieces in _PIECES))))
 
 
 def _is_power(length: int) -> bool:
@@ -898,7 +902,7 @@ def shard_cut(
     if override is not None:
         length = min(override // CHUNK or chunks, chunks)
     else:
-        lengths = [length for length in _LENGTHS if length < chunks] + [chunks]
+        lengths = [length for length in _lengths_of(chunks) if length < chunks] + [chunks]
         length = min(lengths, key=lambda n: _cut(n, chunks, sequences, heads, key_dim, value_dim, shard=True))
     return Cut(length * CHUNK, -(-chunks // length))
 

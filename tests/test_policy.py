@@ -872,7 +872,9 @@ def test_shards_are_always_cut(monkeypatch: pytest.MonkeyPatch) -> None:
             assert cut.rows % 64 == 0
             assert (cut.pieces - 1) * cut.rows < tokens <= cut.pieces * cut.rows
     assert policy.shard_cut(64, 1, 8, 128, 128) == (64, 1)
-    assert policy.shard_cut(65536, 1, 32, 128, 128).rows == policy.piece_rows(65536, 1, 32, 128, 128, packed=False)
+    for tokens, heads in ((65536, 32), (32768, 24), (16384, 12)):
+        rows = policy.piece_rows(tokens, 1, heads, 128, 128, packed=False)
+        assert policy.shard_cut(tokens, 1, heads, 128, 128).rows == rows
     for value, expected in (("128", (128, 8)), ("0", (1024, 1)), ("4096", (1024, 1))):
         monkeypatch.setenv(policy.OVERRIDE, value)
         assert policy.shard_cut(1000, 1, 8, 128, 128) == expected
