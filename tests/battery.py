@@ -50,6 +50,10 @@ smaller numbers cannot be right to 1e-5. (exp(-70) = 4e-31 is still a real test.
 RESULTS = ("o", "final_state", "dq", "dk", "dv", "dg", "dbeta", "d_initial_state")
 
 
+NOT_A_NUMBER = 100
+"""The token whose gate is not a number."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Case:
     """One set of inputs. Everything random follows from the name, whatever the dtype."""
@@ -64,7 +68,8 @@ class Case:
     value_dim: int = 64
     gates: str | float = "random"
     """A constant, or "random" (a quarter of the heads zero), "alternating" (0, -30), "single" (small, one of -1e4),
-    "strong" (half small, half down to -70, none a round number), "resets" (random, some -inf)."""
+    "strong" (half small, half down to -70, none a round number), "resets" (random, some -inf), "not a number" (random,
+    one so of the first head, at NOT_A_NUMBER)."""
     keys: str = "unit"
     """"unit" (random of length 1), "identical" (of length 1), "identical long" (of length 4), "zero" or "some zero"."""
     beta: float | Literal["some zero", "some faint"] | None = None
@@ -152,8 +157,11 @@ def _gates(case: Case, random: np.random.Generator, shape: tuple[int, int, int])
     if case.gates == "resets":
         g[:, random.integers(0, shape[1], 5)] = -np.inf
         return g
-    assert case.gates == "random"
     g[:, :, ::4] = 0
+    if case.gates == "not a number":
+        g[0, NOT_A_NUMBER, 0] = np.nan
+        return g
+    assert case.gates == "random"
     return g
 
 
@@ -361,6 +369,26 @@ def _exact(case: Case, results: Mapping[str, np.ndarray]) -> Iterator[str]:
                 yield f"the final state of empty sequence {n} is not its initial state"
             if case.initial_state and np.any(results["d_initial_state"][n] != x.d_final_state[n]):
                 yield f"the gradient of empty sequence {n}'s initial state is not that of its final state"
+
+
+def check_not_a_number(case: Case, function: Function) -> None:
+    """Asserts that what is not a number by the reference, where a gate is none, is none by `function` either, in every
+    sequence and head of which the reference says so, and in no other."""
+    assert case.gates == "not a number"
+    bounds = case.segments or ((0, case.tokens),) * case.batch
+    for name, found in run(case, function).items():
+        expected = np.isnan(reference(case)[name])
+        assert expected.any(), name
+        assert np.isnan(found[expected]).all(), f"{name} has numbers where it should have none"
+        for n, (start, end) in enumerate(bounds):
+            if name.endswith("state"):
+                of_sequence = (slice(n, n + 1), slice(None))
+            else:
+                row = n if case.segments is None else 0
+                of_sequence = (slice(row, row + 1), slice(start, end))
+            by_head = [np.moveaxis(x[of_sequence], 1 if name.endswith("state") else 2, 0) for x in (expected, found)]
+            for there, values in zip(*by_head, strict=True):
+                assert there.any() or np.isfinite(values.astype(np.float32)).all(), f"{name} of sequence {n}"
 
 
 def check(case: Case, function: Function, limits: Limits) -> dict[str, Error]:

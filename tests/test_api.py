@@ -369,7 +369,7 @@ def test_residuals_of_other_pieces_are_refused(monkeypatch: pytest.MonkeyPatch) 
         for wrong, error, sentence in (
             ((a, gamma, vd, 1), TypeError, r"residuals\[3\] must be what .* or be left out, got int"),
             ((a, gamma, None, (*between[:2], between[2][:2])), ValueError, r"residuals\[3\]\[2\] must have shape"),
-            ((a, gamma, vd, [x[:2] for x in between]), ValueError, "the residuals are of 4 pieces"),
+            ((a, gamma, vd, [x[:3] for x in between]), ValueError, "the residuals are of 5 pieces"),
         ):
             with pytest.raises(error, match=sentence):
                 jax_qla.chunk_gated_delta_rule_bwd(*x, wrong, jnp.zeros_like(x[2]), **PACKED)
@@ -382,7 +382,7 @@ def test_halves_that_save_chunk_states(packed: bool, rows: str, monkeypatch: pyt
     monkeypatch.setenv(policy.OVERRIDE, rows)
     monkeypatch.setattr(jax, "device_count", lambda: 1)
     x, options = tokens(1, 200), PACKED if packed else {}
-    parts = (200 // 64 + 2 if packed else 4) if rows == "64" else 1 + packed
+    parts = (-(-200 // 64) + 2 if packed else 4) if rows == "64" else 1 + packed
     with stand_in.kernels():
         for save in (False, None):
             _, _, residuals = jax_qla.chunk_gated_delta_rule_fwd(*x, **options, save_chunk_states=save)

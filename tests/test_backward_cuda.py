@@ -102,6 +102,14 @@ def test_battery(case: battery.Case, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("_in_one")
+@pytest.mark.parametrize("case", [MANY, GAPS], ids=str)
+@pytest.mark.parametrize("rows", ["0", "128"])
+def test_a_gate_that_is_not_a_number(case: battery.Case, rows: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(policy.OVERRIDE, rows)
+    battery.check_not_a_number(dataclasses.replace(case, gates="not a number"), cuda)
+
+
+@pytest.mark.usefixtures("_in_one")
 @pytest.mark.parametrize(
     "case", [MANY, GAPS, OWN_KEYS, *(case for case in HERE if case.name.startswith("packed"))], ids=str
 )

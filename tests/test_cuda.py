@@ -228,6 +228,12 @@ def _in_ways(cases: Sequence[battery.Case], *ways: str) -> list[Any]:
     return [pytest.param(case, WAYS[way], id=f"{case}-{way}") for case, way in pairs]
 
 
+@pytest.mark.parametrize("case", [CASES[-1], NORMALISED], ids=str)
+@pytest.mark.parametrize("way", WAYS)
+def test_a_gate_that_is_not_a_number(case: battery.Case, way: str) -> None:
+    battery.check_not_a_number(dataclasses.replace(case, gates="not a number"), WAYS[way])
+
+
 @pytest.mark.parametrize(
     ("case", "function"),
     [

@@ -715,9 +715,9 @@ def test_pieces_that_may_be_summarised(monkeypatch: pytest.MonkeyPatch) -> None:
     operands, segments = (*operands[:-1], operands[-1][0]), segments[0]
     kernels: Any = cuda
     options: Any = {"scale": 0.25, "output_final_state": False, "with_residuals": False}
-    for rows in (64, 128):  # 6 and 3 cuts, of 5 sequences
+    for rows in (64, 128):  # places for 7 and 4 cuts, of 5 sequences
         jax.eval_shape(functools.partial(kernels.forward, **options, piece_rows=rows), *operands, segments)
-    assert asked == [(1, 0), (2, 1)]
+    assert asked == [(2, 0), (3, 2)]
 
 
 @pytest.mark.parametrize("alone", [False, True], ids=["shared", "alone"])
@@ -1085,7 +1085,7 @@ def test_pieces_that_a_call_asks_for(packed: bool, monkeypatch: pytest.MonkeyPat
         of_batch = jax.jit(jax.vmap(functools.partial(rule, piece_rows=piece_rows)))
         o = of_batch(*batched) if piece_rows else jax.eval_shape(of_batch, *batched)
         # Packed members become one longer row, which has no room to spare for each of them.
-        room = MEMBERS * cuts if not packed else MEMBERS * TOKENS // piece_rows if cuts else 0
+        room = MEMBERS * cuts if not packed else -(-MEMBERS * TOKENS // piece_rows) if cuts else 0
         assert counts[-1] == room  # after the trace of one member
         if piece_rows:
             _close(o[1], right[0], f"o of a member with {piece_rows} rows")

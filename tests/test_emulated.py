@@ -139,6 +139,13 @@ def test_whole_and_in_pieces(
     assert used.count("compose") == (2 if rows else 0)
 
 
+@pytest.mark.parametrize("rows", ["0", rarely("128")])
+def test_a_gate_that_is_not_a_number(rows: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was taken for one that forgets everything."""
+    monkeypatch.setenv(policy.OVERRIDE, rows)
+    battery.check_not_a_number(dataclasses.replace(PACKED, gates="not a number"), rule)
+
+
 @pytest.mark.parametrize("rows", [rarely("0"), rarely("64"), "128"])
 def test_final_states_in_place_of_initial_ones(rows: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same bits as apart, in places for more sequences than cuts (pieces of 128 rows) and for fewer: of one that is

@@ -566,7 +566,7 @@ def gate_gradients(dtype: str, l2norm: bool, dots_of_v: int = 1):
             total = later + earlier + parts.halves_s[1 - i // 32]
             for x in T.unroll(parts.states_dot_s.shape[1]):
                 total = total + vectors.rise_s[at, rows - 1] * parts.states_dot_s[at, x]
-            dg[row + i, head] = T.Select(decay >= T.float32(MIN_LOG_DECAY), total, T.float32(0))
+            dg[row + i, head] = T.Select(decay < T.float32(MIN_LOG_DECAY), T.float32(0), total)
 
     return write_gates
 

@@ -131,7 +131,8 @@ PRELUDE = (
     + f"constexpr float kMinLogDecay = {MIN_LOG_DECAY}f, kLog2e = {LOG2_E}f;"
     r"""
 // Gates of heads `head` .. `head` + min(heads, 2), by two warps, two threads a row, which asks for half as many lines of memory as a warp
-// a head would; g clamped to kMinLogDecay; zeros beyond the chunk's rows. g and beta: the chunk's first rows of `pitch` elements.
+// a head would; g clamped to kMinLogDecay, but what is not a number stays so; zeros beyond the chunk's rows. g and beta: the chunk's first
+// rows of `pitch` elements.
 __device__ __forceinline__ void jax_qla_fetch(float* gamma_s, float* beta_s, const float* g, const float* beta, int pitch, int head,
                                               int heads, int rows) {
   const int h = threadIdx.x & 1;
@@ -139,7 +140,8 @@ __device__ __forceinline__ void jax_qla_fetch(float* gamma_s, float* beta_s, con
   for (int x = 0; x < 2; ++x) {
     const int row = x * 32 + (threadIdx.x >> 1 & 31);
     const bool wanted = h < heads && row < rows;
-    gamma_s[h * 64 + row] = wanted ? fmaxf(g[row * pitch + head + h], kMinLogDecay) : 0.f;
+    const float decay = wanted ? g[row * pitch + head + h] : 0.f;
+    gamma_s[h * 64 + row] = decay < kMinLogDecay ? kMinLogDecay : decay;
     beta_s[h * 64 + row] = wanted ? beta[row * pitch + head + h] : 0.f;
   }
 }
