@@ -101,7 +101,7 @@ def lookup(name: str, config: Any) -> Kernel:
 
     Raises:
         KernelNotFoundError: it is nowhere and cannot be built; the message says what is missing.
-        ManifestError: the package's manifest is damaged or not the wheel's.
+        ManifestError: the package's manifest cannot be read, is damaged or not the wheel's.
         PermissionError: the user's cache is not the user's alone.
     """
     if kernel := _find(name, config):
@@ -144,7 +144,7 @@ def why_not_buildable() -> str | None:
 
 
 def packaged_cuda() -> str | None:
-    """Version of the newest CUDA that compiled a packaged kernel; None without any, or if the manifest is damaged."""
+    """Version of the newest CUDA that compiled a packaged kernel; None without any, or if no manifest says so."""
     try:
         versions = {entry["versions"]["cuda"] for entry in packaged_manifest().values()}
         return max(versions, key=lambda version: [int(part) for part in version.split(".")], default=None)
@@ -386,7 +386,7 @@ def packaged_manifest() -> Mapping[str, Any]:
     """Entries of the package's kernels by key; empty if it has none.
 
     Raises:
-        ManifestError: it is damaged or not the wheel's.
+        ManifestError: it cannot be read, is damaged or not the wheel's.
     """
     return _read_manifest(PACKAGED_DIRECTORY, vouched_manifest())
 
@@ -395,12 +395,14 @@ def _read_manifest(directory: Path, vouched: str) -> Mapping[str, Any]:
     path = directory / "manifest.json"
     try:
         status = path.stat()
+        return _parse_manifest(path, vouched, status.st_mtime_ns, status.st_size)
     except FileNotFoundError:
         if vouched:
             message = f"{path}, which belongs to this wheel of jax_qla, is missing; reinstall jax_qla"
             raise ManifestError(message) from None
         return {}
-    return _parse_manifest(path, vouched, status.st_mtime_ns, status.st_size)
+    except OSError as error:
+        raise ManifestError(f"{path} cannot be read ({error}); make it readable, or reinstall jax_qla") from error
 
 
 @functools.lru_cache(maxsize=4)

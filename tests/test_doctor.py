@@ -134,6 +134,13 @@ def test_a_damaged_manifest(sound: Path, monkeypatch: pytest.MonkeyPatch, capsys
         assert "manifest.json is damaged" in problem
 
 
+def test_a_manifest_that_cannot_be_read(sound: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (sound / "manifest.json").unlink()
+    (sound / "manifest.json").mkdir()
+    (problem,) = problems(capsys)
+    assert "manifest.json cannot be read" in problem
+
+
 def test_a_wheel_that_lacks_kernels(
     sound: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

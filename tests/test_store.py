@@ -413,6 +413,13 @@ def test_a_damaged_manifest(builds: Builds, packaged: Path, content: str) -> Non
     assert "is damaged" in str(store.why_not_at_hand(NAME, Config(), build=False))
 
 
+def test_a_manifest_that_cannot_be_read(builds: Builds, packaged: Path) -> None:
+    (packaged / "manifest.json").mkdir()
+    with pytest.raises(store.ManifestError, match=r"manifest\.json cannot be read .*; make it readable"):
+        store.lookup(NAME, Config())
+    assert store.packaged_cuda() is None
+
+
 def test_a_packaged_cubin_that_is_missing(builds: Builds, packaged: Path) -> None:
     package(packaged, Config())
     _remove_cubin(packaged)
