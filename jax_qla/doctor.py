@@ -157,15 +157,17 @@ def _cubin_state(folder: Path, sha256: str) -> str:
 
 
 def _cache(problems: list[str]) -> Section:
-    folder = store.cache_directory()
-    section: Section = {"folder": str(folder), "count": 0}
+    section: Section = {"count": 0}
     try:
+        folder = store.cache_directory()
+        section = {"folder": str(folder), **section}
         if launch.ON_THIS_SYSTEM and folder.exists():
             store.check_trust(folder)
             section["count"] = len(list(folder.glob("*.cubin")))
-    except OSError as error:
+    except (OSError, store.KernelNotFoundError) as error:
         section["error"] = str(error)
-        problems.append(str(error))
+        if section["error"] not in problems:  # The extension may have the same.
+            problems.append(section["error"])
     return section
 
 

@@ -150,8 +150,8 @@ def register() -> None:
     """Registers the extension's handler with JAX, once, and says where kernels lie by now. Needs no GPU.
 
     Raises:
-        RuntimeError: the extension is not for this system or cannot be imported, or a folder of kernels has a name that
-            it cannot read.
+        RuntimeError: the extension is not for this system or cannot be imported, or a folder of kernels has no place
+            (KernelNotFoundError) or a name that it cannot read.
     """
     with _registration:
         _register_once()
@@ -180,10 +180,7 @@ def _look_in_folders() -> None:
     before. Last, because they may have been left for being unreadable, and the search ends there."""
     from jax_qla import _ffi
 
-    try:
-        directories = store.directories()
-    except OSError as error:  # A relative path in a folder that was removed.
-        raise RuntimeError(f"the kernel cache has no place ({error}); set JAX_QLA_CACHE to another folder") from error
+    directories = store.directories()
     for directory in directories:
         try:
             directory.encode()

@@ -153,18 +153,29 @@ def packaged_cuda() -> str | None:
 
 
 def directories() -> list[str]:
-    """Folders in which the extension looks for cubins."""
+    """Folders in which the extension looks for cubins.
+
+    Raises:
+        KernelNotFoundError: as `cache_directory`.
+    """
     return [str(PACKAGED_DIRECTORY), str(cache_directory())]
 
 
 def cache_directory() -> Path:
-    """The user's cache, by its absolute path, without links; it may not exist."""
-    if chosen := os.environ.get("JAX_QLA_CACHE"):
-        return Path(os.path.realpath(os.path.expanduser(chosen)))
+    """The user's cache, by its absolute path, without links; it may not exist.
+
+    Raises:
+        KernelNotFoundError: it has no such path.
+    """
     try:
-        return Path(os.path.realpath(Path.home() / ".cache" / "jax_qla"))
-    except RuntimeError:  # A user without a home, as some containers have.
+        if chosen := os.environ.get("JAX_QLA_CACHE"):
+            return Path(os.path.realpath(os.path.expanduser(chosen)))
+        with contextlib.suppress(RuntimeError):  # A user without a home, as some containers have.
+            return Path(os.path.realpath(Path.home() / ".cache" / "jax_qla"))
         return Path(tempfile.gettempdir()) / f"jax_qla-{os.getuid()}"
+    except OSError as error:  # A relative path in a folder that was removed.
+        message = f"the kernel cache has no place ({error}); set JAX_QLA_CACHE to another folder"
+        raise KernelNotFoundError(message) from error
 
 
 @functools.cache

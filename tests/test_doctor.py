@@ -150,6 +150,18 @@ def test_a_wheel_that_lacks_kernels(
     assert problem.startswith("3 kernels are missing in ")
 
 
+def test_a_cache_that_has_no_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "removed"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    monkeypatch.setenv("JAX_QLA_CACHE", "relative")
+    folder.rmdir()
+    (problem,) = problems(capsys)
+    assert "the kernel cache has no place" in problem
+
+
 def test_variables_that_change_what_runs_are_reported(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
