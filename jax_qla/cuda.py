@@ -61,7 +61,7 @@ from jax_qla.kernels import states_from_vd as states_from_vd_kernel
 from jax_qla.kernels import summaries as summaries_kernel
 from jax_qla.kernels.common import ALWAYS, BALANCED, CHUNK, UNBALANCED, state_tile_rows
 from jax_qla.kernels.packaged import PACKAGED
-from jax_qla.launch import Step, launch, unavailable
+from jax_qla.launch import Step, launch, why_not_launchable
 from jax_qla.residuals import KEPT, Between, ChunkStates, Keep, Lengths, Pieces, Residuals, splits
 
 HEAD_DIMS = (64, 128)
@@ -93,8 +93,7 @@ def why_not(q: Any, k: Any, v: Any, *, precision: Any = None, build: bool | None
     Args:
         q, k, v: the operands.
         precision: one that the kernels have.
-        build: whether kernels that are neither packaged nor cached may be built, where that is possible, when the call
-            is traced. None leaves it to `launch`, which builds them or refuses.
+        build: as in `launch.why_not_launchable`.
     """
     split = splits(precision, q.dtype)
     return _why_not(q, k, v, build, _CHUNKED - _OF_PLAIN_OPERANDS if split else _CHUNKED, split=split)
@@ -121,12 +120,8 @@ def _why_not(q: Any, k: Any, v: Any, build: bool | None, kernels: frozenset[str]
     key_dim, value_dim = k.shape[-1], v.shape[-1]
     if key_dim not in HEAD_DIMS or value_dim not in HEAD_DIMS:
         return f"K and V must be 64 or 128 for the kernels of 'cuda', got K={key_dim} and V={value_dim}"
-    if (reason := unavailable()) or build is None:
-        return reason
-    for name, config in _needed(kernels, key_dim=key_dim, value_dim=value_dim, dtype=q.dtype.name, **options):
-        if reason := store.why_not_at_hand(name, config, build=build):
-            return f"its kernels are not built: {reason}"
-    return None
+    needed = _needed(kernels, key_dim=key_dim, value_dim=value_dim, dtype=q.dtype.name, **options)
+    return why_not_launchable(needed, build=build)
 
 
 @functools.cache

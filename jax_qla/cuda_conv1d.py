@@ -13,13 +13,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jax_qla import policy, store
+from jax_qla import policy
 from jax_qla.checks import why_not_static
 from jax_qla.convolution import Gradients, Rows
 from jax_qla.kernels import convolution as convolution_kernel
 from jax_qla.kernels import convolution_gradients as gradients_kernel
 from jax_qla.kernels.convolution import TAPS, WARPS
-from jax_qla.launch import Step, launch, unavailable
+from jax_qla.launch import Step, launch, why_not_launchable
 
 DTYPES = ("bfloat16", "float16")
 """Dtypes of x that kernels exist for."""
@@ -40,7 +40,7 @@ def why_not(x: Any, weight: Any, parts: Sequence[int], *, build: bool | None = N
 
     Args:
         parts: channels of the arrays that y is to be.
-        build: as in `jax_qla.cuda.why_not`.
+        build: as in `launch.why_not_launchable`.
     """
     if x.dtype.name not in DTYPES:
         return f"x must be bfloat16 or float16 for the kernels of 'cuda', got {x.dtype.name}"
@@ -50,13 +50,9 @@ def why_not(x: Any, weight: Any, parts: Sequence[int], *, build: bool | None = N
         return f"D must be a multiple of {GRANULE} for the kernels of 'cuda', got D = {' + '.join(map(str, parts))}"
     if reason := why_not_static("x", x):
         return reason
-    if (reason := unavailable()) or build is None:
-        return reason
-    for marked in (False, True):
-        for name, kernel in (("convolution", convolution_kernel), ("convolution_gradients", gradients_kernel)):
-            if reason := store.why_not_at_hand(name, kernel.Config(x.dtype.name, marked), build=build):
-                return f"its kernels are not built: {reason}"
-    return None
+    modules = (("convolution", convolution_kernel), ("convolution_gradients", gradients_kernel))
+    kernels = [(name, module.Config(x.dtype.name, marked)) for marked in (False, True) for name, module in modules]
+    return why_not_launchable(kernels, build=build)
 
 
 def forward(given: Rows, *, parts: Sequence[int], silu: bool) -> tuple[jax.Array, ...]:

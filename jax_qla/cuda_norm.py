@@ -7,10 +7,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jax_qla import store
 from jax_qla.checks import why_not_static
 from jax_qla.kernels import gated_norm
-from jax_qla.launch import Step, launch, unavailable
+from jax_qla.launch import Step, launch, why_not_launchable
 
 DTYPES = ("bfloat16", "float16")
 """Dtypes of o and z that kernels exist for."""
@@ -21,20 +20,15 @@ VALUE_DIMS = (64, 128)
 
 def why_not(o: Any, z: Any, *, build: bool | None = None) -> str | None:
     """Why the kernels cannot take o and z [..., V] (arrays or ShapeDtypeStructs), or None; `build` as in
-    `jax_qla.cuda.why_not`."""
+    `launch.why_not_launchable`."""
     if o.dtype.name not in DTYPES or z.dtype != o.dtype:
         return f"o and z must be both bfloat16 or float16 for the kernels of 'cuda', got {o.dtype.name}, {z.dtype.name}"
     if o.shape[-1] not in VALUE_DIMS:
         return f"V must be 64 or 128 for the kernels of 'cuda', got {o.shape[-1]}"
     if reason := why_not_static("o", o):
         return reason
-    if (reason := unavailable()) or build is None:
-        return reason
-    for backward in (False, True):
-        config = gated_norm.Config(o.shape[-1], o.dtype.name, backward)
-        if reason := store.why_not_at_hand("gated_norm", config, build=build):
-            return f"its kernels are not built: {reason}"
-    return None
+    configs = [gated_norm.Config(o.shape[-1], o.dtype.name, backward) for backward in (False, True)]
+    return why_not_launchable([("gated_norm", config) for config in configs], build=build)
 
 
 def forward(o: jax.Array, z: jax.Array, weight: jax.Array, *, eps: float) -> jax.Array:

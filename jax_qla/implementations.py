@@ -128,7 +128,7 @@ def choose_kernels(
     """As `choose`, for what surrounds the gated delta rule in a layer: by kernels, or "xla".
 
     Args:
-        why_not: what the kernels object to, with the option `build` of `jax_qla.cuda.why_not`.
+        why_not: what the kernels object to, with the option `build` of `launch.why_not_launchable`.
         implementation: as in `choose`.
         what: what has no "reference".
 
@@ -248,7 +248,7 @@ def _objection_of_kernels(why_not: Callable[..., str | None], *, alternatives: b
     """Why the kernels of "cuda" cannot compute a call, or None.
 
     Args:
-        why_not: what they themselves object to, with the option `build` of `jax_qla.cuda.why_not`.
+        why_not: what they themselves object to, with the option `build` of `launch.why_not_launchable`.
         alternatives: whether another implementation may step in.
     """
     if not alternatives:

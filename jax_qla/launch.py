@@ -23,7 +23,7 @@ import dataclasses
 import functools
 import sys
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -134,6 +134,22 @@ def launch(
         plan=np.array(plan, np.int64),
     )
     return dict(zip(outputs, results, strict=True))
+
+
+def why_not_launchable(kernels: Iterable[tuple[str, Any]], *, build: bool | None) -> str | None:
+    """Why these kernels cannot be launched from this installation (on any machine), or None.
+
+    Args:
+        kernels: module of jax_qla.kernels and Config of each.
+        build: whether those that are neither packaged nor cached may be built, where that is possible, when the call is
+            traced. None leaves it to `launch`, which builds them or refuses.
+    """
+    if (reason := unavailable()) or build is None:
+        return reason
+    for name, config in kernels:
+        if reason := store.why_not_at_hand(name, config, build=build):
+            return f"its kernels are not built: {reason}"
+    return None
 
 
 def unavailable() -> str | None:

@@ -21,7 +21,7 @@ from test_sharding import CUTS, FAST, MODES, assert_nothing_gathered, mesh_of, s
 from thorough import every_value, rarely
 
 import jax_qla
-from jax_qla import MeshAxes, causal_conv1d, cuda_conv1d, cuda_norm, policy, store
+from jax_qla import MeshAxes, causal_conv1d, cuda_conv1d, policy, store
 from jax_qla import convolution as convolution_of_a_device
 from jax_qla.kernels import convolution, convolution_gradients
 from jax_qla.nn.convolution import causal_convolution
@@ -37,8 +37,7 @@ def normal(seed: int, *shape: int, dtype: str = "bfloat16") -> jax.Array:
 @pytest.fixture
 def at_hand(monkeypatch: pytest.MonkeyPatch) -> None:
     """As where the kernels are: "cuda" is taken, and what is lowered for a CPU is plain JAX in its surroundings."""
-    for module in (cuda_conv1d, cuda_norm):
-        monkeypatch.setattr(module, "unavailable", lambda: None)
+    monkeypatch.setattr("jax_qla.launch.unavailable", lambda: None)
     monkeypatch.setattr(store, "why_not_at_hand", lambda *_, **__: None)
     monkeypatch.setattr(store, "lookup", lowered_kernel)
 

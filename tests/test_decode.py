@@ -137,7 +137,7 @@ def test_only_the_kernels_needed_count(
 ) -> None:
     """A missing decoding kernel does not keep the chunked rule from its own, nor the other way round; nor one
     that takes no split operands the rule in high precision."""
-    from jax_qla import cuda, store
+    from jax_qla import launch, store
 
     asked: list[tuple[str, Any]] = []
 
@@ -145,7 +145,7 @@ def test_only_the_kernels_needed_count(
         asked.append((name, config))
 
     monkeypatch.setattr(store, "why_not_at_hand", at_hand)
-    monkeypatch.setattr(cuda, "unavailable", lambda: None)
+    monkeypatch.setattr(launch, "unavailable", lambda: None)
     q, k, v, *_ = kernel_shapes(128)
     with on_hopper():
         choice = implementations.choose(q, k, v, implementation=None, precision=precision, recurrent=recurrent)
