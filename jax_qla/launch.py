@@ -77,6 +77,10 @@ class Step:
     """Blocks with consecutive numbers that the device is to put side by side, if the grid is a multiple of them: as a
     cluster, though all but those of kernels/backward.py know nothing of each other."""
 
+    def in_call(self, parameter: str) -> str:
+        """Name in the call of the operand that a parameter takes."""
+        return self.rename.get(parameter, parameter)
+
 
 def launch(
     steps: Sequence[Step],
@@ -106,7 +110,7 @@ def launch(
     register()
     kernels = [store.lookup(step.kernel, step.config) for step in steps]
     used = {
-        step.rename.get(operand["name"], operand["name"])
+        step.in_call(operand["name"])
         for step, kernel in zip(steps, kernels, strict=True)
         for operand in kernel.plan["operands"]
     }
@@ -240,9 +244,6 @@ def _numbers(
     def values(expressions: Any) -> list[int]:
         return [evaluate(expression, sizes) for expression in expressions]
 
-    def buffer(operand: str) -> int:
-        return buffers[step.rename.get(operand, operand)]
-
     grid, cluster = values(plan["grid"]), values(plan["cluster"])
     if cluster == [1, 1, 1] and grid[0] % step.neighbours == 0:
         cluster[0] = step.neighbours
@@ -255,12 +256,12 @@ def _numbers(
     for argument in plan["arguments"]:
         kind = argument["kind"]
         if kind == "pointer":
-            numbers += [0, buffer(argument["operand"])]
+            numbers += [0, buffers[step.in_call(argument["operand"])]]
         elif kind == "scalar":
             numbers += [1, *_scalar(argument["dtype"], argument["value"], sizes)]
         else:
             dims = values(argument["dims"])
-            numbers += [2, buffer(argument["operand"]), argument["dtype"], len(dims), *dims]
+            numbers += [2, buffers[step.in_call(argument["operand"])], argument["dtype"], len(dims), *dims]
             numbers += [*values(argument["strides"]), *values(argument["box"]), *values(argument["element_strides"])]
             numbers += [argument["interleave"], argument["swizzle"], argument["l2"], argument["oob"]]
     return numbers
@@ -283,7 +284,7 @@ def _bind(
     """Values of the dynamic sizes and scalar parameters."""
     sizes: dict[str, int | float] = dict(step.scalars)
     for operand in plan["operands"]:
-        name = step.rename.get(operand["name"], operand["name"])
+        name = step.in_call(operand["name"])
         if name not in shapes:
             raise RuntimeError(
                 f"the kernel {step.kernel} needs the operand {name}, which the call lacks; this is a bug of jax_qla"

@@ -115,7 +115,7 @@ def early_starts(
     found = []
     for index, (step, plan) in enumerate(zip(steps, plans, strict=True)):
         names = [operand["name"] for operand in plan["operands"]]
-        buffers = {name: step.rename.get(name, name) for name in names}
+        buffers = {name: step.in_call(name) for name in names}
         written |= {
             (step.kernel, name) for name, buffer in buffers.items() if buffer in results and buffer not in writers
         }

@@ -65,7 +65,7 @@ def launch_specifications(
                     options[name] = step.scalars[name] if name in step.scalars else getattr(step.config, name)
                 continue
             if name == "chunks":
-                table = step.rename.get("pieces", "pieces") if step.kernel in OF_PIECES else "segments"
+                table = step.in_call("pieces") if step.kernel in OF_PIECES else "segments"
                 operands.append(chunk_table(table))
                 continue
             if name in ("lengths", "query_lengths") or (step.kernel, name) == ("prepare", "q"):
@@ -73,7 +73,7 @@ def launch_specifications(
                     operands.append(None)
                     continue
                 lengths.add(name)
-            x = have[step.rename.get(name, name)]
+            x = have[step.in_call(name)]
             if name in ("initial_state", "d_final_state") and x.shape[0] == 0 and step.kernel in ALWAYS_A_STATE:
                 x = jnp.zeros((have["segments"].shape[0], *x.shape[1:]), x.dtype)
             operands.append(x)
@@ -81,7 +81,7 @@ def launch_specifications(
         found = found if isinstance(found, tuple) else (found,)
         names = RESULTS[step.kernel][: len(found) - measures] + ("query_lengths",) * measures
         for name, x in zip(names, found, strict=True):
-            target = step.rename.get(name, name)
+            target = step.in_call(name)
             if target in outputs and outputs[target].shape[:1] != (0,):  # an empty one is not wanted
                 assert x.shape == outputs[target].shape, f"{step.kernel}: {target}"
                 if "first_head" in step.scalars:  # perhaps of some heads only

@@ -82,7 +82,7 @@ def launch(
         for step in steps:
             kernel = emulator.emulated(step.kernel, step.config)
             names = [operand["name"] for operand in kernel.plan["operands"]]
-            arrays = {name: have[step.rename.get(name, name)] for name in names}
+            arrays = {name: have[step.in_call(name)] for name in names}
             seed = next(_seeds)
             kernel(arrays, step.scalars, neighbours=step.neighbours, seed=seed, late=LATE[seed % len(LATE)])
         return {name: have[name] for name in results}

@@ -82,7 +82,7 @@ def in_conflict(call: Launched) -> Iterator[str]:
         if step.kernel == "forward" and step.config.measures:
             results.add("query_lengths")
         names = [name for name in named(step.kernel) if (name in results) == written]
-        buffers = [step.rename.get(x, x) for x in names if not before_waiting or overlap.uses_early(step, x)]
+        buffers = [step.in_call(x) for x in names if not before_waiting or overlap.uses_early(step, x)]
         return {in_memory_of.get(buffer, buffer) for buffer in buffers}
 
     running = 0  # from this kernel on, when the next one may begin
