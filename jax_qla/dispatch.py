@@ -39,6 +39,9 @@ _ROWS, _ROWS_OF_HEADS, _STATES, _SEGMENTS = "rows", "rows of heads", "states", "
 
 _KINDS_OF_RESIDUALS = Residuals(_ROWS_OF_HEADS, _ROWS, _ROWS, _STATES, _STATES, _ROWS)  # type: ignore[arg-type]
 
+_KINDS = (*(_ROWS,) * 5, _STATES, _SEGMENTS, _KINDS_OF_RESIDUALS)
+"""Of the operands that all functions begin with: q, k, v, g, beta, initial_state, segments and residuals."""
+
 
 @functools.partial(
     jax.jit,
@@ -90,33 +93,25 @@ def forward(
     """
     # "xla" recomputes: where it is the only implementation, residuals would be memory for nothing.
     with_residuals = with_residuals and choice.on_cuda == "cuda"
-
-    if not with_residuals or pieces is not None:
-        piece_rows = None
     if not with_residuals:
         keep = "nothing"
-    cut = None if pieces is None else _cut(k, v, segments, choice)
-    options: dict[str, Any] = {"scale": scale, "output_final_state": output_final_state}
-    options |= {"with_residuals": with_residuals, "cut": cut, "piece_rows": piece_rows, "precision": precision}
-    with_lengths = with_residuals and keeps_lengths(choice, q.dtype, l2norm)
-    options |= {"asked_rows": choice.piece_rows, "with_lengths": with_lengths}
-    kinds = (*(_ROWS,) * 5, _STATES, _SEGMENTS, _KINDS_OF_RESIDUALS, _STATES)
+    if not with_residuals or pieces is not None:
+        piece_rows = None
+    options: dict[str, Any] = {
+        "scale": scale,
+        "output_final_state": output_final_state,
+        "with_residuals": with_residuals,
+        "cut": None if pieces is None else _cut(k, v, segments, choice),
+        "piece_rows": piece_rows,
+        "precision": precision,
+        "asked_rows": choice.piece_rows,
+        "with_lengths": with_residuals and keeps_lengths(choice, q.dtype, l2norm),
+    }
 
     def batchable(keep: Keep) -> Callable[..., Any]:
-        def local(*operands: Any) -> Any:
-            if _nothing_to_do(operands[2], operands[6]):
-                kept = {
-                    "with_residuals": with_residuals,
-                    "with_lengths": with_lengths,
-                    "precision": precision,
-                    "keep": keep,
-                }
-                return _forward_of_nothing(*operands, output_final_state=output_final_state, **kept)
-            return _on_platform(choice, "forward", operands, {**options, "keep": keep}, l2norm)
-
-        with_states = keep == "states"
-        one_by_one = (piece_rows is not None and segments is not None) or (with_states and _has_a_part_of_a_chunk(v))
-        return _batchable(local, kinds, (_ROWS, _STATES, _KINDS_OF_RESIDUALS), one_by_one=one_by_one)
+        local = _local(choice, "forward", _forward_of_nothing, {**options, "keep": keep}, l2norm)
+        one_by_one = _one_by_one(v, segments, piece_rows=piece_rows, with_states=keep == "states")
+        return _batchable(local, (*_KINDS, _STATES), (_ROWS, _STATES, _KINDS_OF_RESIDUALS), one_by_one=one_by_one)
 
     operands = (q, k, v, g, beta, initial_state, segments, residuals, pieces)
     operands = match_varying(operands, operands)
@@ -175,19 +170,18 @@ def backward(
         dq, dk in q's dtype, dv in v's, dg, dbeta in float32, and d_initial_state in float32, or None without an initial
         state.
     """
-
-    def local(*operands: Any) -> Any:
-        if _nothing_to_do(operands[2], operands[6]):
-            return _backward_of_nothing(*operands)
-        return _on_platform(choice, "backward", operands, options, l2norm)
-
     piece_rows = None if residuals is None else _rows_of(residuals.between, k, v, segments, choice)
-    cut = None if pieces is None else _cut(k, v, segments, choice)
-    options = {"scale": scale, "cut": cut, "piece_rows": piece_rows, "precision": precision}
-    options["asked_rows"] = choice.piece_rows
-    kinds = (*(_ROWS,) * 5, _STATES, _SEGMENTS, _KINDS_OF_RESIDUALS, _ROWS, *(_STATES,) * 3)
+    options = {
+        "scale": scale,
+        "cut": None if pieces is None else _cut(k, v, segments, choice),
+        "piece_rows": piece_rows,
+        "precision": precision,
+        "asked_rows": choice.piece_rows,
+    }
+    local = _local(choice, "backward", _backward_of_nothing, options, l2norm)
     with_states = residuals is not None and residuals.h is not None
-    one_by_one = (piece_rows is not None and segments is not None) or (with_states and _has_a_part_of_a_chunk(v))
+    one_by_one = _one_by_one(v, segments, piece_rows=piece_rows, with_states=with_states)
+    kinds = (*_KINDS, _ROWS, *(_STATES,) * 3)
     batchable = _batchable(local, kinds, (*(_ROWS,) * 5, _STATES), one_by_one=one_by_one)
     rows, of_shard = (q, k, v, g, beta), (pieces, adjoint_response)
     operands = (*rows, initial_state, segments, residuals, do, d_final_state, *of_shard)
@@ -225,16 +219,14 @@ def summary(
         residuals and pieces that spare `forward` and `backward` to compute them again; None where they were not asked
         for or no implementation in `choice` reads them.
     """
-    options = {"cut": _cut(k, v, segments, choice), "with_residuals": choice.on_cuda == "cuda", "precision": precision}
-    options["with_lengths"] = keeps_lengths(choice, q.dtype, l2norm)
-
-    def local(*operands: Any) -> Any:
-        if _nothing_to_do(operands[2], operands[6]):
-            return _summary_of_nothing(*operands, **options)
-        return _on_platform(choice, "summary", operands, options, l2norm)
-
-    kinds = (*(_ROWS,) * 5, _STATES, _SEGMENTS, _KINDS_OF_RESIDUALS)
-    batchable = _batchable(local, kinds, (_STATES, _STATES, _KINDS_OF_RESIDUALS, _STATES))
+    options = {
+        "cut": _cut(k, v, segments, choice),
+        "with_residuals": choice.on_cuda == "cuda",
+        "precision": precision,
+        "with_lengths": keeps_lengths(choice, q.dtype, l2norm),
+    }
+    local = _local(choice, "summary", _summary_of_nothing, options, l2norm)
+    batchable = _batchable(local, _KINDS, (_STATES, _STATES, _KINDS_OF_RESIDUALS, _STATES))
     operands = (q, k, v, g, beta, initial_state, segments, residuals)
     transition, response, residuals, pieces = batchable(*match_varying(operands, operands))
     return transition, response, residuals, pieces
@@ -270,15 +262,9 @@ def state_gradient(
         float32 [N, Hv, K, V]; and, with `pieces`, what spares `backward` to compute it again.
     """
     options = {"cut": _cut(k, v, segments, choice), "scale": scale, "precision": precision}
-
-    def local(*operands: Any) -> Any:
-        if _nothing_to_do(operands[2], operands[6]):
-            return _state_gradient_of_nothing(*operands)
-        return _on_platform(choice, "state_gradient", operands, options, l2norm)
-
-    kinds = (*(_ROWS,) * 5, _STATES, _SEGMENTS, _KINDS_OF_RESIDUALS, _ROWS, _STATES, _STATES)
+    local = _local(choice, "state_gradient", _state_gradient_of_nothing, options, l2norm)
+    batchable = _batchable(local, (*_KINDS, _ROWS, _STATES, _STATES), (_STATES, _STATES))
     operands = (q, k, v, g, beta, None, segments, residuals, do, d_final_state, pieces)
-    batchable = _batchable(local, kinds, (_STATES, _STATES))
     d_initial_state, adjoint_response = batchable(*match_varying(operands, operands))
     return d_initial_state, adjoint_response
 
@@ -306,22 +292,24 @@ def chunk_states(
         All others: as in `backward`.
     """
     options = {"cut": _cut(k, v, None, choice), "precision": precision}
-
-    def local(*operands: Any) -> Any:
-        if _nothing_to_do(operands[2], None):
-            return tuple(_chunk_states_of_nothing(*operands, precision=precision))
-        return tuple(_on_platform(choice, "chunk_states", operands, options, l2norm))
-
-    kinds = (*(_ROWS,) * 5, _STATES, _SEGMENTS, _KINDS_OF_RESIDUALS, _STATES)
-    batchable = _batchable(local, kinds, (_STATES, _ROWS), one_by_one=_has_a_part_of_a_chunk(v))
+    local = _local(choice, "chunk_states", _chunk_states_of_nothing, options, l2norm)
+    one_by_one = _one_by_one(v, None, piece_rows=None, with_states=True)
+    batchable = _batchable(local, (*_KINDS, _STATES), (_STATES, _ROWS), one_by_one=one_by_one)
     operands = (q, k, v, g, beta, initial_state, None, residuals, pieces)
     return ChunkStates(*batchable(*match_varying(operands, operands)))
 
 
-def _has_a_part_of_a_chunk(v: jax.Array) -> bool:
-    """Whether tokens are no multiple of a chunk. Then what is kept of the chunks of several batches is not that of one
-    of them all."""
-    return v.shape[0] * v.shape[1] % CHUNK != 0
+def _one_by_one(v: jax.Array, segments: jax.Array | None, *, piece_rows: int | None, with_states: bool) -> bool:
+    """Whether `jax.vmap` computes its members one after the other, since what is kept holds for the same call only:
+    where the pieces of packed sequences lie depends on all sequences of a call; and states of chunks of several batches
+    are not those of one of them all where tokens are no multiple of a chunk."""
+    of_packed_pieces = piece_rows is not None and segments is not None
+    return of_packed_pieces or (with_states and v.shape[0] * v.shape[1] % CHUNK != 0)
+
+
+def _sequences(v: jax.Array, segments: jax.Array | None) -> int:
+    """How many there are, of rows v [B, T, Hv, V]."""
+    return v.shape[0] if segments is None else segments.shape[0]
 
 
 def _cut(k: jax.Array, v: jax.Array, segments: jax.Array | None, choice: Choice) -> policy.Cut:
@@ -330,7 +318,7 @@ def _cut(k: jax.Array, v: jax.Array, segments: jax.Array | None, choice: Choice)
     By the shapes that the caller sees, so that `jax.vmap` does not change how many there are.
     """
     batch, tokens, value_heads, value_dim = v.shape
-    sequences = batch if segments is None else segments.shape[0]
+    sequences = _sequences(v, segments)
     longest = batch * tokens // max(sequences, 1)
     return policy.shard_cut(longest, sequences, value_heads, k.shape[3], value_dim, asked_rows=choice.piece_rows)
 
@@ -343,7 +331,7 @@ def _rows_of(
     if between is None:
         return None
     batch, tokens = v.shape[:2]
-    sequences, packed = (batch, False) if segments is None else (segments.shape[0], True)
+    sequences, packed = _sequences(v, segments), segments is not None
     parts = between.entering.shape[0] + sequences
     rows = rows_of_pieces(batch * tokens, sequences, parts, packed=packed)
     if rows == 0 or parts != piece_count(batch * tokens, sequences, rows, packed=packed):
@@ -360,6 +348,21 @@ def _rows_of(
                 "piece_rows as to the forward pass, or only the first two arrays"
             )
     return rows
+
+
+def _local(
+    choice: Choice, function: str, of_nothing: Callable[..., Any], options: dict[str, Any], l2norm: bool
+) -> Callable[..., tuple[Any, ...]]:
+    """`_on_platform` as a function of the operands; `of_nothing`, of these and the options, where there is no token or
+    no sequence, which no implementation needs to consider."""
+
+    def local(*operands: Any) -> tuple[Any, ...]:
+        v, segments = operands[2], operands[6]
+        if v.shape[0] * v.shape[1] == 0 or _sequences(v, segments) == 0:
+            return tuple(of_nothing(*operands, **options))
+        return tuple(_on_platform(choice, function, operands, options, l2norm))
+
+    return local
 
 
 def _on_platform(choice: Choice, function: str, operands: Sequence[Any], options: dict[str, Any], l2norm: bool) -> Any:
@@ -393,8 +396,7 @@ def _batchable(
 
     Args:
         kinds, out_kinds: of operands and results.
-        one_by_one: whether members of a batch are computed one after the other. Where the pieces of packed sequences
-            lie depends on all sequences of a call, so what is kept of them holds for the same call only.
+        one_by_one: whether members of a batch are computed one after the other.
     """
     if one_by_one:
         return _first_order(jax.custom_batching.sequential_vmap(local))
@@ -455,11 +457,6 @@ def _unfold(kind: Any, result: Any, axis_size: int, *, packed: bool) -> Any:
     return jax.tree.map(unfold, result)
 
 
-def _nothing_to_do(v: jax.Array, segments: jax.Array | None) -> bool:
-    """Whether there is no token or no sequence, which no implementation needs to consider."""
-    return v.shape[0] * v.shape[1] == 0 or (segments is not None and segments.shape[0] == 0)
-
-
 def _forward_of_nothing(
     q: jax.Array,
     k: jax.Array,
@@ -476,16 +473,14 @@ def _forward_of_nothing(
     with_lengths: bool,
     precision: Any,
     keep: Keep,
+    **_: Any,
 ) -> tuple[jax.Array, jax.Array | None, Residuals | None]:
-    batch, _, value_heads, value_dim = v.shape
-    sequences = batch if segments is None else segments.shape[0]
     state = None
     if output_final_state:
-        shape = (sequences, value_heads, q.shape[3], value_dim)
-        state = jnp.zeros(shape, jnp.float32) if initial_state is None else initial_state
+        state = _zero_states(q, v, segments) if initial_state is None else initial_state
     residuals = _empty_residuals(q, v, precision, with_lengths) if with_residuals else None
     if residuals is not None and keep != "nothing":
-        parts = sequences if pieces is None else pieces.forgotten.shape[0]
+        parts = _sequences(v, segments) if pieces is None else pieces.forgotten.shape[0]
         states = _zeros(ChunkStates, ChunkStates.shapes(parts, v, q.shape[3], precision))
         residuals = residuals._replace(vd=states.vd, h=states.h if keep == "states" else None)
     o, state, residuals = match_varying(
@@ -507,6 +502,7 @@ def _backward_of_nothing(
     d_final_state: jax.Array | None,
     pieces: Pieces | None,
     adjoint_response: jax.Array | None,
+    **_: Any,
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array, jax.Array | None]:
     dq, dk, dv, dg, dbeta = map(jnp.zeros_like, (q, k, v, g, beta))
     d_initial_state = None
@@ -516,8 +512,7 @@ def _backward_of_nothing(
 
 
 def _zero_states(q: jax.Array, v: jax.Array, segments: jax.Array | None) -> jax.Array:
-    sequences = v.shape[0] if segments is None else segments.shape[0]
-    return jnp.zeros((sequences, v.shape[2], q.shape[3], v.shape[3]), jnp.float32)
+    return jnp.zeros((_sequences(v, segments), v.shape[2], q.shape[3], v.shape[3]), jnp.float32)
 
 
 def _empty_residuals(q: jax.Array, v: jax.Array, precision: Any, with_lengths: bool) -> Residuals:
@@ -538,21 +533,18 @@ def _summary_of_nothing(
     kept: Any = (None, None)
     if with_residuals and segments is None:
         shapes = Pieces.shapes(v.shape[0], cut.pieces, v.shape[2], q.shape[3], v.shape[3])
-        kept = (
-            _empty_residuals(q, v, precision, with_lengths),
-            _zeros(Pieces, shapes),
-        )
+        kept = (_empty_residuals(q, v, precision, with_lengths), _zeros(Pieces, shapes))
     return match_varying((identity, response, *kept), operands)
 
 
-def _state_gradient_of_nothing(*operands: Any) -> tuple[jax.Array, jax.Array | None]:
+def _state_gradient_of_nothing(*operands: Any, **_: Any) -> tuple[jax.Array, jax.Array | None]:
     q, _, v, _, _, _, segments, _, _, d_final_state, pieces = operands
     gradient = _zero_states(q, v, segments) if d_final_state is None else d_final_state
     gradient, of_pieces = match_varying((gradient, None if pieces is None else pieces.response), operands)
     return gradient, of_pieces
 
 
-def _chunk_states_of_nothing(*operands: Any, precision: Any) -> ChunkStates:
+def _chunk_states_of_nothing(*operands: Any, precision: Any, **_: Any) -> ChunkStates:
     k, v, pieces = operands[1], operands[2], operands[-1]
     shapes = ChunkStates.shapes(pieces.forgotten.shape[0], v, k.shape[3], precision)
     return match_varying(_zeros(ChunkStates, shapes), operands)
