@@ -8,7 +8,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jax_qla.refusal import first_order
 from jax_qla.varying import match_varying
 
 
@@ -47,20 +46,19 @@ def of_members(
 
 
 def into_the_batch(
-    function: Callable[..., tuple[jax.Array, ...]], whole: Collection[int], reason: str, *, behind: bool = False
+    function: Callable[..., tuple[Any, ...]], whole: Collection[int] = (), *, behind: bool = False
 ) -> Callable[..., Any]:
-    """`function` with a rule for `jax.vmap`, which takes the new axis into the batch, and none for differentiation.
+    """`function` with a rule for `jax.vmap`, which takes the new axis into the batch.
 
     Args:
         function: of arrays (or None), all but those of `whole` with a batch as their first axis, as all results have.
         whole: the positions of operands without a batch, as in `of_members`.
-        reason: what who differentiates it is told.
         behind: whether members of the batch lie behind one another, not batches: costs copies, but what the batch is
             cut over stays as it is.
     """
     at = int(behind)
 
-    def together(axis_size: int, *operands: Any) -> tuple[jax.Array, ...]:
+    def together(axis_size: int, *operands: Any) -> Any:
         def fold(x: jax.Array) -> jax.Array:
             return jnp.moveaxis(x, 0, at).reshape(axis_size * x.shape[1], *x.shape[2:])
 
@@ -69,9 +67,9 @@ def into_the_batch(
             return jnp.moveaxis(x.reshape(*((size, axis_size) if behind else (axis_size, size)), *x.shape[1:]), at, 0)
 
         folded = [x if x is None or n in whole else fold(x) for n, x in enumerate(operands)]
-        return tuple(map(unfold, into_the_batch(function, whole, reason, behind=behind)(*folded)))
+        return jax.tree.map(unfold, into_the_batch(function, whole, behind=behind)(*folded))
 
-    return first_order(of_members(function, together, whole), reason)
+    return of_members(function, together, whole)
 
 
 def _of_no_members(function: Callable[..., Any], operands: Sequence[Any]) -> Any:

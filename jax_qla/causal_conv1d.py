@@ -23,7 +23,7 @@ from jax_qla.checks import arrays, known_dtype, taking_numpy
 from jax_qla.convolution import Rows
 from jax_qla.implementations import Choice, choose_kernels, load
 from jax_qla.mesh import Axes, MeshAxes
-from jax_qla.refusal import reverse_mode_only
+from jax_qla.refusal import first_order, reverse_mode_only
 from jax_qla.segments import segments_from_cu_seqlens
 from jax_qla.varying import match_varying
 from jax_qla.widening import widest
@@ -298,7 +298,7 @@ _with_gradient.defvjp(lambda options, *operands: (_forward(operands, options=opt
 
 
 def _with_vmap(options: _Options, function: Callable[..., tuple[jax.Array, ...]]) -> Callable[..., Any]:
-    return into_the_batch(function, (1, 2, 4), _FIRST_ORDER, behind=options.layout.batch_is_cut)
+    return first_order(into_the_batch(function, (1, 2, 4), behind=options.layout.batch_is_cut), _FIRST_ORDER)
 
 
 def _on_each_device(

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_qla import reference
-from jax_qla.batching import of_members
+from jax_qla.batching import into_the_batch
 from jax_qla.implementations import Choice, by_platform, load
 from jax_qla.sharding import by_batch_and_heads
 from jax_qla.varying import match_varying
@@ -55,11 +55,11 @@ def recurrent(
         float32, or float64 with a float64 operand.
     """
     operands = (q, k, v, g, beta, initial_state)
+    options: dict[str, Any] = {"scale": scale, "output_final_state": output_final_state, "l2norm": l2norm}
     # Without a token there is nothing to compute, and the kernel reads at least one.
     if choice.on_cuda != "cuda" or v.shape[0] * v.shape[1] == 0:
-        return _plain(choice.on_cuda, operands, segments, scale, output_final_state, l2norm)
-    options = {"choice": choice, "scale": scale, "output_final_state": output_final_state, "l2norm": l2norm}
-    results: _Results = kernel_where_it_runs(*operands, **options, automatic=automatic)
+        return _plain(choice.on_cuda, operands, segments, **options)
+    results: _Results = kernel_where_it_runs(*operands, choice=choice, automatic=automatic, **options)
     return results
 
 
@@ -71,7 +71,7 @@ def kernel_where_it_runs(
     output_final_state: bool,
     l2norm: bool = False,
     automatic: bool = False,
-) -> tuple[jax.Array, jax.Array | None]:
+) -> _Results:
     """`recurrent` of a dense batch with at least one token where `choice.on_cuda` is "cuda"."""
     options: dict[str, Any] = {"scale": scale, "output_final_state": output_final_state, "l2norm": l2norm}
 
@@ -84,17 +84,10 @@ def kernel_where_it_runs(
 
     on_platform = functools.partial(by_platform, choice, implementation)
 
-    def together(axis_size: int, *operands: Any) -> _Results:
-        results = batchable(*(None if x is None else x.reshape(-1, *x.shape[2:]) for x in operands))
-        unfolded: _Results = jax.tree.map(lambda x: x.reshape(axis_size, -1, *x.shape[1:]), results)
-        return unfolded
-
-    batchable = of_members(on_platform, together)
-
     def partitioned(*operands: Any) -> _Results:
         return by_batch_and_heads(on_platform, operands, output_final_state=output_final_state)
 
-    differentiable = jax.custom_jvp(partitioned if automatic else batchable)
+    differentiable = jax.custom_jvp(partitioned if automatic else into_the_batch(on_platform))
 
     @differentiable.defjvp
     def of_the_recurrence(primals: Any, tangents: Any) -> tuple[_Results, _Results]:
@@ -108,6 +101,7 @@ def _plain(
     name: str,
     operands: Sequence[Any],
     segments: jax.Array | None,
+    *,
     scale: float,
     output_final_state: bool,
     l2norm: bool,

@@ -98,7 +98,7 @@ def _forward(options: _Options, *operands: jax.Array) -> jax.Array:
             options.layout, local, operands, _DIMS, _DIMS[:1], (False,), heads=(1, 1), reason=_FIRST_ORDER
         )
 
-    with_vmap = into_the_batch(on_each_device, (2,), _FIRST_ORDER, behind=options.layout.batch_is_cut)
+    with_vmap = first_order(into_the_batch(on_each_device, (2,), behind=options.layout.batch_is_cut), _FIRST_ORDER)
     (y,) = with_vmap(*operands)
     found: jax.Array = y
     return found
