@@ -27,8 +27,8 @@ DTYPES = ("bfloat16", "float16")
 GRANULE = math.lcm(convolution_kernel.CHANNELS, gradients_kernel.CHANNELS)
 """Channels come in multiples of this, and so do those of each part of y."""
 
-_PARTS = 3
-"""Arrays that y may come as."""
+_PARTS = ("first", "second", "third")
+"""The kernels' names of the arrays that y may come as."""
 _LONGEST_STRETCH = 256
 """Rows of a thread, at most."""
 _BLOCKS_AT_ONCE = 4
@@ -46,7 +46,7 @@ def why_not(x: Any, weight: Any, parts: Sequence[int], *, build: bool | None = N
         return f"x must be bfloat16 or float16 for the kernels of 'cuda', got {x.dtype.name}"
     if weight.shape[0] != TAPS:
         return f"the filter must have W = {TAPS} for the kernels of 'cuda', got W = {weight.shape[0]}"
-    if len(parts) > _PARTS or any(part % GRANULE for part in parts):
+    if len(parts) > len(_PARTS) or any(part % GRANULE for part in parts):
         return f"D must be a multiple of {GRANULE} for the kernels of 'cuda', got D = {' + '.join(map(str, parts))}"
     if reason := why_not_static("x", x):
         return reason
@@ -64,7 +64,7 @@ def forward(given: Rows, *, parts: Sequence[int], silu: bool) -> tuple[jax.Array
     batch, length, _ = given.x.shape
     outputs = {
         name: jax.ShapeDtypeStruct((batch, length, groups, call.channels), given.x.dtype)
-        for name, groups in zip(("first", "second", "third"), call.parts, strict=True)
+        for name, groups in zip(_PARTS, call.parts, strict=True)
     }
     config = convolution_kernel.Config(given.x.dtype.name, given.ids is not None)
     results = launch([Step("convolution", config, call.scalars(silu))], call.inputs, outputs)
@@ -77,19 +77,14 @@ def backward(given: Rows, dys: Sequence[jax.Array], *, silu: bool) -> Gradients:
     call = _Call(given, [dy.shape[2] for dy in dys], gradients_kernel.CHANNELS)
     batch, length, channels = given.x.shape
     empty = jnp.zeros((batch, length, 0, call.channels), given.x.dtype)
-    dys = [dy.reshape(batch, length, -1, call.channels) for dy in dys] + [empty] * (_PARTS - len(dys))
+    dys = [dy.reshape(batch, length, -1, call.channels) for dy in dys] + [empty] * (len(_PARTS) - len(dys))
     scalars = call.scalars(silu)
     summands = batch * scalars["blocks_of_rows"]
     of_filter = (summands, TAPS + 1, channels // call.channels, call.channels)
+    config = gradients_kernel.Config(given.x.dtype.name, given.ids is not None)
     results = launch(
-        [
-            Step(
-                "convolution_gradients",
-                gradients_kernel.Config(given.x.dtype.name, given.ids is not None),
-                scalars,
-            )
-        ],
-        call.inputs | dict(zip(("first", "second", "third"), dys, strict=True)),
+        [Step("convolution_gradients", config, scalars)],
+        call.inputs | dict(zip(_PARTS, dys, strict=True)),
         {
             "d_x": jax.ShapeDtypeStruct(call.inputs["x"].shape, given.x.dtype),
             "d_before": jax.ShapeDtypeStruct(call.inputs["before"].shape, given.x.dtype),
@@ -110,7 +105,7 @@ class _Call:
 
     def __init__(self, given: Rows, parts: Sequence[int], channels: int) -> None:
         self.channels = channels
-        self.parts = [part // channels for part in parts] + [0] * (_PARTS - len(parts))
+        self.parts = [part // channels for part in parts] + [0] * (len(_PARTS) - len(parts))
         batch, length, _ = given.x.shape
         self._sizes = batch, length, sum(self.parts)
 

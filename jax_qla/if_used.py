@@ -32,7 +32,10 @@ def computed_if_used(
     leaves, tree = jax.tree.flatten(operands)
     full, shapes = jax.make_jaxpr(lambda *x: function(*jax.tree.unflatten(tree, x)), return_shape=True)(*leaves)
     count = len(jax.tree.leaves(shapes[0]))
-    lean = lambda *x: jax.tree.leaves(without(*jax.tree.unflatten(tree, x)))  # noqa: E731
+
+    def lean(*leaves: Any) -> list[Any]:
+        return jax.tree.leaves(without(*jax.tree.unflatten(tree, leaves)))
+
     found = _computed_if_used_p.bind(*leaves, full=full, lean=lean, count=count)
     results, extras = jax.tree.unflatten(jax.tree.structure(shapes), found)
     return results, extras
