@@ -61,7 +61,7 @@ class RecurrentCall(NamedTuple):
 
 
 def load(name: str) -> ModuleType:
-    """The module of "cuda" or "xla", imported when first needed: `jax_qla.cuda` needs the compiled extension."""
+    """The module `jax_qla.<name>` of an implementation; imported when first needed, for it may import this one."""
     return importlib.import_module(f"jax_qla.{name}")
 
 
@@ -234,14 +234,14 @@ def _objection(
         module = load(name)
     except ImportError as error:
         return f"its modules cannot be imported ({error})"
-    why_not = module.why_not
-    if recurrent is not None:
-        why_not = functools.partial(module.why_not_recurrent, call=recurrent)
-    elif name == "cuda":
-        why_not = functools.partial(why_not, precision=precision)
-    if name != "cuda":
-        return why_not(q, k, v)
-    return _objection_of_kernels(functools.partial(why_not, q, k, v), alternatives=alternatives)
+    if name == "xla":
+        objection: str | None = module.why_not(q, k, v)
+        return objection
+    if recurrent is None:
+        why_not = functools.partial(module.why_not, q, k, v, precision=precision)
+    else:
+        why_not = functools.partial(module.why_not_recurrent, q, k, v, call=recurrent)
+    return _objection_of_kernels(why_not, alternatives=alternatives)
 
 
 def _objection_of_kernels(why_not: Callable[..., str | None], *, alternatives: bool) -> str | None:
