@@ -80,6 +80,12 @@ _OF_GRADIENTS = {"response": "adjoint_response", "initial_state": "d_final_state
 _COMPOSED = {"response": "entering", "adjoint_response": "leaving"}
 """What lies in whose memory, of cuts: a response becomes a state in its place (kernels/compose.py)."""
 
+_LENGTHS = ("lengths", "query_lengths")
+"""The kernels' names of `Lengths`."""
+
+_UNMEASURED = "unmeasured"
+"""Lengths of queries where `prepare` is to find none: empty."""
+
 _RECURRENT = frozenset({"recurrent"})
 _OF_LAYERS = frozenset({"convolution", "convolution_gradients", "gated_norm"})  # cuda_conv1d.py, cuda_norm.py
 _CHUNKED = frozenset(name for name, _ in PACKAGED) - _RECURRENT - _OF_LAYERS
@@ -161,27 +167,30 @@ def forward(
     Without residuals, the final state takes the memory of the initial one, but on a shard.
     """
     del with_lengths  # residuals have them wherever `l2norm` is asked for
-    shard = None if pieces is None else cut
-    options: dict[str, Any] = {"shard": shard, "rows": piece_rows, "asked_rows": asked_rows}
-    # The backward pass cannot tell what pieces kept states are of, unless it has more of these.
-    options["whole"] = keep == "states" and piece_rows is None
     # Who keeps residuals keeps the initial state with them. A block of `forward` has read its own when it writes the
     # final one; of a sequence that is cut `compose` keeps it, for the piece that begins may begin when another ends.
     in_place = output_final_state and initial_state is not None and pieces is None and not with_residuals
-    options["in_place"] = in_place
-    call = _Call(q, k, v, segments, l2norm=l2norm, precision=precision, **options)
+    call = _Call(
+        *(q, k, v, segments),
+        l2norm=l2norm,
+        precision=precision,
+        # The backward pass cannot tell what pieces kept states are of, unless it has more of these.
+        whole=keep == "states" and piece_rows is None,
+        shard=None if pieces is None else cut,
+        rows=piece_rows,
+        asked_rows=asked_rows,
+        in_place=in_place,
+    )
     inputs = call.flat(q=q, k=k, v=v, g=g, beta=beta) | call.tables | {"initial_state": call.states(initial_state)}
-    tokens, value_heads, value_dim = call.tokens, call.value_heads, v.shape[3]
     outputs = {
-        "o": jax.ShapeDtypeStruct((tokens, value_heads, value_dim), v.dtype),
+        "o": jax.ShapeDtypeStruct((call.tokens, call.value_heads, call.value_dim), v.dtype),
         "final_state": call.state_shape(output_final_state, whole=pieces is None),
     }
     chunk_shapes = call.chunk_state_shapes(v, precision)
     outputs |= {name: chunk_shapes[name] for name in KEPT[keep]}
     inputs |= call.no_pieces()
     measures = False
-    if residuals is None or pieces is None:
-        residuals = None
+    if residuals is None or pieces is None:  # one comes with the other
         measures = call.measures
         steps = [call.prepare_step(queries=not measures)]
         outputs |= call.prepared_shapes(v, precision)
@@ -244,12 +253,19 @@ def backward(
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array, jax.Array | None]:
     """Gradients; the contract is `dispatch.backward`'s, `asked_rows` as in `forward`."""
     between, h, vd = residuals.between, residuals.h, residuals.vd
-    options: dict[str, Any] = {"rows": piece_rows, "asked_rows": asked_rows, "backward": True}
-    options |= {"shard": None if pieces is None else cut, "whole": h is not None and piece_rows is None}
     in_place = segments is not None and policy.gradients_in_place(k.shape[0] * k.shape[1], segments.shape[0])
     in_place = in_place and initial_state is not None and d_final_state is not None and pieces is None
-    options["in_place"] = in_place
-    call = _Call(q, k, v, segments, l2norm=l2norm, precision=precision, **options)
+    call = _Call(
+        *(q, k, v, segments),
+        l2norm=l2norm,
+        precision=precision,
+        whole=h is not None and piece_rows is None,
+        shard=None if pieces is None else cut,
+        rows=piece_rows,
+        asked_rows=asked_rows,
+        backward=True,
+        in_place=in_place,
+    )
     if do is None:
         do = jnp.zeros_like(v)
     inputs = call.flat(q=q, k=k, v=v, g=g, beta=beta, do=do) | call.prepared(residuals) | call.tables
@@ -281,9 +297,8 @@ def backward(
     of_pieces |= call.chunk_state_shapes(v, precision, groups=found.groups)
     if found.in_one != "always":
         of_pieces["dh"] = call.chunk_gradient_shape(v, precision, groups=found.groups * found.uneven)
-    ratio = call.value_heads // call.key_heads
     if found.in_one == "if balanced":
-        scalars = policy.balance(call.value_heads // found.groups, ratio=ratio)._asdict()
+        scalars = policy.balance(call.value_heads // found.groups, ratio=call.ratio)._asdict()
         steps = [Step("balance", balance_kernel.Config(), scalars), *steps]
         of_pieces["balanced"] = jax.ShapeDtypeStruct((1,), jnp.int32)
     else:
@@ -293,7 +308,7 @@ def backward(
     progress: dict[str, jax.ShapeDtypeStruct] = {}
     aliases = {"d_final_state": "d_initial_state"} if in_place else {}
     if found.in_one != "never":
-        counted = call.parts if ratio > policy.in_one_width(ratio) else 0
+        counted = call.parts if call.ratio > policy.in_one_width(call.ratio) else 0
         progress = {"progress": jax.ShapeDtypeStruct((counted, call.value_heads), jnp.int32)}
         inputs["none_done"] = jnp.zeros((counted, call.value_heads), jnp.int32)
         aliases["none_done"] = "progress"
@@ -331,10 +346,10 @@ def _gradient_steps(
     """
     initial = call.of_pieces("initial_state", "entering")
     final = call.of_pieces("d_final_state", "leaving")
-    heads, ratio = call.value_heads // found.groups, call.value_heads // call.key_heads
+    heads = call.value_heads // found.groups
     divided = heads // found.uneven
     chunks = -(-call.tokens // CHUNK)
-    together = policy.key_heads_together(chunks, divided // ratio, divided)
+    together = policy.key_heads_together(chunks, divided // call.ratio, divided)
     tile = call.value_tile_of(heads)
     beside = policy.room_for_both(call.recurrences * heads * (call.value_dim // tile))
     of_two, of_one = (UNBALANCED, BALANCED) if found.in_one == "if balanced" else (ALWAYS, ALWAYS)
@@ -355,7 +370,7 @@ def _gradient_steps(
             steps.append(call.step(state_gradients_kernel, rename=final, **of_states, **of))
             steps.append(call.step(gradients_kernel, rename={"d": "dv"}, group=together, **of))
         if found.in_one != "never":
-            width = policy.in_one_width(ratio)
+            width = policy.in_one_width(call.ratio)
             of = common | {"first_head": first, "only": of_one, "heads": heads, "width": width}
             step = call.step(backward_kernel, rename=final, **of)
             steps.append(dataclasses.replace(step, neighbours=width))  # a cluster
@@ -532,14 +547,8 @@ def chunk_states(
     return ChunkStates(results["h"], call.unflat(results["vd"]) if vd is None else vd)
 
 
-_LENGTHS = ("lengths", "query_lengths")
-"""The kernels' names of `Lengths`."""
-
-_UNMEASURED = "unmeasured"
-"""Lengths of queries where `prepare` is to find none: empty."""
-
-
 def _composed(outputs: Collection[str]) -> dict[str, str]:
+    """`_COMPOSED`, as far as a call has these outputs."""
     return {name: around for name, around in _COMPOSED.items() if name in outputs}
 
 
@@ -570,19 +579,21 @@ class _Call:
         gradients of initial states that of those of final ones."""
         self.batch, self.length, self.key_heads, self.key_dim = k.shape
         self.value_heads, self.value_dim = v.shape[2:]
+        self.ratio = self.value_heads // self.key_heads
         self.tokens = self.batch * self.length
         self.dtype = q.dtype.name
         self.l2norm = l2norm
         self.split = splits(precision, q.dtype)
         self.packed = packed = segments is not None
         self.sequences = segments.shape[0] if segments is not None else self.batch
+        self.sizes = (self.tokens, self.sequences, self.value_heads, self.key_dim, self.value_dim)
+        """As `policy` takes them."""
         if rows is None and shard is None and not whole:
-            sizes = (self.tokens, self.sequences, self.value_heads, self.key_dim, self.value_dim)
+            options: dict[str, Any] = {"packed": packed, "asked_rows": asked_rows}
             if backward:
-                ratio = self.value_heads // self.key_heads
-                rows = policy.backward_rows(*sizes, ratio=ratio, split=self.split, packed=packed, asked_rows=asked_rows)
+                rows = policy.backward_rows(*self.sizes, ratio=self.ratio, split=self.split, **options)
             else:
-                rows = policy.piece_rows(*sizes, packed=packed, asked_rows=asked_rows)
+                rows = policy.piece_rows(*self.sizes, **options)
         self.shard = shard
         """How the sequences, of a dense batch, are cut if their pieces have been summarised before."""
         self.cut = rows is not None or shard is not None
@@ -619,22 +630,28 @@ class _Call:
         elif rows is None:
             self.tables["segments"] = self.tables["bounds"]
         elif packed:
-            sizes = (self.tokens, self.sequences, self.value_heads, self.key_dim, self.value_dim)
-            beyond = policy.cut_beyond(rows, *sizes)
-            scalars = {"piece_rows": rows, "cut_beyond": beyond}
-            if not backward and self.sequences <= policy.ASKED_AMONG:
-                self.asked_beyond = beyond
-            places = tables.cut_count(self.tokens, rows)
-            self.chains = min(self.sequences, places)
-            shapes = {"segments": (self.parts, 2), "pieces": (self.parts, 4), "spans": (self.sequences, 2)}
-            shapes |= {"cuts": (places, 2), "chains": (self.chains, 3)}
-            self.table_steps = [Step("layout", layout_kernel.Config(), scalars)]
-            self.table_shapes = {name: jax.ShapeDtypeStruct(shape, jnp.int32) for name, shape in shapes.items()}
+            self._find_pieces(rows)
         else:
-            pieces, spans, cuts, chains = tables.dense_pieces(self.batch, self.length, rows)
-            self.chains = len(chains)
-            constants = {"segments": pieces[:, :2], "pieces": pieces, "spans": spans, "cuts": cuts, "chains": chains}
-            self.tables |= {name: jnp.asarray(x, jnp.int32) for name, x in constants.items()}
+            self._list_pieces(rows)
+
+    def _find_pieces(self, rows: int) -> None:
+        """Leaves tables of a packed batch's pieces to the device."""
+        beyond = policy.cut_beyond(rows, *self.sizes)
+        if not self.backward and self.sequences <= policy.ASKED_AMONG:
+            self.asked_beyond = beyond
+        places = tables.cut_count(self.tokens, rows)
+        self.chains = min(self.sequences, places)
+        shapes = {"segments": (self.parts, 2), "pieces": (self.parts, 4), "spans": (self.sequences, 2)}
+        shapes |= {"cuts": (places, 2), "chains": (self.chains, 3)}
+        self.table_steps = [Step("layout", layout_kernel.Config(), {"piece_rows": rows, "cut_beyond": beyond})]
+        self.table_shapes = {name: jax.ShapeDtypeStruct(shape, jnp.int32) for name, shape in shapes.items()}
+
+    def _list_pieces(self, rows: int) -> None:
+        """Makes constants of tables of a dense batch's pieces."""
+        pieces, spans, cuts, chains = tables.dense_pieces(self.batch, self.length, rows)
+        self.chains = len(chains)
+        constants = {"segments": pieces[:, :2], "pieces": pieces, "spans": spans, "cuts": cuts, "chains": chains}
+        self.tables |= {name: jnp.asarray(x, jnp.int32) for name, x in constants.items()}
 
     def value_tile_of(self, heads: int) -> int:
         """Value columns of a block where so many heads are computed at once."""
@@ -650,7 +667,7 @@ class _Call:
     @property
     def measures(self) -> bool:
         """Whether `forward`, and not `prepare`, is to find lengths of queries."""
-        return self.l2norm and not self.split and policy.measured_by_forward(self.value_heads // self.key_heads)
+        return self.l2norm and not self.split and policy.measured_by_forward(self.ratio)
 
     def shard_tables(self, segments: jax.Array | None, cut: policy.Cut) -> dict[str, jax.Array]:
         """Pieces of all sequences and how to go through them, for what is computed before first states are known."""
@@ -823,7 +840,7 @@ class _Call:
         """`prepare`, of all heads; with lengths of `queries` where q and k are to be normalised."""
         slots = tables.slot_count(self.tokens, self.sequences)
         together = policy.prepared_together(slots, self.key_heads, self.value_heads)
-        keys = 1 if self.value_heads // self.key_heads % together == 0 else 2
+        keys = 1 if self.ratio % together == 0 else 2
         if together == 4 and self.key_heads == self.value_heads:
             keys = 4
         rename = {} if queries else {"query_lengths": _UNMEASURED}
@@ -871,7 +888,7 @@ class _Call:
         config = kernel.Config(**{field: values[field] for field in fields})
         scalars = {name: x for name, x in options.items() if name not in fields}
         of_call = {"cut_beyond": self.asked_beyond, "in_place": int(self.in_place), "firsts": self.firsts}
-        scalars = {"ratio": self.value_heads // self.key_heads, **of_call, **scalars}
+        scalars = {"ratio": self.ratio, **of_call, **scalars}
         name = kernel.__name__.rpartition(".")[2]
         neighbours = policy.neighbours(name, getattr(config, "value_tile", self.value_dim), self.value_dim)
         return Step(name, config, scalars, rename or {}, neighbours=neighbours)
