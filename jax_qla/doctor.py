@@ -134,7 +134,7 @@ def _packaged(problems: list[str]) -> Section:
         wanted = [entries[key] for key in (store.key(*kernel) for kernel in PACKAGED) if key in entries]
         section["compilers"] = sorted({json.dumps(entry["versions"], sort_keys=True) for entry in wanted})
         states = [_cubin_state(folder, entry["sha256"]) for entry in wanted]
-    except (store.ManifestError, LookupError, TypeError) as error:
+    except (store.ManifestError, LookupError, TypeError, ValueError) as error:
         section["error"] = str(error) if isinstance(error, store.ManifestError) else f"{path} is damaged ({error!r})"
         problems.append(section["error"])
         return section

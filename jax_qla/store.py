@@ -148,7 +148,7 @@ def packaged_cuda() -> str | None:
     try:
         versions = {entry["versions"]["cuda"] for entry in packaged_manifest().values()}
         return max(versions, key=lambda version: [int(part) for part in version.split(".")], default=None)
-    except (ManifestError, LookupError, TypeError, ValueError):
+    except (ManifestError, LookupError, TypeError, ValueError, AttributeError):
         return None  # `lookup` says what is wrong with it.
 
 

@@ -128,7 +128,8 @@ def test_a_manifest_that_is_not_the_wheels(sound: Path, capsys: pytest.CaptureFi
 def test_a_damaged_manifest(sound: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(store, "vouched_manifest", lambda: "")
     (key, *_) = (store.key(*kernel) for kernel in PACKAGED)
-    for content in ("{", '{"kernels": []}', json.dumps({"kernels": {key: {}}})):
+    entries: list[dict[str, Any]] = [{}, {"versions": {"cuda": None}}, {"versions": {"cuda": CUDA}, "sha256": "\0"}]
+    for content in ("{", '{"kernels": []}', *(json.dumps({"kernels": {key: entry}}) for entry in entries)):
         (sound / "manifest.json").write_text(content)
         (problem,) = problems(capsys)
         assert "manifest.json is damaged" in problem
