@@ -48,8 +48,12 @@ class Carry(NamedTuple):
     """Of a dense batch, where the kernels of "cuda" may read them."""
 
 
-def _product(x: jax.Array, y: jax.Array) -> jax.Array:
-    return jnp.matmul(x, y, precision=jax.lax.Precision.HIGHEST)
+def _product(transition: jax.Array, y: jax.Array, packed: bool) -> jax.Array:
+    product = jnp.matmul(transition, y, precision=jax.lax.Precision.HIGHEST)
+    if not packed:
+        return product
+    # Zero where y is of another sequence, which must not matter, not even as 0 * NaN.
+    return _mask(jnp.any(transition != 0, axis=(-2, -1)), product)
 
 
 def response_before(
@@ -58,6 +62,7 @@ def response_before(
     axes: Axes,
     *,
     reverse: bool = False,
+    packed: bool = False,
     meanwhile: _Tree = None,  # type: ignore[assignment]
 ) -> tuple[jax.Array, _Tree]:
     """The state before this shard: the maps S -> transition S + response of all shards before it, applied to zero.
@@ -66,6 +71,7 @@ def response_before(
         transition: [..., K, K], response: [..., K, V], of this shard.
         axes: the mesh axes along which the shards follow each other.
         reverse: whether they follow in reverse.
+        packed: whether a transition may be zero because what is before the shard is another sequence's.
         meanwhile: arrays that are to be computed before what other devices send is looked at.
 
     Returns:
@@ -84,13 +90,13 @@ def response_before(
             received, meanwhile = jax.lax.optimization_barrier((received, meanwhile))
         # Where nothing is received the state before is zero, and so is the map: the response says it all.
         if transition_before is not None:
-            received_before = _product(transition_before, received)
+            received_before = _product(transition_before, received, packed)
             before, transition_before = before + received_before[..., :columns], received_before[..., columns:]
         else:
             before, transition_before = received[..., :columns], received[..., columns:]
         if more:
             needed = received if 4 * reach < devices else received[..., :columns]
-            product = _product(transition, needed)
+            product = _product(transition, needed, packed)
             response, transition = response + product[..., :columns], product[..., columns:]
         reach *= 2
     return before, meanwhile
@@ -337,7 +343,8 @@ def backward(
             response, _ = dispatch.state_gradient(
                 *rows, continuing, flat_residuals, flat_do, d_of_continuing, None, scale=scale, **shared
             )
-            outgoing, _ = response_before(jnp.swapaxes(carry.transition, -1, -2), response, axes, reverse=True)
+            transposed = jnp.swapaxes(carry.transition, -1, -2)
+            outgoing, _ = response_before(transposed, response, axes, reverse=True, packed=True)
             states = _true_first_states(shard, carry, initial_state)
             d_states = _mask(shard.leaves, outgoing[:, None], 0.0 if d_final_state is None else d_final_state)
     flat, (states, d_states), flat_segments = flatten(
@@ -394,7 +401,7 @@ def _exchange(
     )
     transition, response, _, _ = dispatch.summary(*rows, first, leaving, residuals, **options)
     transition = _mask(shard.covered(), transition)
-    incoming, _ = response_before(transition, response, axes)
+    incoming, _ = response_before(transition, response, axes, packed=True)
     return Carry(incoming, transition, None), None
 
 

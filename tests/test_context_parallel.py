@@ -198,6 +198,29 @@ def test_empty_sequences_keep_their_state_bit_for_bit() -> None:
         assert np.asarray(final_state[n]).tobytes() == np.asarray(x[5][n]).tobytes()
 
 
+def test_what_is_not_a_number_stays_in_its_sequence() -> None:
+    """Both cross borders, and beside the border between them each covers whole shards."""
+    length = DEVICES * 2
+    x = (*tokens(length), normal(5, 2, 2, 8, 4))
+    cu_seqlens = jnp.array([0, 9, length], jnp.int32)
+    function = over_devices(lambda *x: call(*x[:6], axes=CUT, cu_seqlens=x[6]), (*SPECS, P()), (P(None, "seq"), P()))
+
+    @jax.jit
+    def with_gradients(*x: jax.Array) -> Any:
+        results, transpose = jax.vjp(lambda *x: function(*x, cu_seqlens), *x)
+        return *results, *transpose(results)
+
+    expected = with_gradients(*x)
+    rows = (slice(0, 9), slice(9, length))
+    for sequence, other in ((0, 1), (1, 0)):
+        for poisoned in range(5):
+            of_nan = (y.at[:, rows[sequence]].set(jnp.nan) if i == poisoned else y for i, y in enumerate(x))
+            found = with_gradients(*of_nan)
+            for a, b in zip(found, expected, strict=True):
+                kept = other if a.shape == x[5].shape else (slice(None), rows[other])
+                np.testing.assert_array_equal(a[kept], b[kept])
+
+
 def test_documents_by_segment_ids_without_states() -> None:
     """Equal ids on both sides of a border are one document, and so are not where a border of documents lies there."""
     ids = jnp.array([[0, 1, 1, 1, 1, 2, 2, 2, 2, 2, 2, 3, 0, 0, 3, 3]], jnp.int32)
