@@ -234,6 +234,22 @@ def test_prefill_in_pieces_and_steps_equal_the_whole(framework: Framework) -> No
 
 
 @RARELY_FLAX
+@pytest.mark.parametrize("projections", ["fused", rarely("split")])
+def test_cache_and_layer_that_were_kept_on_the_host(framework: Framework, projections: Any) -> None:
+    """NumPy's arrays go on as JAX's do, also where no program is traced around them."""
+    config = dataclasses.replace(CONFIG, projections=projections)
+    layer, x = framework.make(config, random_weights(config)), random_array(2, 5, 16)
+    prefill = framework.jit(type(layer).prefill)
+    expected, expected_cache = prefill(layer, x)
+    _, cache = prefill(layer, x[:, :3])
+    arrays, whole = framework.split(layer)
+    y, after = whole(jax.device_get(arrays)).prefill(x[:, 3:], jax.device_get(cache))
+    assert_close(y, expected[:, 3:], LIMIT)
+    assert_close(after.conv, expected_cache.conv, LIMIT)
+    assert_close(after.state, expected_cache.state, LIMIT)
+
+
+@RARELY_FLAX
 def test_steps_from_an_empty_cache(framework: Framework) -> None:
     layer = framework.make(CONFIG, WEIGHTS, dtype=jnp.bfloat16)
     x = random_array(2, 3, 16)

@@ -150,6 +150,7 @@ def cut_like(x: jax.Array, parts: Sequence[jax.Array]) -> Sequence[jax.Array]:
     """
     if len(parts) == 1:
         return [x]
+    x = jnp.asarray(x)  # NumPy's of a cache or layer that was kept on the host
     sizes = [part.shape[-1] for part in parts]
     mesh = _explicit_mesh(x)
     if mesh is not None:
