@@ -292,6 +292,15 @@ def test_a_step_is_exported_for_any_batch(framework: Framework) -> None:
         assert_close(found, right, LIMIT)
 
 
+def test_programs_of_caches_are_serialised() -> None:
+    pytest.importorskip("flatbuffers", reason="jax.export serialises with flatbuffers")
+    cache = jax.tree.map(lambda x: x + 1, empty_cache(CONFIG, 2, jnp.bfloat16))
+    exported = jax.export.export(jax.jit(lambda cache: cache))(cache)
+    found = jax.export.deserialize(exported.serialize()).call(cache)
+    assert isinstance(found, GatedDeltaNetCache)
+    jax.tree.map(np.testing.assert_array_equal, found, cache)
+
+
 @RARELY_EQUINOX
 def test_packed_documents_do_not_see_each_other(framework: Framework) -> None:
     layer = framework.make(CONFIG, WEIGHTS)

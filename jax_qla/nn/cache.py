@@ -20,6 +20,10 @@ class GatedDeltaNetCache(NamedTuple):
     """float32 (float64 of a layer in float64) [B, Hv, K, V]: the state of the gated delta rule."""
 
 
+# So that programs which take and return caches can be serialised.
+jax.export.register_namedtuple_serialization(GatedDeltaNetCache, serialized_name="jax_qla.nn.GatedDeltaNetCache")
+
+
 def empty_cache(config: GatedDeltaNetConfig, batch_size: int, dtype: Any = jnp.float32) -> GatedDeltaNetCache:
     """The cache before the first token: zeros.
 
