@@ -69,7 +69,8 @@ def causal_conv1d(
         cu_seqlens: int32 [N + 1]: the same for B = 1 and sequences in rows [cu_seqlens[n], cu_seqlens[n + 1]).
         initial_tail: [B, W - 1, D] in x's dtype, the tokens before the first, default zero. For a batch that is not
             packed.
-        output_final_tail: whether to return the last W - 1 tokens, from which the next call continues.
+        output_final_tail: whether to return the last W - 1 tokens, from which the next call continues. Of a packed
+            batch too they are the last of the row, whatever sequences they are of, or padding.
         mesh_axes: as in `chunk_gated_delta_rule`; `heads` names axes that cut D.
         implementation: "cuda" (Hopper kernels; W = 4, D a multiple of 8, x in bfloat16 or float16), "xla" (any
             platform, size and dtype), or a sequence of these, of which the first is taken that can compute the operands
