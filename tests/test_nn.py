@@ -422,6 +422,8 @@ def test_wrong_calls_are_refused(framework: Framework) -> None:
     for goes_on in (layer.prefill, layer.step):
         with pytest.raises(TypeError, match=r"cache\.state must be float32, got bfloat16"):
             goes_on(x, narrower)
+    with pytest.raises(TypeError, match=r"cache\.conv must be an array of shape \(2, 3, 56\), got NoneType"):
+        layer.step(x, cache._replace(conv=None))
 
 
 def test_other_inputs_are_refused(framework: Framework) -> None:

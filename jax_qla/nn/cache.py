@@ -42,7 +42,7 @@ def check_cache(cache: GatedDeltaNetCache, config: GatedDeltaNetConfig, batch_si
     """Whether the cache is one of this layer, which computes in `dtype`, and batch.
 
     Raises:
-        TypeError: it is no cache, or its state is narrower or wider than the layer's.
+        TypeError: it is no cache, or not of arrays, or its state is narrower or wider than the layer's.
         ValueError: an array has another shape.
     """
     if not isinstance(cache, GatedDeltaNetCache):
@@ -51,7 +51,10 @@ def check_cache(cache: GatedDeltaNetCache, config: GatedDeltaNetConfig, batch_si
         )
     expected = jax.eval_shape(lambda: empty_cache(config, batch_size))
     for name in cache._fields:
-        shape, wanted = tuple(getattr(cache, name).shape), tuple(getattr(expected, name).shape)
+        array, wanted = getattr(cache, name), tuple(getattr(expected, name).shape)
+        if not hasattr(array, "shape") or not hasattr(array, "dtype"):
+            raise TypeError(f"cache.{name} must be an array of shape {wanted}, got {type(array).__name__}")
+        shape = tuple(array.shape)
         if shape != wanted:
             raise ValueError(f"cache.{name} must have shape {wanted} for this layer and input, got {shape}")
     given, accepted = jnp.result_type(cache.state).name, dict.fromkeys(("float32", widest(dtype).name))
