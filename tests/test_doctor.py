@@ -21,6 +21,7 @@ from jax_qla import doctor, driver, implementations, launch, store
 from jax_qla.kernels.packaged import PACKAGED
 
 CUDA = "13.0.88"
+SELF_TEST = doctor._self_test
 
 
 @pytest.fixture(autouse=True)
@@ -184,6 +185,7 @@ def test_no_devices(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixtu
 
         return devices
 
+    monkeypatch.setattr(doctor, "_self_test", SELF_TEST)
     for error, expected in (
         (RuntimeError("Unable to initialize backend 'cuda'"), "Unable to initialize backend 'cuda'"),
         (AssertionError(), "JAX_PLATFORMS allows none that is here"),
@@ -191,6 +193,9 @@ def test_no_devices(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixtu
         for name in ("devices", "default_backend"):
             monkeypatch.setattr(jax, name, without(error))
         assert problems(capsys) == [f"JAX finds no devices: {expected}"]
+    output = run(capsys)[1]
+    assert "  error          JAX finds no devices\n" in output
+    assert "  cuda           not run: JAX finds no devices\n" in output
 
 
 def test_without_docstrings(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
