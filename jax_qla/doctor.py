@@ -13,6 +13,7 @@ import importlib.metadata
 import json
 import os
 import platform
+import sys
 import textwrap
 import time
 from collections.abc import Iterator, Sequence
@@ -344,5 +345,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", action="store_true", help="print the report as JSON")
     options = parser.parse_args(arguments)
     report = examine()
-    print(json.dumps(report, indent=1) if options.json else text(report))
+    said = json.dumps(report, indent=1) if options.json else text(report)
+    # A path may have what the terminal or file has no letters for.
+    encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
+    print(said.encode(encoding, "backslashreplace").decode(encoding))
     return 1 if report["problems"] else 0

@@ -178,6 +178,17 @@ def test_no_extension(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFix
     assert problems(capsys) == ["the extension cannot be imported"]
 
 
+def test_names_that_cannot_be_written(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of a folder, in bytes that are not UTF-8."""
+    monkeypatch.setenv("JAX_QLA_CACHE", "/nowhere/caf\udce9")
+    code, output = run(capsys)
+    assert code == 1
+    assert re.search(r"^  folder +/nowhere/caf\\udce9$", output, re.MULTILINE)
+    assert "has a name that is not UTF-8" in output
+    monkeypatch.setattr(sys, "stdout", None)  # as where it is closed
+    assert doctor.main([]) == 1
+
+
 def test_no_devices(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     def without(error: Exception) -> Any:
         def devices(*arguments: Any) -> Any:
