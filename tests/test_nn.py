@@ -462,6 +462,9 @@ def test_wrong_implementations_are_refused(framework: Framework) -> None:
         ({"hidden_size": 0}, ValueError, "hidden_size must be at least 1, got 0"),
         ({"key_head_dim": 8.0}, TypeError, "key_head_dim must be an integer, got float"),
         ({"projections": "joined"}, ValueError, 'projections must be "split" or "fused"'),
+        ({"norm_eps": "1e-6"}, TypeError, "norm_eps must be a number, got '1e-6' of type str"),
+        ({"norm_eps": -1e-6}, ValueError, "norm_eps must be at least 0, got -1e-06"),
+        ({"allow_neg_eigval": "false"}, TypeError, "allow_neg_eigval must be True or False, got 'false' of type str"),
     ],
 )
 def test_wrong_configurations_are_refused(change: dict[str, Any], error: type[Exception], message: str) -> None:

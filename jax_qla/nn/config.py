@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numbers
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -12,7 +13,8 @@ class GatedDeltaNetConfig:
     """Sizes and options of one Gated DeltaNet layer, as in Qwen3-Next and Qwen3.5.
 
     Raises:
-        TypeError, ValueError: a size is not a positive integer, or two of them do not go together.
+        TypeError, ValueError: a size is not a positive integer, or two of them do not go together; an option is not
+            what it may be.
 
     Example:
         >>> from jax_qla.nn import GatedDeltaNetConfig
@@ -34,7 +36,7 @@ class GatedDeltaNetConfig:
     conv_kernel_size: int = 4
     """Tokens that the causal convolution sees: the current one and those right before it."""
     norm_eps: float = 1e-6
-    """Added to the mean square in the gated RMS norm."""
+    """Added to the mean square in the gated RMS norm; not negative."""
     projections: Literal["split", "fused"] = "split"
     """"split": in_proj_qkv, in_proj_z, in_proj_b and in_proj_a (Qwen3.5). "fused": in_proj_qkvz and in_proj_ba, whose
     outputs are grouped by key head (Qwen3-Next); for tensor parallelism, where devices then exchange less."""
@@ -65,6 +67,16 @@ class GatedDeltaNetConfig:
             )
         if self.projections not in ("split", "fused"):
             raise ValueError(f'projections must be "split" or "fused", got {self.projections!r}')
+        # Of a file of settings both may be strings: YAML reads 1e-6 as one.
+        if isinstance(self.norm_eps, bool) or not isinstance(self.norm_eps, numbers.Real):
+            raise TypeError(f"norm_eps must be a number, got {self.norm_eps!r} of type {type(self.norm_eps).__name__}")
+        if not self.norm_eps >= 0:
+            raise ValueError(f"norm_eps must be at least 0, got {self.norm_eps}")
+        if not isinstance(self.allow_neg_eigval, bool):
+            raise TypeError(
+                f"allow_neg_eigval must be True or False, got {self.allow_neg_eigval!r} of type "
+                f"{type(self.allow_neg_eigval).__name__}"
+            )
 
     @property
     def key_size(self) -> int:
