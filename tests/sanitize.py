@@ -15,6 +15,9 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
+
+sys.path.append(str(Path(__file__).resolve().parents[1] / "benchmarks"))  # as pytest has it for test_cuda.py
 
 import battery
 import convolution_cases
