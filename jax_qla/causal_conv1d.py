@@ -328,7 +328,8 @@ def _rows(
         shards, index = (jax.lax.axis_size(axes), jax.lax.axis_index(axes)) if axes else (1, 0)
         bounds = segments_from_cu_seqlens(cu_seqlens, length * shards)
         row = index * length + jnp.arange(length, dtype=jnp.int32)
-        of_row = jnp.searchsorted(bounds[:, 1], row, side="right", method="sort")
+        method = "sort" if isinstance(length, int) else "scan"  # a number of rows left open cannot be sorted
+        of_row = jnp.searchsorted(bounds[:, 1], row, side="right", method=method)
         inside = (of_row < bounds.shape[0]) & (row >= jnp.min(bounds, initial=length * shards))
         segment_ids = jnp.where(inside, of_row + 1, 0)[None].astype(jnp.int32)
         segment_ids = jnp.broadcast_to(segment_ids, x.shape[:2])  # members of a `jax.vmap`

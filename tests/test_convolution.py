@@ -343,6 +343,11 @@ def test_symbolic_sizes(at_hand: None) -> None:
     found = exported.call(normal(0, B, T, D))
     wanted, _ = jax.jit(lambda x: causal_conv1d(x, weight, activation="silu", implementation="xla"))(normal(0, B, T, D))
     np.testing.assert_allclose(np.asarray(found, np.float32), np.asarray(wanted, np.float32), rtol=2e-2, atol=2e-2)
+    one_row = jax.ShapeDtypeStruct((1, *x.shape[1:]), jnp.float32)
+    packed = jax.jit(lambda x: causal_conv1d(x, weight, cu_seqlens=jnp.array([2, 5, 5, 8]))[0])
+    row = normal(0, 1, T, D).astype(jnp.float32)
+    found = jax.export.export(packed)(one_row).call(row)
+    np.testing.assert_allclose(found, packed(row), rtol=1e-5, atol=1e-5)
     with pytest.raises(NotImplementedError, match=r"'cuda' take no symbols for sizes, got x of shape \(b, t, 64\)"):
         jax.eval_shape(lambda x: causal_conv1d(x, weight, implementation="cuda"), x)
     with pytest.raises(NotImplementedError, match="output_final_tail needs a static T"):
