@@ -427,6 +427,8 @@ def _check(
         integers("cu_seqlens", cu_seqlens)
         if batch != 1:
             raise ValueError(f"cu_seqlens packs all sequences into one row: B must be 1, got x with B = {batch}")
+        if not isinstance(cu_seqlens.shape[0], int):
+            raise NotImplementedError(f"cu_seqlens must have a static size, got shape {tuple(cu_seqlens.shape)}")
         if cu_seqlens.shape[0] == 0:
             raise ValueError("cu_seqlens must have N + 1 entries, the first of which is 0, got none")
     if initial_tail is not None:

@@ -225,6 +225,8 @@ def _check_packing(batch: int, tokens: int, cu_seqlens: Any, segment_ids: Any, m
     if cu_seqlens is not None:
         _rank("cu_seqlens", cu_seqlens, ("N + 1",))
         _dtype("cu_seqlens", cu_seqlens, ("int32",))
+        if not isinstance(cu_seqlens.shape[0], int):
+            raise NotImplementedError(f"cu_seqlens must have a static size, got shape {tuple(cu_seqlens.shape)}")
         if cu_seqlens.shape[0] == 0:
             raise ValueError("cu_seqlens must have N + 1 entries, the first of which is 0, got none")
         if batch != 1:

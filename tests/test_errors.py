@@ -274,3 +274,16 @@ def test_symbolic_sizes(shape: str) -> None:
     else:
         with pytest.raises(NotImplementedError, match=refusal.format(" but B")):
             jax.eval_shape(jax_qla.recurrent_gated_delta_rule, *x)
+
+
+def test_a_symbolic_number_of_sequences() -> None:
+    tokens = [jnp.zeros(x.shape) for x in one_row().values()]
+    cu_seqlens = jax.ShapeDtypeStruct(jax.export.symbolic_shape("n"), np.int32)
+    x, weight = jnp.zeros((1, 10, 6)), jnp.zeros((4, 6))
+    for call in (
+        lambda cu_seqlens: jax_qla.chunk_gated_delta_rule(*tokens, cu_seqlens=cu_seqlens),
+        lambda cu_seqlens: jax_qla.recurrent_gated_delta_rule(*tokens, cu_seqlens=cu_seqlens),
+        lambda cu_seqlens: jax_qla.causal_conv1d(x, weight, cu_seqlens=cu_seqlens),
+    ):
+        with pytest.raises(NotImplementedError, match=r"cu_seqlens must have a static size, got shape \(n,\)"):
+            jax.eval_shape(call, cu_seqlens)
