@@ -406,6 +406,8 @@ def _check(
     rank("weight", weight, "W, D")
     floating("weight", weight)
     width = weight.shape[0]
+    if not isinstance(width, int):
+        raise NotImplementedError(f"weight must have a static W, got shape {tuple(weight.shape)}")
     if width < 1 or weight.shape[1] != channels:
         raise ValueError(f"weight must have shape [W, D] with W >= 1 and D = {channels}, got {tuple(weight.shape)}")
     if bias is not None:

@@ -66,7 +66,7 @@ def check(
         _dtype(name, x, _TOKEN_DTYPES)
         if x.dtype != q.dtype:
             raise TypeError(f"q, k and v must have the same dtype, got q {q.dtype} and {name} {x.dtype}")
-        if min(x.shape[2:]) == 0:
+        if 0 in x.shape[2:]:
             raise ValueError(f"{name} must have at least one head and one feature, got shape {tuple(x.shape)}")
     batch, tokens, key_heads, key_dim = q.shape
     if not all(isinstance(n, int) for n in (*q.shape[symbolic_batch:], *v.shape[symbolic_batch:])):

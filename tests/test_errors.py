@@ -276,6 +276,16 @@ def test_symbolic_sizes(shape: str) -> None:
             jax.eval_shape(jax_qla.recurrent_gated_delta_rule, *x)
 
 
+def test_symbolic_heads_and_filters() -> None:
+    (size,) = jax.export.symbolic_shape("n")
+    tokens, gates = array(2, 10, size, 64), array(2, 10, size)
+    for rule in (jax_qla.chunk_gated_delta_rule, jax_qla.recurrent_gated_delta_rule):
+        with pytest.raises(NotImplementedError, match=r"all sizes must be static.*, got q of shape \(2, 10, n, 64\)"):
+            jax.eval_shape(rule, tokens, tokens, tokens, gates, gates)
+    with pytest.raises(NotImplementedError, match=r"weight must have a static W, got shape \(n, 6\)"):
+        jax.eval_shape(jax_qla.causal_conv1d, array(2, 10, 6), array(size, 6))
+
+
 def test_a_symbolic_number_of_sequences() -> None:
     tokens = [jnp.zeros(x.shape) for x in one_row().values()]
     cu_seqlens = jax.ShapeDtypeStruct(jax.export.symbolic_shape("n"), np.int32)
