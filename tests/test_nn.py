@@ -472,6 +472,22 @@ def test_wrong_configurations_are_refused(change: dict[str, Any], error: type[Ex
         dataclasses.replace(CONFIG, **change)
 
 
+def test_a_huggingface_configuration_that_is_not_whole() -> None:
+    with pytest.raises(ValueError, match="config lacks 'rms_norm_eps', which says"):
+        GatedDeltaNetConfig.from_huggingface(
+            {
+                "model_type": "qwen3_next",
+                "hidden_act": "silu",
+                "hidden_size": 16,
+                "linear_num_key_heads": 1,
+                "linear_num_value_heads": 2,
+                "linear_key_head_dim": 8,
+                "linear_value_head_dim": 8,
+                "linear_conv_kernel_dim": 4,
+            }
+        )
+
+
 def of_arrays(framework: Framework, **options: Any) -> tuple[Any, Any]:
     """A function of a layer's arrays and x, and the arrays."""
     arrays, whole = framework.split(framework.make(**options))

@@ -7,6 +7,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+_HUGGINGFACE = {
+    "hidden_size": "hidden_size",
+    "num_key_heads": "linear_num_key_heads",
+    "num_value_heads": "linear_num_value_heads",
+    "key_head_dim": "linear_key_head_dim",
+    "value_head_dim": "linear_value_head_dim",
+    "conv_kernel_size": "linear_conv_kernel_dim",
+    "norm_eps": "rms_norm_eps",
+}
+"""What the configurations of transformers call sizes and options."""
+
 
 @dataclass(frozen=True)
 class GatedDeltaNetConfig:
@@ -117,22 +128,19 @@ class GatedDeltaNetConfig:
                 model of text and images is asked for its `text_config`.
 
         Raises:
-            ValueError: the model is of another type, or its convolution is followed by something else than SiLU.
+            ValueError: the model is of another type, or its convolution is followed by something else than SiLU; or the
+                configuration lacks what the layer needs.
         """
         values: Mapping[str, Any] = config if isinstance(config, Mapping) else config.to_dict()
         values = values.get("text_config") or values
         model_type = values.get("model_type", "")
         if not str(model_type).startswith(("qwen3_next", "qwen3_5")):
             raise ValueError(f"config must be of a Qwen3-Next or Qwen3.5 model, got model_type {model_type!r}")
-        if values["hidden_act"] != "silu":
-            raise ValueError(f'hidden_act must be "silu", got {values["hidden_act"]!r}')
-        return cls(
-            hidden_size=values["hidden_size"],
-            num_key_heads=values["linear_num_key_heads"],
-            num_value_heads=values["linear_num_value_heads"],
-            key_head_dim=values["linear_key_head_dim"],
-            value_head_dim=values["linear_value_head_dim"],
-            conv_kernel_size=values["linear_conv_kernel_dim"],
-            norm_eps=values["rms_norm_eps"],
-            projections="fused" if model_type.startswith("qwen3_next") else "split",
-        )
+        try:
+            activation = values["hidden_act"]
+            sizes_and_eps = {name: values[theirs] for name, theirs in _HUGGINGFACE.items()}
+        except KeyError as error:
+            raise ValueError(f"config lacks {error}, which says what its Gated DeltaNet layers are") from error
+        if activation != "silu":
+            raise ValueError(f'hidden_act must be "silu", got {activation!r}')
+        return cls(**sizes_and_eps, projections="fused" if model_type.startswith("qwen3_next") else "split")
