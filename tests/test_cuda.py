@@ -219,7 +219,12 @@ def test_battery_that_recomputes(case: battery.Case, measured: dict[str, dict[st
     measured[name] = battery.check(case, that_recomputes, LIMITS)
 
 
-WAYS = {"default": cuda, "high": in_high_precision, "states kept": that_keeps, "Vd computed again": that_recomputes}
+WAYS: dict[str, battery.Function] = {
+    "default": cuda,
+    "high": in_high_precision,
+    "states kept": that_keeps,
+    "Vd computed again": that_recomputes,
+}
 
 
 def _in_ways(cases: Sequence[battery.Case], *ways: str) -> list[Any]:
