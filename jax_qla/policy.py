@@ -902,7 +902,7 @@ def shard_cut(
     if override is not None:
         length = min(override // CHUNK or chunks, chunks)
     else:
-        lengths = [length for length in _lengths_of(chunks) if length < chunks] + [chunks]
+        lengths = [n for n in _lengths_of(chunks) if n < chunks and n * CHUNK >= _ROWS_OF_MEMORY] + [chunks]
         length = min(lengths, key=lambda n: _cut(n, chunks, sequences, heads, key_dim, value_dim, shard=True))
     return Cut(length * CHUNK, -(-chunks // length))
 
