@@ -401,9 +401,11 @@ def test_weights_come_back_and_wrong_ones_are_refused(framework: Framework) -> N
     layer = framework.make(CONFIG, WEIGHTS)
     for name, array in layer.get_weights().items():
         np.testing.assert_array_equal(array, WEIGHTS[name])
-    wrong = {**WEIGHTS, "extra": np.zeros(1), "norm": np.zeros(7)}
+    wrong = {**WEIGHTS, "extra": np.zeros(1), "norm": np.zeros(7), "dt_bias": [0.0]}
     del wrong["A_log"]
-    with pytest.raises(ValueError, match=r"A_log is missing; extra does not belong .*; norm must have shape \(6,\)"):
+    with pytest.raises(
+        ValueError, match=r"A_log is missing; extra .*; dt_bias must be an array, got list; norm must have shape \(6,\)"
+    ):
         framework.make(CONFIG, wrong)
 
 
@@ -443,10 +445,12 @@ def test_other_inputs_are_refused(framework: Framework) -> None:
 
 
 @pytest.mark.parametrize("name", ["dtype", "param_dtype"])
-@pytest.mark.parametrize("dtype", [None, jnp.int32, jnp.complex64])
+@pytest.mark.parametrize("dtype", [None, jnp.int32, jnp.complex64, "bf16"])
 def test_dtypes_that_are_not_floating_are_refused(framework: Framework, name: str, dtype: Any) -> None:
     with pytest.raises(TypeError, match=f"^{name} must be a floating dtype such as jnp.bfloat16, got "):
         framework.make(CONFIG, **{name: dtype})
+    with pytest.raises(TypeError, match="^dtype must be bfloat16, float16, float32 or float64, got float8_e4m3fn"):
+        framework.make(CONFIG, dtype=jnp.float8_e4m3fn)
 
 
 def test_wrong_implementations_are_refused(framework: Framework) -> None:

@@ -90,8 +90,7 @@ class GatedDeltaNet(eqx.Module):
         save_chunk_states: bool | None = None,
         key: jax.Array,
     ):
-        parameters.check_dtype("dtype", dtype)
-        parameters.check_dtype("param_dtype", param_dtype)
+        parameters.check_dtypes(dtype, param_dtype)
         self.config = config
         self.dtype = jnp.dtype(dtype)
         check_implementation(implementation)

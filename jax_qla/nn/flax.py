@@ -70,8 +70,7 @@ class GatedDeltaNet(nnx.Module):
         save_chunk_states: bool | None = None,
         rngs: nnx.Rngs,
     ):
-        parameters.check_dtype("dtype", dtype)
-        parameters.check_dtype("param_dtype", param_dtype)
+        parameters.check_dtypes(dtype, param_dtype)
         self.config = config
         self.dtype = dtype
         check_implementation(implementation)

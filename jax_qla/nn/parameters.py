@@ -48,30 +48,38 @@ def parameter_shapes(config: GatedDeltaNetConfig) -> dict[str, tuple[int, ...]]:
     }
 
 
-def check_dtype(name: str, dtype: Any) -> None:
-    """Whether a layer can have this dtype; None would be float64.
+def check_dtypes(dtype: Any, param_dtype: Any) -> None:
+    """Whether a layer can compute in `dtype` and have parameters in `param_dtype`; None would be float64.
 
     Raises:
-        TypeError: it is not a floating one.
+        TypeError: one is not floating, or the first none that the gated delta rule is computed in.
     """
-    if dtype is None or not jnp.issubdtype(dtype, jnp.floating):
-        raise TypeError(f"{name} must be a floating dtype such as jnp.bfloat16, got {dtype}")
+    for name, given in (("dtype", dtype), ("param_dtype", param_dtype)):
+        try:
+            floating = given is not None and jnp.issubdtype(given, jnp.floating)
+        except TypeError:
+            floating = False
+        if not floating:
+            raise TypeError(f"{name} must be a floating dtype such as jnp.bfloat16, got {given!r}")
+    if jnp.dtype(dtype).itemsize < 2:
+        raise TypeError(f"dtype must be bfloat16, float16, float32 or float64, got {jnp.dtype(dtype).name}")
 
 
 def check_weights(weights: Mapping[str, Any], config: GatedDeltaNetConfig) -> None:
     """Whether `weights` are all the parameters of a layer, and nothing else.
 
     Raises:
-        ValueError: a parameter is missing, is one too many, or has another shape; all such are named.
+        ValueError: a parameter is missing, is one too many, is no array, or has another shape; all such are named.
     """
     shapes = parameter_shapes(config)
     wrong = [f"{name} is missing" for name in shapes if name not in weights]
     wrong += [f"{name} does not belong to the layer" for name in weights if name not in shapes]
-    wrong += [
-        f"{name} must have shape {shape}, got {tuple(weights[name].shape)}"
-        for name, shape in shapes.items()
-        if name in weights and tuple(weights[name].shape) != shape
-    ]
+    for name in (name for name in shapes if name in weights):
+        given = getattr(weights[name], "shape", None)
+        if given is None:
+            wrong.append(f"{name} must be an array, got {type(weights[name]).__name__}")
+        elif tuple(given) != shapes[name]:
+            wrong.append(f"{name} must have shape {shapes[name]}, got {tuple(given)}")
     if wrong:
         raise ValueError(f"weights do not fit the layer with projections={config.projections!r}: {'; '.join(wrong)}")
 
