@@ -449,7 +449,7 @@ def test_other_inputs_are_refused(framework: Framework) -> None:
 def test_dtypes_that_are_not_floating_are_refused(framework: Framework, name: str, dtype: Any) -> None:
     with pytest.raises(TypeError, match=f"^{name} must be a floating dtype such as jnp.bfloat16, got "):
         framework.make(CONFIG, **{name: dtype})
-    with pytest.raises(TypeError, match="^dtype must be bfloat16, float16, float32 or float64, got float8_e4m3fn"):
+    with pytest.raises(TypeError, match=r"^dtype must be bfloat16, float16, float32 or float64, got float8_e4m3fn"):
         framework.make(CONFIG, dtype=jnp.float8_e4m3fn)
 
 
