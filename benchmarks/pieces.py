@@ -5,16 +5,18 @@
     python benchmarks/pieces.py --rows 1,2/1x256 --lengths 0 64 --implementation xla       # a CPU, to try the script
 
 A row is named Hk,Hv/sequences x length, or as in 2,8/4x8192of32 where there are places for more sequences than have
-tokens; lengths are rows of a piece, 0 for whole sequences; K = V = 128, bfloat16, packed. Prints device milliseconds of
-the forward pass alone, of one that keeps what the backward pass reads, and of the backward pass, without and with
-kernels/backward.py (`policy.in_one`), what the policy chooses, and how much more that takes than the best, of the
-forward pass alone and of both. Writes pieces.json to the output folder.
+tokens; lengths are rows of a piece, 0 for whole sequences, and those of so many equal pieces of all tokens as
+`--pieces` says; K = V = 128, bfloat16, packed. Prints device milliseconds of the forward pass alone, of one that keeps
+what the backward pass reads, and of the backward pass, without and with kernels/backward.py (`policy.in_one`), what the
+policy chooses, and how much more that takes than the best, of the forward pass alone and of both. Writes pieces.json to
+the output folder.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -27,10 +29,11 @@ import inputs
 import jax
 from measurement import SHORT_WARM_UP
 from ours import JaxQla
-from rows import HEAD_DIM, Row, parse
+from rows import CHUNK, HEAD_DIM, Row, parse
 
 from jax_qla import policy
 from jax_qla.kernels.balance import balanced
+from jax_qla.segments import cut_count
 
 ROWS = (
     *("2,8/1x32768", "2,8/1x8192", "2,8/1x2048", "2,8/2x16384", "2,8/4x8192", "4,16/1x32768", "16,16/1x8192"),
@@ -38,6 +41,7 @@ ROWS = (
     *("16,64/1x32768", "16,64/1x8192", "16,64/4x8192", "16,48/1x32768", "16,48/1x8192", "16,48/4x8192"),
 )
 LENGTHS = (0, 512, 1024, 2048, 4096, 8192)
+PIECES = (5, 6, 11)
 
 
 class Times(NamedTuple):
@@ -92,7 +96,7 @@ def chosen(row: Row) -> Choice:
     alone = policy.piece_rows(*sizes, packed=True) or 0
     kept = policy.kept_rows(*sizes, **of_kernel) or 0
     back = kept or policy.backward_rows(*sizes, **of_kernel) or 0
-    recurrences = row.tokens // back if back else row.places
+    recurrences = cut_count(row.tokens, back) if back else row.places
     in_one = policy.in_one(recurrences, *sizes[2:], **of_kernel) != "never"
     by_lengths = policy.balance(row.value_heads, ratio=of_kernel["ratio"])
     lengths = [row.tokens // recurrences] * recurrences if back else row.lengths
@@ -104,6 +108,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--rows", nargs="+", default=ROWS, metavar="Hk,Hv/NxT", help="default: those of the docs")
     parser.add_argument("--lengths", nargs="+", type=int, default=LENGTHS, help="default: 0 512 1024 ... 8192")
+    parser.add_argument("--pieces", nargs="*", type=int, default=PIECES, help="default: 5 6 11")
     parser.add_argument("--implementation", default="cuda")
     parser.add_argument("--output", type=Path, default=Path("runs/pieces"), metavar="DIR")
     options = parser.parse_args(arguments)
@@ -117,7 +122,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         row = parse(f"forward/{name}")
         choice = chosen(row)
         # Pieces as long as the sequences are none.
-        wanted = (*options.lengths, choice.rows, choice.rows_for_both)
+        equal = (CHUNK * math.ceil(row.tokens / (CHUNK * pieces)) for pieces in options.pieces)
+        wanted = (*options.lengths, *equal, choice.rows, choice.rows_for_both)
         lengths = sorted({length for length in wanted if length < row.length})
         measured = {length: times(row, length, options.implementation) for length in lengths}
         found[name] = {str(length): of for length, of in measured.items()}

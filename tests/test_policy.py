@@ -295,7 +295,7 @@ def test_choice_for_both_passes_is_within_five_or_two_per_cent_of_the_best_that_
     sizes = (sequences * tokens, sequences, heads, 128, 128)
     of_kernel: dict[str, Any] = {"ratio": ratio, "split": False, "packed": True}
     forward, backward = rows_of_both(*sizes, **of_kernel)
-    recurrences = sequences * tokens // backward if backward else sequences
+    recurrences = tables.cut_count(sequences * tokens, backward) if backward else sequences
     in_one = policy.in_one(recurrences, heads, 128, 128, **of_kernel) != "never"
     by_lengths = policy.balance(heads, ratio=of_kernel["ratio"])
     in_one = in_one and balanced([tokens // recurrences] * recurrences, *by_lengths)
