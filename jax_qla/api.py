@@ -119,9 +119,10 @@ def chunk_gated_delta_rule(
             it takes. Results differ by rounding only: of what gates leave of an earlier state, less than 4e-8 counts as
             nothing between pieces (float32 rounds by 6e-8), and 0 is the strict setting, which leaves nothing out. It
             is static, and for both passes. Dense sequences are cut into pieces of at most so many tokens, as equal as
-            may be; packed ones stay whole where none of a batch is long enough that cutting takes less time (for up to
-            eight sequences, longer than two pieces). The model knows how many packed sequences there may be, not how
-            many are empty, and takes most of up to eight for taken: give it where one of these has nearly all tokens.
+            may be; packed ones stay whole where none of a batch is long enough that cutting takes less time (one alone
+            if it is no longer than a piece, up to eight if none is longer than two). The model knows how many packed
+            sequences there may be, not how many are empty, and takes most of up to eight for taken: give it where one
+            of these has nearly all tokens.
             Where devices share a sequence, each cuts its part, 0 being one piece. No other implementation has pieces,
             so with `piece_rows` none but "cuda" is taken.
         save_chunk_states: what the forward pass of "cuda", where it is differentiated, keeps for the backward pass of

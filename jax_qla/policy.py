@@ -48,10 +48,8 @@ _STEP_IN_ONE, _ROUND = 7.6, 40.0
 _BETWEEN_BACK, _COMPOSED = 25.0, 6.0
 """Three kernels, `states` to `gradients`, beside what their blocks take; from the end of `states` to that of `compose`,
 which both follow `adjoint_summaries`."""
-_GAIN, _GAIN_OF_ONE = 0.03, -0.02
-"""Of both passes, where the forward pass is cut for the backward pass's sake, at the least; and where a single sequence
-is, whose pieces are known to be alike, so that less memory is taken. (One of 64 heads and 8192 tokens takes as long
-then on an H200, and 0.94 of the time on an H100.)"""
+_GAIN = 0.03
+"""Of both passes of several sequences, where the forward pass is cut for the backward pass's sake, at the least."""
 _GAIN_OF_FITTED = 0.03
 """Of a forward pass of several packed sequences, where pieces are not of 2^n rows but fill the card if these are alike,
 at the least."""
@@ -163,7 +161,9 @@ class _Recurrences(NamedTuple):
     """The part of a step that is the states'."""
     share: float | None
     """Of what blocks of kernels/adjoint_summaries.py take of the card, what is not beside the states; None: all of it,
-    and the longest block at the least."""
+    and the longest block at the least, ..."""
+    share_in_one: float
+    """... and where kernels/backward.py follows."""
     before_one: float
     """What else precedes kernels/backward.py."""
     groups: float
@@ -178,6 +178,7 @@ _OF_VD = _Recurrences(
     block={64: 0.0117, 128: 0.0208},
     states=0.76,
     share=0.5,
+    share_in_one=2.9,
     before_one=15.0,
     groups=0.35,
     little=0.022,
@@ -189,6 +190,7 @@ _OF_STATES = _Recurrences(
     block={64: 0.0, 128: 0.0},
     states=1.0,
     share=None,
+    share_in_one=0.0,
     before_one=0.0,
     groups=0.6,
     little=0.02,
@@ -666,11 +668,11 @@ def _backward_time(
     there are as many sequences as the call has, or it has many places, they and their pieces are taken to be alike."""
     of = _recurrences(key_dim, value_dim, split=split, several=packed and sequences > 1)
 
-    def by_one_kernel(count: int, chunks: int, compositions: float = 0.0) -> float:
+    def by_one_kernel(count: int, chunks: int, *, share: float = 0.0, beside: float = 0.0) -> float:
         recurrences = count * heads
         tile = value_tile(recurrences, value_dim)
         step = _step_of_rounds(recurrences * (value_dim // tile), 128 if tile > 64 else 64, of)
-        states = max(of.states * chunks * step, compositions) + of.before_one
+        states = max(of.states * chunks * step + of.share_in_one * share, beside) + of.before_one
         behind = ratio // in_one_width(ratio) - 1  # steps of the last cluster of a key head, behind the first
         rounds = _rounds(recurrences, 1)
         return states + (rounds * chunks + behind) * _STEP_IN_ONE + (rounds - 1) * _ROUND
@@ -698,12 +700,14 @@ def _backward_time(
         recurrences = count * heads
         exact, short = (part * (pieces - 1) * recurrences * (value_dim // 64) for part in (0.25, 0.75))  # as in `_cut`
         share = (exact * length + short * min(length, _SHORT)) / MULTIPROCESSORS
-        summaries = _ADJOINT_STEP * max(length, share)
+        summaries, longest = _ADJOINT_STEP * max(length, share), _ADJOINT_STEP * length
         places = sequences if packed else None
         columns, turns = _composed_in_turn(length, chunks, count, heads, value_dim, places=places)
         compositions = pieces * turns * _COMPOSE_STEP_BACK[columns]
         if in_one_of(pieces * count):
-            return by_one_kernel(pieces * count, length, compositions) + summaries + _COMPOSED
+            if of.share is None:
+                return by_one_kernel(pieces * count, length, beside=compositions) + summaries + _COMPOSED
+            return by_one_kernel(pieces * count, length, share=share, beside=max(longest, compositions)) + _COMPOSED
         if of.share is not None:
             summaries = of.share * share
         tile = value_tile(max(pieces * count, sequences) * heads, value_dim)
@@ -757,21 +761,18 @@ def _rows_for_both(
 
     several = packed and sequences > 1  # other pieces than of 2^n rows took 1.1 times as long as whole sequences
     alone = sequences == 1 and _recurrences(key_dim, value_dim, split=split, several=False) is _OF_VD
-    fitting: dict[int, bool] = {}
-    """Lengths of pieces, and whether kernels/backward.py then fills the card."""
+    fitting = []
     for length in _lengths(tokens, sequences, packed):
         rows = _even(length, cut)
         if rows is None or not keeps(rows) or (several and not _is_power(length)):
             continue
-        full = fills(rows)
-        if rows >= _ROWS_IN_ONE if full else alone:
-            fitting[length] = full
+        if rows >= _ROWS_IN_ONE if fills(rows) else alone:
+            fitting.append(length)
 
     def time(length: int | None, count: int, chunks: int) -> float:
         if length is None:
             return of_passes(forward and forward // CHUNK, back and back // CHUNK, count, chunks)
-        gain = _GAIN if sequences > 1 else _GAIN_OF_ONE if fitting[length] else 0.0
-        return of_passes(length, length, count, chunks) / (1 - gain)
+        return of_passes(length, length, count, chunks) / (1 - _GAIN * (sequences > 1))
 
     best = _best((None, *fitting), time, tokens, sequences, packed)
     return None if best is None else _even(best, cut)
@@ -923,17 +924,17 @@ def _override(asked_rows: int | None) -> int | None:
 def cut_beyond(rows: int, tokens: int, sequences: int, heads: int, key_dim: int, value_dim: int) -> int:
     """Packed sequences are cut into pieces of `rows` rows if any is longer than this, which the device finds out.
 
-    Of few, most of which have tokens, it is supposed, that is two pieces. Many may be uneven anyway: one is worth
-    cutting if it is longer than a piece, and than what a multiprocessor has to do if all do as much, by what it takes
-    to summarise a piece, and to compose; and longer than sequences are if all places, or half of them, are taken by
-    some that are alike, where these take no longer whole.
+    Of one that is a piece; of few, most of which have tokens, it is supposed, two. Many may be uneven anyway: one is
+    worth cutting if it is longer than a piece, and than what a multiprocessor has to do if all do as much, by what it
+    takes to summarise a piece, and to compose; and longer than sequences are if all places, or half of them, are taken
+    by some that are alike, where these take no longer whole.
 
     Args:
         rows: of a piece.
         tokens, sequences, heads, key_dim, value_dim: as in `piece_rows`.
     """
     if sequences <= _ALL_TAKEN:
-        return 2 * rows
+        return rows if sequences == 1 else 2 * rows
     beyond = max(rows, tokens * heads // MULTIPROCESSORS) + rows // 2 + _ROWS_COMPOSED
     for _, count, chunks in _layouts(tokens, sequences, packed=True)[:2]:
         sizes = (rows // CHUNK, chunks, count, heads, key_dim, value_dim)
