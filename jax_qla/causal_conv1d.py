@@ -169,9 +169,10 @@ class _Options:
 @functools.partial(jax.jit, static_argnums=0)
 def _plain(options: _Options, operands: Sequence[jax.Array | None]) -> tuple[jax.Array, ...]:
     """y in plain JAX on each device's part; compiled, so that calls outside of a program compile once."""
+    by_compiler = options.layout.automatic or options.layout.partly
 
     def local(axes: Axes, *operands: Any) -> tuple[jax.Array, ...]:
-        return convolution.cut(convolution.plain(_rows(axes, *operands), options.silu), options.parts)
+        return convolution.cut(convolution.plain(_rows(axes, *operands), options.silu, by_compiler), options.parts)
 
     return _mapped(options.layout, local, operands, options.out_dims)
 

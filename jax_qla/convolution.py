@@ -55,7 +55,10 @@ def forward(choice: Choice, rows: Rows, *, parts: Sequence[int], silu: bool) -> 
     def by_kernel(rows: Rows) -> Any:
         return load("cuda_conv1d").forward(rows, parts=parts, silu=silu)
 
-    y: tuple[jax.Array, ...] = _on_platform(choice, rows, parts, by_kernel, lambda rows: cut(plain(rows, silu), parts))
+    def in_plain_jax(rows: Rows) -> Any:
+        return cut(plain(rows, silu, False), parts)
+
+    y: tuple[jax.Array, ...] = _on_platform(choice, rows, parts, by_kernel, in_plain_jax)
     return y
 
 
@@ -69,7 +72,7 @@ def backward(choice: Choice, rows: Rows, dys: Sequence[jax.Array], *, silu: bool
         def of_row(x: Any, before: Any, ids: Any, ids_before: Any, dy: jax.Array) -> Gradients:
             def function(x: Any, weight: Any, bias: Any, before: Any) -> jax.Array:
                 one = jax.tree.map(lambda x: x[None], (x, before, ids, ids_before))
-                return plain(Rows(one[0], weight, bias, *one[1:]), silu)[0]
+                return plain(Rows(one[0], weight, bias, *one[1:]), silu, False)[0]
 
             return Gradients(*jax.vjp(function, x, weight, bias, before)[1](dy))
 
@@ -108,23 +111,32 @@ def cut(y: jax.Array, parts: Sequence[int]) -> tuple[jax.Array, ...]:
     return tuple(jnp.split(y, bounds, axis=-1))
 
 
-@functools.partial(jax.checkpoint, static_argnums=(1,))
-def plain(rows: Rows, silu: bool) -> jax.Array:
-    """y in plain JAX, in x's dtype; sums are at least float32. Checkpointed: else a scan over layers would keep W
-    shifted copies of x."""
+@functools.partial(jax.checkpoint, static_argnums=(1, 2))
+def plain(rows: Rows, silu: bool, by_compiler: bool) -> jax.Array:
+    """y in plain JAX, in x's dtype; sums are at least float32, backward too. Checkpointed: else a scan over layers
+    would keep W shifted copies of x.
+
+    Args:
+        by_compiler: whether the compiler may cut T. Then what it exchanges is in x's dtype, and each tap's part of the
+            gradients of x and `before` is rounded to that before these are added up.
+    """
     x, weight, bias, before, ids, ids_before = rows
-    width = weight.shape[0]
-    wide = widest(x.dtype)
+    width, dtype = weight.shape[0], x.dtype
+    wide = widest(dtype)
+    shifted = dtype if by_compiler else wide
     weight = weight.astype(wide)[:, None, None]
     visible = own = None if ids is None else ids != 0
     if own is not None:
         # What padding holds must not matter, not even in a product with a gradient of zero.
         x = jnp.where(own[..., None], x, 0)
     # A sum of shifted copies, which XLA fuses with the mask and the activation into one elementwise kernel.
-    y = x.astype(wide) * weight[-1]
+    # Widened before it is narrowed for the shifts, so that gradients of these are added up wide.
+    x, before = x.astype(wide), None if before is None else before.astype(wide)
+    y = x * weight[-1]
     later = ids
     for distance in range(1, width):
-        part = _earlier(x, before, distance).astype(wide)
+        rows_before = None if before is None else before.astype(shifted)
+        part = _earlier(x.astype(shifted), rows_before, distance).astype(wide)
         if ids is not None and visible is not None:
             earlier = _earlier(ids, ids_before, distance)
             visible &= earlier == later
@@ -137,7 +149,7 @@ def plain(rows: Rows, silu: bool) -> jax.Array:
         y = jax.nn.silu(y)
     if own is not None:
         y = jnp.where(own[..., None], y, 0)
-    return y.astype(x.dtype)
+    return y.astype(dtype)
 
 
 def _earlier(x: jax.Array, before: jax.Array | None, distance: int) -> jax.Array:

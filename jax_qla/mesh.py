@@ -65,6 +65,8 @@ class Layout:
     """Whether the axes of the sequence have one device, which then has all of it."""
     automatic: bool = False
     """Whether the compiler is to find out: all fields above are empty."""
+    partly: bool = False
+    """Whether it is to find out what Auto axes beside those above cut."""
     mesh: Any = None
     """The mesh to map over where it is not the one in context."""
 
@@ -175,6 +177,7 @@ def resolve(
         heads=tuple(found["h"]),
         sequence=tuple(found["t"]),
         mapped=frozenset(kinds) - manual - frozenset(hidden),
+        partly=bool(hidden),
         mesh=None if in_context else mesh,
     )
     layout = _fitted(layout, mesh.shape, present, {*batch, *heads, *sequence}, {**_NAMES, **names})

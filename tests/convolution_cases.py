@@ -85,7 +85,7 @@ def right(rows: Rows, dys: list[jax.Array], *, silu: bool) -> tuple[jax.Array, G
     """y, and the gradients, those of the filter summed over the batch; in float32, by JAX."""
 
     def function(x: Any, weight: Any, bias: Any, before: Any) -> jax.Array:
-        return plain(Rows(x, weight, bias, before, rows.ids, rows.ids_before), silu)
+        return plain(Rows(x, weight, bias, before, rows.ids, rows.ids_before), silu, False)
 
     wide = (None if x is None else x.astype(jnp.float32) for x in rows[:4])
     y, transpose = jax.vjp(function, *wide)

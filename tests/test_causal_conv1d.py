@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
-from test_sharding import FAST, MODES, Cut, assert_close, assert_nothing_gathered, mesh_of, spread
+from test_sharding import FAST, MODES, Cut, assert_close, assert_nothing_gathered, collectives, mesh_of, spread
 from thorough import every_value
 
 import jax_qla
@@ -80,6 +80,48 @@ def test_sums_in_float32() -> None:
     y, _ = causal_conv1d(x, weight)
     assert y.dtype == jnp.bfloat16
     assert np.array_equal(y, by_definition(x, weight).astype(jnp.bfloat16))
+
+
+@pytest.mark.parametrize("activation", [None, "silu"])
+def test_gradients_are_summed_in_float32(activation: Any) -> None:
+    """Of one device they are rounded once, and float16 does not overflow on the way."""
+    arrays = normal(0, B, 200, D), normal(1, W, D), normal(2, B, W - 1, D), normal(3, B, 200, D)
+
+    def gradients(x: Any, weight: Any, tail: Any, dy: Any) -> Any:
+        def convolve(x: Any, tail: Any) -> Any:
+            return causal_conv1d(x, weight, initial_tail=tail, activation=activation, implementation="xla")[0]
+
+        return jax.vjp(convolve, x, tail)[1](dy)
+
+    x, weight, tail, dy = (x if n == 1 else x.astype(jnp.float16) for n, x in enumerate(arrays))
+    with jax.set_mesh(jax.make_mesh((1,), ("x",))):
+        found = jax.jit(gradients)(x, weight, tail, dy)
+        wanted = jax.jit(gradients)(*(x.astype(jnp.float32) for x in (x, weight, tail, dy)))
+        for a, b in zip(found, wanted, strict=True):
+            assert a.dtype == jnp.float16
+            assert np.mean(a == b.astype(jnp.float16)) > 0.99  # else two float32 sums lie on either side of a tie
+        large = jnp.full_like(dy, 60000)
+        filter_ = jnp.array([-2.0, -1.0, 2.0, 1.5])[:, None] * jnp.ones((W, D))
+        dx, _ = jax.jit(gradients)(jnp.zeros_like(x), filter_, jnp.zeros_like(tail), large)
+        np.testing.assert_allclose(dx[:, : 1 - W], 30000 * (0.5 if activation else 1), rtol=1e-3)
+
+
+def test_gradients_are_exchanged_in_16_bits_where_the_compiler_cuts() -> None:
+    x, weight, dy = (normal(n, *shape) for n, shape in enumerate(((B, T, D), (W, D), (B, T, D))))
+    x, dy = x.astype(jnp.float16), dy.astype(jnp.float16)  # XLA for CPUs exchanges bfloat16 as float32
+
+    def both(x: Any, dy: Any) -> Any:
+        y, transpose = jax.vjp(lambda x: causal_conv1d(x, weight, activation="silu")[0], x)
+        return y, *transpose(dy)
+
+    by_token = NamedSharding(mesh_of("auto"), PartitionSpec(None, ("x", "y")))
+    compiled = jax.jit(both).lower(*jax.device_put((x, dy), by_token)).compile()
+    exchanged = [(dtype, size) for name, dtype, size in collectives(compiled.as_text()) if name == "collective-permute"]
+    assert {dtype for dtype, _ in exchanged} == {"f16"}
+    assert sum(size for _, size in exchanged) == 3 * (1 + 2 + 3) * B * D  # x, again backward, and gradients
+    for a, b in zip(compiled(x, dy), both(x.astype(jnp.float32), dy.astype(jnp.float32)), strict=True):
+        error = np.linalg.norm(np.asarray(a, np.float64) - b)
+        assert error < 0.75 * 2**-11 * np.linalg.norm(b)  # two roundings
 
 
 def test_a_scan_keeps_no_shifted_copies() -> None:
