@@ -3,7 +3,8 @@
     y_t = activation(bias + sum_{i < W} weight_i x_{t - W + 1 + i})        channel by channel
 
 Cut along the sequence, a device needs the W - 1 tokens before its own, which it receives from its neighbour: 2 (W - 1)
-D bytes in bfloat16 for each row of the batch, forwards, and as much backwards. Source: Yang, Kautz, Hatamizadeh, "Gated
+D bytes in bfloat16 for each row of the batch, in the backward pass again, and as much for their gradients. Where the
+compiler cuts plain JAX, it exchanges them for each tap: W / 2 times that. Source: Yang, Kautz, Hatamizadeh, "Gated
 Delta Networks" (arXiv 2412.06464), where it follows the projections to q, k and v.
 """
 
