@@ -14,6 +14,8 @@ pytest.importorskip("transformers", reason="the pages use the test extra")
 
 from sybil.parsers.markdown import PythonCodeBlockParser
 
+from jax_qla.residuals import Between
+
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = {str(page.relative_to(ROOT)): page for page in [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]}
 FENCED = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -58,3 +60,12 @@ def test_shell_commands_name_what_there_is(name: str) -> None:
             for chosen in re.findall(r"\.\[([\w,]+)\]", command):
                 for extra in chosen.split(","):
                     assert re.search(rf"^{extra} = ", extras, re.MULTILINE), command
+
+
+def test_bytes_that_are_kept_of_a_cut() -> None:
+    said = r"keeps (\d+) KiB a cut .* (\d+) to (\d+) bytes a token and value head with pieces of (\d+) to (\d+)"
+    found = re.search(said, PAGES["docs/getting_started.md"].read_text())
+    assert found
+    kib, least, most, longest, shortest = map(int, found.groups())
+    kept = sum(x.size * x.dtype.itemsize for x in Between.shapes(1, 1, 128, 128).values())
+    assert (kib, least, most) == (kept // 2**10, kept // longest, kept // shortest)
