@@ -611,24 +611,22 @@ def piece_rows(
             a cut that was made for that finds nothing to do.
         asked_rows: what the caller wants, a multiple of 64, 0 for whole sequences, or None.
     """
-    mean = -(-tokens // (max(sequences, 1) * CHUNK))
     override = _override(asked_rows)
-    total = -(-tokens // CHUNK)
-    cut = total if packed else mean
+    if tokens == 0 or sequences == 0 or override == 0:
+        return None
+    divided = _divided(tokens, sequences, packed)
     if override is not None:
-        even = _even(override // CHUNK, cut) if override and sequences else None
+        even = _even(override // CHUNK, divided)
         return override if even and packed else even
 
     def time(length: int | None, count: int, chunks: int) -> float:
         recurrence = _time(length, chunks, count, heads, key_dim, value_dim, packed, tokens=tokens, places=sequences)
         fitted = length is not None and packed and sequences > 1 and not _is_power(length)
-        return (recurrence + max(_PREPARE, _PREPARED * total * heads)) / (1 - fitted * _GAIN_OF_FITTED)
+        prepared = max(_PREPARE, _PREPARED * -(-tokens // CHUNK) * heads)
+        return (recurrence + prepared) / (1 - fitted * _GAIN_OF_FITTED)
 
-    lengths: list[int | None] = [None]
-    if tokens and sequences:
-        lengths += _lengths(tokens, sequences, packed)
-    best = _best(lengths, time, tokens, sequences, packed)
-    return None if best is None else _even(best, cut)
+    best = _best((None, *_lengths(tokens, sequences, packed)), time, tokens, sequences, packed)
+    return None if best is None else _even(best, divided)
 
 
 def backward_rows(
@@ -684,7 +682,7 @@ def _backward_time(
     def time(length: int | None, count: int, chunks: int) -> float:
         def in_one_of(recurrences: int) -> bool:
             chosen = in_one(recurrences, heads, key_dim, value_dim, ratio=ratio, split=split, packed=False)
-            return chosen != "never" and (count == max(sequences, 1) or sequences > _ALL_TAKEN)
+            return chosen != "never" and (count == sequences or sequences > _ALL_TAKEN)
 
         if length is None or (length >= chunks and not packed):
             if in_one_of(count):
@@ -736,17 +734,16 @@ def _rows_for_both(
     sizes: tuple[int, int, int, int, int],
     forward: int | None,
     back: int | None,
-    keeps: Callable[[int], bool],
     *,
     ratio: int,
     split: bool,
     packed: bool,
 ) -> int | None:
-    """Rows of pieces that can be kept (`keeps`) and with which both passes together gain enough against `forward` and
-    `back`, those of each by itself; None if there are none. Only where kernels/backward.py then fills the card, unless
-    there is one sequence, whose pieces are known to be alike, and what it takes has been measured."""
+    """Rows of pieces with which both passes together gain enough against `forward` and `back`, those of each by itself;
+    None if there are none. Only where kernels/backward.py then fills the card, unless there is one sequence, whose
+    pieces are known to be alike, and what it takes has been measured."""
     tokens, sequences, heads, key_dim, value_dim = sizes
-    cut = -(-tokens // (CHUNK if packed else sequences * CHUNK))
+    divided = _divided(tokens, sequences, packed)
     backward_time = _backward_time(*sizes, ratio=ratio, split=split, packed=packed)
 
     def of_passes(forward: int | None, back: int | None, count: int, chunks: int) -> float:
@@ -763,8 +760,8 @@ def _rows_for_both(
     alone = sequences == 1 and _recurrences(key_dim, value_dim, split=split, several=False) is _OF_VD
     fitting = []
     for length in _lengths(tokens, sequences, packed):
-        rows = _even(length, cut)
-        if rows is None or not keeps(rows) or (several and not _is_power(length)):
+        rows = _even(length, divided)
+        if rows is None or (several and not _is_power(length)):
             continue
         if rows >= _ROWS_IN_ONE if fills(rows) else alone:
             fitting.append(length)
@@ -775,14 +772,14 @@ def _rows_for_both(
         return of_passes(length, length, count, chunks) / (1 - _GAIN * (sequences > 1))
 
     best = _best((None, *fitting), time, tokens, sequences, packed)
-    return None if best is None else _even(best, cut)
+    return None if best is None else _even(best, divided)
 
 
 def _lengths(tokens: int, sequences: int, packed: bool) -> list[int]:
     """Chunks of a piece that are considered, also those of all small numbers of equal pieces, so that these fill the
-    card whatever the number of heads is: of each row of a dense batch, of all tokens of a packed one. Of a packed batch
-    that has many places, of whose sequences less is known, only powers of two."""
-    lengths = _lengths_of(-(-tokens // (CHUNK if packed else sequences * CHUNK)))
+    card whatever the number of heads is. Of a packed batch that has many places, of whose sequences less is known, only
+    powers of two."""
+    lengths = _lengths_of(_divided(tokens, sequences, packed))
     if packed and sequences > 1:
         many = sequences > _ALL_TAKEN
         return [n for n in lengths if n * CHUNK >= _ROWS_OF_MEMORY and (_is_power(n) or not many)]
@@ -792,6 +789,11 @@ def _lengths(tokens: int, sequences: int, packed: bool) -> list[int]:
 def _lengths_of(chunks: int) -> list[int]:
     """The same of a sequence that has so many, whatever memory they take."""
     return list(dict.fromkeys((*_LENGTHS, *(-(-chunks // pieces) for pieces in _PIECES))))
+
+
+def _divided(tokens: int, sequences: int, packed: bool) -> int:
+    """Chunks that are cut into equal pieces: those of each row of a dense batch, of all tokens of a packed one."""
+    return -(-tokens // (CHUNK if packed else sequences * CHUNK))
 
 
 def _is_power(length: int) -> bool:
@@ -822,8 +824,8 @@ def _best(
 
 def _layouts(tokens: int, sequences: int, packed: bool) -> list[tuple[float, int, int]]:
     """(weight, number, chunks of each) of sequences that are alike, as which a batch is considered."""
-    mean, total = -(-tokens // (max(sequences, 1) * CHUNK)), -(-tokens // CHUNK)
-    if not packed or sequences <= 1:
+    mean, total = -(-tokens // (sequences * CHUNK)), -(-tokens // CHUNK)
+    if not packed or sequences == 1:
         return [(1.0, sequences, mean)]
     # Of packed sequences nothing is known but their number. What is chosen must be good if they are equal and, of
     # less weight, if half of them are twice as long, or if one has nearly all tokens, as it may where places are many.
@@ -870,7 +872,7 @@ def kept_rows(
     of_kernel: dict[str, Any] = {"ratio": ratio, "split": split, "packed": packed}
     forward = piece_rows(*sizes, packed=packed, asked_rows=asked_rows)
     back = backward_rows(*sizes, **of_kernel, asked_rows=asked_rows)
-    both = None if asked else _rows_for_both(sizes, forward, back, keeps, **of_kernel)
+    both = None if asked else _rows_for_both(sizes, forward, back, **of_kernel)
     considered = (both, back, forward if with_states else None)
     return next((rows for rows in considered if rows is not None and keeps(rows)), None)
 
@@ -1047,7 +1049,7 @@ def _composed_in_turn(
     """Value columns of a block of kernels/compose.py, and sequences that it takes one after the other; as `_cut`."""
     if places is None:
         return composed(sequences, heads, value_dim, packed=False).columns, 1
-    chains = min(places, max(cut_count(sequences * chunks, length), 1))
+    chains = min(places, cut_count(sequences * chunks, length))
     columns, together = composed(chains, heads, value_dim, packed=True)
     return columns, -(-sequences // together)
 
