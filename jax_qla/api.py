@@ -135,7 +135,8 @@ def chunk_gated_delta_rule(
             `jax.checkpoint` what is kept takes no memory between the passes unless its policy names it (it is among
             `jax_qla.CHECKPOINT_NAMES`): only the forward pass that the backward one runs again computes it. Where the
             compiler cuts the operands (Auto meshes without `mesh_axes`, and several devices without a mesh), True is
-            None. It has no effect with other implementations.
+            None; and of packed sequences, where fewer rows than `piece_rows` would cut all T tokens into as many
+            pieces. It has no effect with other implementations.
 
     Returns:
         o: [B, T, Hv, V] in v's dtype.
