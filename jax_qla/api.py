@@ -130,9 +130,10 @@ def chunk_gated_delta_rule(
             (256 at V = 128), from which the backward pass computes the states before all chunks of 64 tokens; nothing
             with precision "high" in bfloat16. True: these states too, 2 (K V / 64 + V) bytes together (768 at
             K = V = 128; with precision "high" in bfloat16 1536). False: neither, for the least memory between the
-            passes. o and the final state are the same bit for bit, gradients differ by rounding. The more is kept, the
-            less time the backward pass takes, and the longer the forward pass (docs/performance.md). Inside
-            `jax.checkpoint` what is kept takes no memory between the passes unless its policy names it (it is among
+            passes. o and the final state are the same bit for bit, gradients differ by rounding; so does all under
+            `jax.vmap`, which with True leaves whole what is whole of one member. The more is kept, the less time the
+            backward pass takes, and the longer the forward pass (docs/performance.md). Inside `jax.checkpoint` what is
+            kept takes no memory between the passes unless its policy names it (it is among
             `jax_qla.CHECKPOINT_NAMES`): only the forward pass that the backward one runs again computes it. Where the
             compiler cuts the operands (Auto meshes without `mesh_axes`, and several devices without a mesh), True is
             None; and of packed sequences, where fewer rows than `piece_rows` would cut all T tokens into as many
