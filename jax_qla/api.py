@@ -118,13 +118,13 @@ def chunk_gated_delta_rule(
             multiple of 64, or 0 for whole sequences. None leaves it to a model of the card; `which_pieces` says what
             it takes. Results differ by rounding only: of what gates leave of an earlier state, less than 4e-8 counts as
             nothing between pieces (float32 rounds by 6e-8), and 0 is the strict setting, which leaves nothing out. It
-            is static, and for both passes. Dense sequences are cut into pieces of at most so many tokens, as equal as
-            may be; packed ones stay whole where none of a batch is long enough that cutting takes less time (one alone
-            if it is no longer than a piece, up to eight if none is longer than two). The model knows how many packed
-            sequences there may be, not how many are empty, and takes most of up to eight for taken: give it where one
-            of these has nearly all tokens.
-            Where devices share a sequence, each cuts its part, 0 being one piece. No other implementation has pieces,
-            so with `piece_rows` none but "cuda" is taken.
+            is static, and for both passes. Pieces have at most so many tokens and are as equal as may be: those of a
+            dense sequence, or those that all T tokens of a packed batch would have. Packed sequences stay whole where
+            none of a batch is long enough that cutting takes less time (one alone if it is no longer than a piece, up
+            to eight if none is longer than two). The model knows how many packed sequences there may be, not how many are
+            empty, and takes most of up to eight for taken: give it where one of these has nearly all tokens. Where
+            devices share a sequence, each cuts its part, 0 being one piece. No other implementation has pieces, so with
+            `piece_rows` none but "cuda" is taken.
         save_chunk_states: what the forward pass of "cuda", where it is differentiated, keeps for the backward pass of
             what that else computes again. None: what each token writes to the state, 2 V bytes per token and value head
             (256 at V = 128), from which the backward pass computes the states before all chunks of 64 tokens; nothing
@@ -136,8 +136,7 @@ def chunk_gated_delta_rule(
             kept takes no memory between the passes unless its policy names it (it is among
             `jax_qla.CHECKPOINT_NAMES`): only the forward pass that the backward one runs again computes it. Where the
             compiler cuts the operands (Auto meshes without `mesh_axes`, and several devices without a mesh), True is
-            None; and of packed sequences, where fewer rows than `piece_rows` would cut all T tokens into as many
-            pieces. It has no effect with other implementations.
+            None. It has no effect with other implementations.
 
     Returns:
         o: [B, T, Hv, V] in v's dtype.
@@ -341,11 +340,11 @@ def which_pieces(
     if not {k.shape[3], v.shape[3]} <= {*load("cuda").HEAD_DIMS}:
         return PieceChoice(0, sequences)
     options: Any = {"packed": checked.packed, "asked_rows": piece_rows}
-    rows, with_states = None, False
+    rows = None
+    # States that are kept are of the pieces of both passes, or of whole sequences.
+    with_states = differentiated and bool(save_chunk_states)
     if differentiated:
         of_both: Any = {"ratio": v.shape[2] // k.shape[2], "split": splits(precision, q.dtype), **options}
-        # States that are kept are of the pieces of both passes, or of whole sequences.
-        with_states = bool(save_chunk_states) and policy.keeps_states(*sizes, **of_both)
         rows = policy.kept_rows(*sizes, **of_both, with_states=with_states)
     if rows is None and not with_states:
         rows = policy.piece_rows(*sizes, **options)

@@ -19,7 +19,7 @@ from typing import Any, Literal, NamedTuple
 
 from jax_qla.kernels.common import CHUNK, ROUND
 from jax_qla.kernels.compose import COLUMNS
-from jax_qla.segments import cut_count, piece_count, rows_of_pieces
+from jax_qla.segments import cut_count, piece_count
 
 MULTIPROCESSORS = ROUND
 """Of an H100 or H200 SXM."""
@@ -616,8 +616,7 @@ def piece_rows(
         return None
     divided = _divided(tokens, sequences, packed)
     if override is not None:
-        even = _even(override // CHUNK, divided)
-        return override if even and packed else even
+        return _even(override // CHUNK, divided)
 
     def time(length: int | None, count: int, chunks: int) -> float:
         recurrence = _time(length, chunks, count, heads, key_dim, value_dim, packed, tokens=tokens, places=sequences)
@@ -855,34 +854,20 @@ def kept_rows(
     """Rows of the pieces of both passes, with the arguments of `backward_rows`, if what the forward pass finds of the
     pieces can be kept for the backward pass; else None. Each then cuts as it is faster by itself.
 
-    The backward pass finds out from their number how long they are (`segments.rows_of_pieces`), which does not say it
-    of all that a caller may ask for. Nor is it kept where the backward pass leaves the sequences whole, unless
-    `with_states`, where the states before all chunks are kept too, which are those of the pieces of the forward pass
-    and more than what is found of these.
+    The backward pass finds out from their number how long they are (`segments.rows_of_pieces`). It is not kept where
+    the backward pass leaves the sequences whole, unless `with_states`, where the states before all chunks are kept too,
+    which are those of the pieces of the forward pass and more than what is found of these.
     """
     if tokens == 0 or sequences == 0:
         return None
     sizes = (tokens, sequences, heads, key_dim, value_dim)
     asked = _override(asked_rows) is not None
-
-    def keeps(rows: int) -> bool:
-        parts = piece_count(tokens, sequences, rows, packed=packed)
-        return rows == rows_of_pieces(tokens, sequences, parts, packed=packed)
-
     of_kernel: dict[str, Any] = {"ratio": ratio, "split": split, "packed": packed}
     forward = piece_rows(*sizes, packed=packed, asked_rows=asked_rows)
     back = backward_rows(*sizes, **of_kernel, asked_rows=asked_rows)
     both = None if asked else _rows_for_both(sizes, forward, back, **of_kernel)
     considered = (both, back, forward if with_states else None)
-    return next((rows for rows in considered if rows is not None and keeps(rows)), None)
-
-
-def keeps_states(*sizes: int, ratio: int, split: bool, packed: bool, asked_rows: int | None = None) -> bool:
-    """Whether the states before all chunks can be kept for the backward pass, with the arguments of `kept_rows`: where
-    sequences are whole, or what is found of their pieces can be."""
-    whole = piece_rows(*sizes, packed=packed, asked_rows=asked_rows) is None
-    options: dict[str, Any] = {"ratio": ratio, "split": split, "packed": packed, "asked_rows": asked_rows}
-    return whole or kept_rows(*sizes, **options, with_states=True) is not None
+    return next((rows for rows in considered if rows is not None), None)
 
 
 def shard_cut(

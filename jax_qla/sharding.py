@@ -98,8 +98,6 @@ def forward(
     if with_residuals and not layout.automatic and not (layout.sequence_is_cut and segments is None):
         sizes, of_part = _part(layout, k, v, segments)
         of_part |= {"split": splits(precision, q.dtype), "asked_rows": choice.piece_rows}
-        if keep == "states" and not policy.keeps_states(*sizes, **of_part):
-            keep = without_h
         piece_rows = policy.kept_rows(*sizes, **of_part, with_states=keep == "states")
     function = functools.partial(
         _forward,

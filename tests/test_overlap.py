@@ -155,8 +155,6 @@ def test_no_call_has_kernels_in_conflict(
             return
         of_kernels: Any = {"ratio": value_heads // key_heads, "split": splits(precision, q.dtype), "asked_rows": asked}
         of_kernels |= {"packed": places is not None}
-        if keep == "states" and not policy.keeps_states(*sizes, **of_kernels):
-            return
         options["piece_rows"] = policy.kept_rows(*sizes, **of_kernels, with_states=keep == "states")
         forward = functools.partial(module.forward, output_final_state=given, with_residuals=True, keep=keep, **options)
         residuals = jax.eval_shape(forward, *operands)[2]

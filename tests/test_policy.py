@@ -495,8 +495,7 @@ def test_o_does_not_go_by_whether_states_are_kept(shape: tuple[int, int, int, in
         of_kernel: dict[str, Any] = {"ratio": ratio, "split": False, "packed": packed}
         alone = policy.piece_rows(*sizes, packed=packed)
         without, kept = (policy.kept_rows(*sizes, **of_kernel, with_states=states) for states in (False, True))
-        if policy.keeps_states(*sizes, **of_kernel):
-            assert (without or alone) == kept
+        assert (without or alone) == kept
 
 
 def test_backward_cuts_as_asked_and_as_the_forward_pass_or_not_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -830,10 +829,10 @@ def test_what_is_kept_says_how_long_pieces_are(monkeypatch: pytest.MonkeyPatch) 
                     assert policy.kept_rows(*sizes, **THREE_KERNELS, packed=packed) == kept
                     cut += kept is not None
     assert cut > 15
-    for tokens, asked, kept in ((1000, 192, True), (560, 192, True), (640, 384, False)):  # the last may be two of 320
+    for tokens, asked, rows in ((1000, 192, 192), (560, 192, 192), (640, 384, 320)):
         monkeypatch.setenv(policy.OVERRIDE, str(asked))
-        assert policy.piece_rows(tokens, 2, 8, 128, 128, packed=True) == asked
-        assert policy.kept_rows(tokens, 2, 8, 128, 128, **THREE_KERNELS, packed=True) == (asked if kept else None)
+        assert policy.piece_rows(tokens, 2, 8, 128, 128, packed=True) == rows
+        assert policy.kept_rows(tokens, 2, 8, 128, 128, **THREE_KERNELS, packed=True) == rows
     assert policy.kept_rows(0, 2, 8, 128, 128, **THREE_KERNELS, packed=False) is None
 
 
@@ -867,21 +866,16 @@ def test_pieces_for_the_sake_of_the_backward_pass() -> None:
     assert policy.kept_rows(*sizes, split=False, **of_kernel, asked_rows=0) is None
 
 
-def test_states_are_kept_of_the_pieces_of_the_forward_pass(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever the backward pass would do; unless their number does not say how long they are."""
+def test_states_are_kept_of_the_pieces_of_the_forward_pass() -> None:
+    """Whatever the backward pass would do."""
     whole, short = (32768, 4, 32, 128, 128), (2048, 1, 8, 128, 128)
     assert policy.piece_rows(*whole, packed=False) is None
-    assert policy.keeps_states(*whole, **THREE_KERNELS, packed=False)
     left_whole = (8192, 1, 32, 128, 128)
     assert policy.backward_rows(*left_whole, **THREE_KERNELS, packed=False) is None
     for sizes in (whole, short, left_whole):
         for packed in (False, True):
             rows = policy.piece_rows(*sizes, packed=packed)
             assert policy.kept_rows(*sizes, **THREE_KERNELS, packed=packed, with_states=True) == rows
-            assert policy.keeps_states(*sizes, **THREE_KERNELS, packed=packed)
-    for tokens, asked, kept in ((1000, "192", True), (640, "384", False)):
-        monkeypatch.setenv(policy.OVERRIDE, asked)
-        assert policy.keeps_states(tokens, 2, 8, 128, 128, **THREE_KERNELS, packed=True) == kept
 
 
 def test_shards_are_always_cut(monkeypatch: pytest.MonkeyPatch) -> None:
