@@ -1,4 +1,4 @@
-"""The documentation does what it says: its Python runs, and its shell commands name what there is."""
+"""The documentation does what it says: its Python runs, and it names what there is."""
 
 from __future__ import annotations
 
@@ -25,6 +25,11 @@ LANGUAGES = {
     "docs/porting.md": {"python"},
 }
 RUN_ELSEWHERE = {"docs/sharding.md": {"python", "sh", ""}}  # tests/test_sharding_behaviour.py
+FOLDERS = ("jax_qla", "ffi", "examples", "tests", "benchmarks", "docs")
+FILE = re.compile(r"\b[\w-]+\.(?:py|md|h|cc|cu|cpp|png)\b")
+WORD = re.compile(r"\w+")
+NOT_HERE = {"NAME.py", "TARGETS.md"}
+"""Files that pages name and that are not here: one that the reader adds, and one that is said not to be here."""
 
 
 @pytest.mark.parametrize("name", LANGUAGES)
@@ -69,3 +74,16 @@ def test_bytes_that_are_kept_of_a_cut() -> None:
     kib, least, most, longest, shortest = map(int, found.groups())
     kept = sum(x.size * x.dtype.itemsize for x in Between.shapes(1, 1, 128, 128).values())
     assert (kib, least, most) == (kept // 2**10, kept // longest, kept // shortest)
+
+
+@pytest.mark.parametrize("name", [*PAGES, "CONTRIBUTING.md", "SECURITY.md"])
+def test_pages_name_what_there_is(name: str) -> None:
+    """Files, whatever folder is said, the targets of links, tests, and constants with more than one word."""
+    page = (ROOT / name).read_text()
+    files = [*ROOT.glob("*.md"), *(path for folder in FOLDERS for path in (ROOT / folder).rglob("*") if path.suffix)]
+    assert {*FILE.findall(page)} - {path.name for path in files} <= NOT_HERE
+    for target in re.findall(r"\]\(([^)#:]+)\)", page):
+        assert (ROOT / name).parent.joinpath(target).exists(), target
+    words = {word for path in files if path.suffix in (".py", ".h", ".cc") for word in WORD.findall(path.read_text())}
+    words |= {path.stem for path in files} | {*WORD.findall((ROOT / "Makefile").read_text())}
+    assert {*re.findall(r"\btest_\w+", page), *re.findall(r"`\$?([A-Z]+_[A-Z_]+)\b", page)} <= words
