@@ -75,6 +75,9 @@ def chunk_gated_delta_rule(
     Differentiable once in reverse mode with respect to q, k, v, g, beta and initial_state, from both results; with
     `implementation="reference"` in every mode and order.
 
+    Where k, v, beta or g (but for -inf) is not finite, what follows in these heads of the sequence is not either, and,
+    but for "reference", what precedes in the same chunk need not be.
+
     Args:
         q, k: [B, T, Hk, K], bfloat16, float16 or float32 (float32 with "xla" and "reference", float64 with "reference"
             only).
@@ -145,9 +148,9 @@ def chunk_gated_delta_rule(
 
     Raises:
         TypeError, ValueError: an argument has a wrong type, dtype, rank, size or value, or does not go with another.
-        NotImplementedError: no implementation asked for can take the operands; or, when the program is lowered, "cuda"
-            was asked for and the platform is not CUDA; or, with "cuda" and "xla", forward mode or a second derivative
-            was asked for.
+        NotImplementedError: no implementation asked for can take the operands, or a size is a symbol of `jax.export`;
+            or, when the program is lowered, "cuda" was asked for and the platform is not CUDA; or, with "cuda" and
+            "xla", forward mode or a second derivative was asked for.
 
     Example:
         >>> import jax, jax.numpy as jnp, jax_qla
@@ -561,8 +564,8 @@ def recurrent_gated_delta_rule(
 
     Raises:
         TypeError, ValueError: as in `chunk_gated_delta_rule`.
-        NotImplementedError: no implementation asked for can take the operands; or, when the program is lowered, "cuda"
-            was asked for and the platform is not CUDA.
+        NotImplementedError: no implementation asked for can take the operands, or a size other than B is a symbol of
+            `jax.export`; or, when the program is lowered, "cuda" was asked for and the platform is not CUDA.
 
     Example:
         >>> import jax.numpy as jnp, jax_qla

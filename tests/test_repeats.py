@@ -1,4 +1,4 @@
-"""repeats.py."""
+"""benchmarks/repeats.py: whether calls gave the same bits, and where they did not."""
 
 from __future__ import annotations
 
