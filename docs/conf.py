@@ -45,6 +45,8 @@ def _restructure(app: Any, what: str, name: str, obj: Any, options: Any, lines: 
         text.append(line)
     joined = re.sub(r"`([^`]+)`(\w?)", lambda m: f"``{m[1]}``" + (f"\\ {m[2]}" if m[2] else ""), "\n".join(text))
     lines[:] = joined.replace("|", "\\|").splitlines()
+    if what in ("attribute", "property"):
+        lines.insert(0, "\\")  # nothing; of the first line napoleon takes for the type what precedes a colon
 
 
 def _names_results(lines: list[str]) -> bool:

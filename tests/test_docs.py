@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import re
+import runpy
 from pathlib import Path
 
 import pytest
+
+import jax_qla.nn
+from jax_qla.residuals import Between
 
 sybil = pytest.importorskip("sybil", reason="needs the test extra")
 pytest.importorskip("flax", reason="the pages use the flax extra")
@@ -13,8 +17,6 @@ pytest.importorskip("equinox", reason="the pages use the equinox extra")
 pytest.importorskip("transformers", reason="the pages use the test extra")
 
 from sybil.parsers.markdown import PythonCodeBlockParser
-
-from jax_qla.residuals import Between
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = {str(page.relative_to(ROOT)): page for page in [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]}
@@ -87,3 +89,19 @@ def test_pages_name_what_there_is(name: str) -> None:
     words = {word for path in files if path.suffix in (".py", ".h", ".cc") for word in WORD.findall(path.read_text())}
     words |= {path.stem for path in files} | {*WORD.findall((ROOT / "Makefile").read_text())}
     assert {*re.findall(r"\btest_\w+", page), *re.findall(r"`\$?([A-Z]+_[A-Z_]+)\b", page)} <= words
+
+
+def test_the_reference_has_all_that_is_public() -> None:
+    page = (ROOT / "docs" / "api.rst").read_text()
+    public = [f"{module.__name__}.{name}" for module in (jax_qla, jax_qla.nn) for name in module.__all__]
+    assert [name for name in public if not re.search(rf"{re.escape(name)}$", page, re.MULTILINE)] == []
+
+
+def test_the_reference_has_what_precedes_a_colon_in_its_place() -> None:
+    napoleon = pytest.importorskip("sphinx.ext.napoleon", reason="needs the docs extra")
+    restructure = runpy.run_path(str(ROOT / "docs" / "conf.py"))["_restructure"]
+    lines = ["[B, T] in the layer's dtype: the inputs."]
+    restructure(None, "attribute", "x", None, None, lines)
+    found = str(napoleon.GoogleDocstring(lines, napoleon.Config(), what="attribute", name="x"))
+    assert "[B, T] in the layer's dtype: the inputs." in found
+    assert ":type:" not in found
