@@ -243,13 +243,15 @@ def which_implementation(
     with data, and else for JAX's default platform.
 
     Args:
-        All as in `chunk_gated_delta_rule`; arrays may be `jax.ShapeDtypeStruct`s, and nothing depends on mesh_axes.
+        others: all as in `chunk_gated_delta_rule`; arrays may be `jax.ShapeDtypeStruct`s, and nothing depends on
+            mesh_axes.
 
     Returns:
         (name, reason).
 
     Raises:
-        What `chunk_gated_delta_rule` would raise for these arguments, there when called or lowered.
+        TypeError, ValueError, NotImplementedError: as `chunk_gated_delta_rule` for these arguments, there when called
+            or lowered.
 
     Example:
         >>> import jax, jax.numpy as jnp, jax_qla
@@ -317,7 +319,7 @@ def which_pieces(
         (rows, pieces).
 
     Raises:
-        TypeError, ValueError: as `chunk_gated_delta_rule` for these arguments.
+        TypeError, ValueError, NotImplementedError: as `chunk_gated_delta_rule` for these arguments.
 
     Example:
         >>> import jax, jax.numpy as jnp, jax_qla
@@ -378,8 +380,9 @@ def chunk_gated_delta_rule_fwd(
     Not differentiable itself. Preparations are the caller's: q and k are taken as they are, g and beta are float32.
 
     Args:
-        All as in `chunk_gated_delta_rule`, but g and beta must be float32, and `implementation` must not be
-        "reference", which JAX differentiates.
+        g, beta: [B, T, Hv], float32.
+        implementation: as in `chunk_gated_delta_rule`, but not "reference", which JAX differentiates.
+        others: as in `chunk_gated_delta_rule`.
 
     Returns:
         o, final_state: as in `chunk_gated_delta_rule`.
@@ -400,7 +403,7 @@ def chunk_gated_delta_rule_fwd(
             "high" in bfloat16 [C, Hv, 2 K / 64, V, 64], of its high and low parts.)
 
     Raises:
-        As `chunk_gated_delta_rule`.
+        TypeError, ValueError, NotImplementedError: as `chunk_gated_delta_rule`.
     """
     checked, choice = _check_half(
         q,
@@ -464,7 +467,7 @@ def chunk_gated_delta_rule_bwd(
             these and some of the others.
         do: [B, T, Hv, V] in v's dtype, the cotangent of o, or None for zero.
         d_final_state: float32, of the shape of final_state, its cotangent, or None for zero. Not both may be None.
-        All others: as given to `chunk_gated_delta_rule_fwd`.
+        others: as given to `chunk_gated_delta_rule_fwd`.
 
     Returns:
         dq, dk in q's dtype, dv in v's, dg and dbeta in float32, and d_initial_state in float32, or None without an
@@ -472,7 +475,7 @@ def chunk_gated_delta_rule_bwd(
         the axes that an operand does not vary over is the caller's.
 
     Raises:
-        As `chunk_gated_delta_rule`.
+        TypeError, ValueError, NotImplementedError: as `chunk_gated_delta_rule`.
 
     Example:
         >>> import jax.numpy as jnp, jax_qla
@@ -549,7 +552,6 @@ def recurrent_gated_delta_rule(
     under `jax.jit` with the state among `donate_argnums`, nothing is copied; elsewhere XLA copies the state first.
 
     Args:
-        All as in `chunk_gated_delta_rule`, but for:
         use_qk_l2norm_in_kernel: done by the kernel of "cuda", in float32; elsewhere before, with quotients that are
             rounded to q's dtype.
         initial_state: float32 or bfloat16; it is read once and written once, whatever the number of tokens.
@@ -557,6 +559,7 @@ def recurrent_gated_delta_rule(
             recurrence in plain JAX on any platform, for any size, written out for few tokens), "reference" (the same as
             a loop), or a sequence of these, of which the first is taken that can compute the operands on the platform
             that the program is lowered for; None is ("cuda", "xla"). A single name is never replaced by another.
+        others: as in `chunk_gated_delta_rule`.
 
     Returns:
         o: as in `chunk_gated_delta_rule`.

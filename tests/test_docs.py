@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import builtins
+import inspect
 import re
 import runpy
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -17,6 +20,9 @@ pytest.importorskip("equinox", reason="the pages use the equinox extra")
 pytest.importorskip("transformers", reason="the pages use the test extra")
 
 from sybil.parsers.markdown import PythonCodeBlockParser
+
+import jax_qla.nn.equinox
+import jax_qla.nn.flax
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = {str(page.relative_to(ROOT)): page for page in [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]}
@@ -95,6 +101,22 @@ def test_the_reference_has_all_that_is_public() -> None:
     page = (ROOT / "docs" / "api.rst").read_text()
     public = [f"{module.__name__}.{name}" for module in (jax_qla, jax_qla.nn) for name in module.__all__]
     assert [name for name in public if not re.search(rf"{re.escape(name)}$", page, re.MULTILINE)] == []
+
+
+@pytest.mark.parametrize("module", [jax_qla, jax_qla.nn, jax_qla.nn.flax, jax_qla.nn.equinox], ids=lambda x: x.__name__)
+def test_docstrings_say_of_each_argument_and_error_by_name(module: ModuleType) -> None:
+    """Sphinx takes any other sentence there for a name, and B. for the second of a list."""
+    for name in module.__all__:
+        thing = getattr(module, name)
+        methods = [x for key, x in vars(thing).items() if key[0] != "_"] if inspect.isclass(thing) else []
+        for function in filter(callable, [thing, *methods]):
+            of = function.__init__ if inspect.isclass(function) else function
+            known = {*inspect.signature(of).parameters, "others"}
+            for section, names in (("Args", known), ("Raises", {*vars(builtins)})):
+                text = (inspect.getdoc(function) or "").partition(f"\n{section}:\n")[2].partition("\n\n")[0]
+                entries = re.findall(r"^    (?! )(.*)", text, re.MULTILINE)
+                assert {x for entry in entries for x in entry.partition(": ")[0].split(", ")} <= names, name
+                assert not [entry for entry in entries if not re.search(r": (?![A-Z]\.).+", entry)], name
 
 
 def test_the_reference_has_what_precedes_a_colon_in_its_place() -> None:

@@ -29,7 +29,7 @@ def empty_cache(config: GatedDeltaNetConfig, batch_size: int, dtype: Any = jnp.f
 
     Args:
         config: of the layer.
-        batch_size: B.
+        batch_size: B, the number of sequences.
         dtype: the layer's computation dtype, in which the convolution's inputs are kept.
     """
     return GatedDeltaNetCache(
