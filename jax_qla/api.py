@@ -35,7 +35,8 @@ class PieceChoice(NamedTuple):
     rows: int
     """Tokens of a piece, at most; 0 for whole sequences."""
     pieces: int
-    """Number of all pieces, or of the sequences where these stay whole; of packed ones, the most that there may be."""
+    """Number of all pieces, or of the sequences where these stay whole; of packed ones, the places for them, enough
+    for any packing."""
 
 
 class Implementation(NamedTuple):
