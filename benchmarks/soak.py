@@ -214,7 +214,7 @@ def one_round(seed: int, device: Any, options: argparse.Namespace, streams: bool
                 for _ in range(2):
                     poison(device, options.poison)
                     calls.append(jax.device_get(ours(on_device)))
-                compare(tally, operation, operands, calls, right)
+                compare(tally, operation, operands, calls, right, options.pair[0] == "cuda")
             except Fault as fault:
                 tally.faults.append(f"--again {seed}: {operation}: {fault}")
             except Exception as error:  # A failing call is a finding; the others go on.
@@ -223,12 +223,18 @@ def one_round(seed: int, device: Any, options: argparse.Namespace, streams: bool
 
 
 def compare(
-    tally: Tally, operation: Operation, operands: dict[str, np.ndarray], calls: Sequence[Sequence[Any]], right: Any
+    tally: Tally,
+    operation: Operation,
+    operands: dict[str, np.ndarray],
+    calls: Sequence[Sequence[Any]],
+    right: Any,
+    by_kernels: bool = True,
 ) -> None:
     """Every call's results, one of each stream, with each other bit by bit, and the first's with what is right."""
     streams, runs = len(calls[0]), [results for call in calls for results in call]
-    # The same bits are what the kernels promise; where XLA does a part, a call is compared with those of its stream.
-    places = 1 if operation.alike else streams
+    # The same bits are what the kernels promise; where XLA does a part, or all, a call is compared with those of its
+    # stream.
+    places = 1 if by_kernels and operation.alike else streams
     for name, x in runs[0].items():
         for i, other in enumerate(runs[places:], start=places):
             tally.counts["results compared bit by bit"] += 1

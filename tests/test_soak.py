@@ -292,6 +292,18 @@ def test_what_an_operation_compares(kind: Any) -> None:
                 soak.compare(soak.Tally(), operation, operands, [({**right, name: np.nan * x},)] * 2, right)
 
 
+def test_a_program_that_xla_compiles_may_differ_on_a_second_stream() -> None:
+    """But not from one call to the next."""
+    operation = rule(tokens=2, batch=1, value_heads=1)
+    operands = operation.operands(np.random.default_rng(1))
+    right = jax.device_get(soak.compiled(operation, "xla")(operands)[0])
+    other = {name: np.nextafter(x, np.float32(np.inf)) for name, x in right.items()}
+    soak.compare(soak.Tally(), operation, operands, [(right, other)] * 2, right, False)
+    for calls, by_kernels in (([(right, other)] * 2, True), ([(right, other), (other, other)], False)):
+        with pytest.raises(soak.Fault, match="differs"):
+            soak.compare(soak.Tally(), operation, operands, calls, right, by_kernels)
+
+
 def test_what_is_drawn_for_a_mesh() -> None:
     """Of every kind of operation whatever it can be cut over, by axes of either kind, and sizes that these divide."""
     drawn = [soak_meshes.draw_placed(seed, ("cuda", "xla"), 2**13, devices=8) for seed in range(300)]
