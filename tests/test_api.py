@@ -558,7 +558,7 @@ def test_which_pieces() -> None:
     assert jax_qla.which_pieces(*one, piece_rows=0) == (0, 1)
     assert jax_qla.which_pieces(*shapes(4, 8192, 64)) == (0, 4)
     assert jax_qla.which_pieces(*shapes(1, 32768, 64, 16)) == (0, 1)
-    assert jax_qla.which_pieces(*shapes(1, 32768, 64, 16), differentiated=True) == (8192, 4)
+    assert jax_qla.which_pieces(*shapes(1, 32768, 64, 16), differentiated=True) == (16384, 2)
     assert jax_qla.which_pieces(*one, differentiated=True) == (2048, 16)
     assert jax_qla.which_pieces(*shapes(3, 640), piece_rows=512) == (320, 6)  # as equal as two can be
     assert jax_qla.which_pieces(*one, piece_rows=1024, cu_seqlens=integers(6)) == (1024, 32 + 5)
