@@ -847,7 +847,7 @@ def test_halves_of_long_sequences(keep: Any, l2norm: bool, rows: str, monkeypatc
     segments = ((0, 200), (200, 230), (240, 240), (245, 290))
     case = dataclasses.replace(WIDE, name="emulated, a long sequence", segments=segments, l2norm=l2norm)
     x = jax.tree.map(jnp.asarray, battery.inputs(case))
-    places = 6  # of pieces of 128 rows
+    places = 7  # for pieces of 128 rows
     monkeypatch.setattr(policy, "MULTIPROCESSORS", places * case.value_heads)
     monkeypatch.setattr(policy, "_LONG_CHUNKS", 2)
     emulated, halved = emulator.emulated, []
