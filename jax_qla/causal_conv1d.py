@@ -20,7 +20,7 @@ import jax.numpy as jnp
 
 from jax_qla import convolution, mesh
 from jax_qla.batching import into_the_batch
-from jax_qla.checks import arrays, known_dtype, taking_numpy
+from jax_qla.checks import arrays, check_entries, known_dtype, taking_numpy
 from jax_qla.convolution import Rows
 from jax_qla.implementations import Choice, choose_kernels, load
 from jax_qla.mesh import Axes, MeshAxes
@@ -431,10 +431,7 @@ def _check(
         integers("cu_seqlens", cu_seqlens)
         if batch != 1:
             raise ValueError(f"cu_seqlens packs all sequences into one row: B must be 1, got x with B = {batch}")
-        if not isinstance(cu_seqlens.shape[0], int):
-            raise NotImplementedError(f"cu_seqlens must have a static size, got shape {tuple(cu_seqlens.shape)}")
-        if cu_seqlens.shape[0] == 0:
-            raise ValueError("cu_seqlens must have N + 1 entries, the first of which is 0, got none")
+        check_entries(cu_seqlens)
     if initial_tail is not None:
         if segment_ids is not None or cu_seqlens is not None:
             raise ValueError("initial_tail goes with a batch that is not packed: leave out segment_ids and cu_seqlens")

@@ -209,6 +209,18 @@ def _check_piece_rows(piece_rows: Any) -> None:
         )
 
 
+def check_entries(cu_seqlens: Any) -> None:
+    """Whether cu_seqlens has a number of entries that is known, and one at the least.
+
+    Raises:
+        NotImplementedError, ValueError: it has not.
+    """
+    if not isinstance(cu_seqlens.shape[0], int):
+        raise NotImplementedError(f"cu_seqlens must have a static size, got shape {tuple(cu_seqlens.shape)}")
+    if cu_seqlens.shape[0] == 0:
+        raise ValueError("cu_seqlens must have N + 1 entries, the first of which is 0, got none")
+
+
 def _check_packing(batch: int, tokens: int, cu_seqlens: Any, segment_ids: Any, max_segments: Any) -> tuple[int, ...]:
     """Checks the arguments that say where sequences lie. Returns the leading axes of the states."""
     if cu_seqlens is not None and segment_ids is not None:
@@ -225,10 +237,7 @@ def _check_packing(batch: int, tokens: int, cu_seqlens: Any, segment_ids: Any, m
     if cu_seqlens is not None:
         _rank("cu_seqlens", cu_seqlens, ("N + 1",))
         _dtype("cu_seqlens", cu_seqlens, ("int32",))
-        if not isinstance(cu_seqlens.shape[0], int):
-            raise NotImplementedError(f"cu_seqlens must have a static size, got shape {tuple(cu_seqlens.shape)}")
-        if cu_seqlens.shape[0] == 0:
-            raise ValueError("cu_seqlens must have N + 1 entries, the first of which is 0, got none")
+        check_entries(cu_seqlens)
         if batch != 1:
             raise ValueError(f"cu_seqlens packs all sequences into one row: B must be 1, got q with B = {batch}")
         return (cu_seqlens.shape[0] - 1,)

@@ -697,16 +697,15 @@ def _backward_time(
         recurrences = count * heads
         exact, short = (part * (pieces - 1) * recurrences * (value_dim // 64) for part in (0.25, 0.75))  # as in `_cut`
         share = (exact * length + short * min(length, _SHORT)) / MULTIPROCESSORS
-        summaries, longest = _ADJOINT_STEP * max(length, share), _ADJOINT_STEP * length
+        summaries = _ADJOINT_STEP * max(length, share) if of.share is None else of.share * share
         places = sequences if packed else None
         columns, turns = _composed_in_turn(length, chunks, count, heads, value_dim, places=places)
         compositions = pieces * turns * _COMPOSE_STEP_BACK[columns]
         if in_one_of(pieces * count):
             if of.share is None:
                 return by_one_kernel(pieces * count, length, beside=compositions) + summaries + _COMPOSED
-            return by_one_kernel(pieces * count, length, share=share, beside=max(longest, compositions)) + _COMPOSED
-        if of.share is not None:
-            summaries = of.share * share
+            beside = max(_ADJOINT_STEP * length, compositions)
+            return by_one_kernel(pieces * count, length, share=share, beside=beside) + _COMPOSED
         tile = value_tile(max(pieces * count, sequences) * heads, value_dim)
         return by_three_kernels(pieces * count, length, tile) + summaries + compositions + _OVERHEAD
 
