@@ -48,8 +48,9 @@ _STEP_IN_ONE, _ROUND = 7.6, 40.0
 _BETWEEN_BACK, _COMPOSED = 25.0, 6.0
 """Three kernels, `states` to `gradients`, beside what their blocks take; from the end of `states` to that of `compose`,
 which both follow `adjoint_summaries`."""
-_GAIN = 0.03
-"""Of both passes of several sequences, where the forward pass is cut for the backward pass's sake, at the least."""
+_GAIN, _GAIN_OF_SEVERAL = 0.03, 0.06
+"""Of both passes of several sequences, where the forward pass is cut for the backward pass's sake, at the least: of a
+dense batch, and of a packed one."""
 _GAIN_OF_FITTED = 0.03
 """Of a forward pass of several packed sequences, where pieces are not of 2^n rows but fill the card if these are alike,
 at the least."""
@@ -195,12 +196,13 @@ _OF_STATES = _Recurrences(
     groups=0.6,
     little=0.02,
 )
-"""With kernels/states.py; and what has other sizes, split operands or several packed sequences, which may be left
-whole, is chosen as if it were so: by `_OF_VD` some took 1.02 to 1.20 times as long (docs/performance_policy.md)."""
+"""With kernels/states.py; and what has other sizes or split operands is chosen as if it were so, as are groups of heads
+of several packed sequences, and pieces of more than a few of these, or of any where no one kernel computes the
+gradients: by `_OF_VD` some took 1.02 to 1.20 times as long (docs/performance_policy.md)."""
 
 
 def _recurrences(key_dim: int, value_dim: int, *, split: bool, several: bool) -> _Recurrences:
-    """Of operands so split, or not, and of several packed sequences, or not."""
+    """Of operands so split, or not, and of several packed sequences, or none that count as such."""
     return _OF_VD if key_dim == value_dim == 128 and not split and not several else _OF_STATES
 
 
@@ -663,7 +665,8 @@ def _backward_time(
 ) -> Callable[[int | None, int, int], float]:
     """Microseconds of the backward pass, as `_best` asks for them. The forward pass has summarised the pieces. Where
     there are as many sequences as the call has, or it has many places, they and their pieces are taken to be alike."""
-    of = _recurrences(key_dim, value_dim, split=split, several=packed and sequences > 1)
+    few = _ALL_TAKEN if ratio in _IN_ONE_LIMITS else 1
+    of = _recurrences(key_dim, value_dim, split=split, several=packed and sequences > few)
 
     def by_one_kernel(count: int, chunks: int, *, share: float = 0.0, beside: float = 0.0) -> float:
         recurrences = count * heads
@@ -754,12 +757,15 @@ def _rows_for_both(
         one = in_one(pieces, heads, key_dim, value_dim, ratio=ratio, split=split, packed=False)
         return pieces > sequences and one != "never"
 
-    several = packed and sequences > 1  # other pieces than of 2^n rows took 1.1 times as long as whole sequences
+    many = packed and sequences > _ALL_TAKEN
+    # Whether the forward pass cuts sequences that are alike by itself.
+    cuts = forward is not None and (not packed or tokens > sequences * cut_beyond(forward, *sizes))
+    gain = 0.0 if sequences == 1 or cuts else _GAIN_OF_SEVERAL if packed else _GAIN
     alone = sequences == 1 and _recurrences(key_dim, value_dim, split=split, several=False) is _OF_VD
     fitting = []
     for length in _lengths(tokens, sequences, packed):
         rows = _even(length, divided)
-        if rows is None or (several and not _is_power(length)):
+        if rows is None or (many and not _is_power(length)):
             continue
         if rows >= _ROWS_IN_ONE if fills(rows) else alone:
             fitting.append(length)
@@ -767,7 +773,7 @@ def _rows_for_both(
     def time(length: int | None, count: int, chunks: int) -> float:
         if length is None:
             return of_passes(forward and forward // CHUNK, back and back // CHUNK, count, chunks)
-        return of_passes(length, length, count, chunks) / (1 - _GAIN * (sequences > 1))
+        return of_passes(length, length, count, chunks) / (1 - gain)
 
     best = _best((None, *fitting), time, tokens, sequences, packed)
     return None if best is None else _even(best, divided)
@@ -910,17 +916,17 @@ def _override(asked_rows: int | None) -> int | None:
 def cut_beyond(rows: int, tokens: int, sequences: int, heads: int, key_dim: int, value_dim: int) -> int:
     """Packed sequences are cut into pieces of `rows` rows if any is longer than this, which the device finds out.
 
-    Of one that is a piece; of few, most of which have tokens, it is supposed, two. Many may be uneven anyway: one is
-    worth cutting if it is longer than a piece, and than what a multiprocessor has to do if all do as much, by what it
-    takes to summarise a piece, and to compose; and longer than sequences are if all places, or half of them, are taken
-    by some that are alike, where these take no longer whole.
+    Of one that is a piece; of few, most of which have tokens, it is supposed, one and a half. Many may be uneven
+    anyway: one is worth cutting if it is longer than a piece, and than what a multiprocessor has to do if all do as
+    much, by what it takes to summarise a piece, and to compose; and longer than sequences are if all places, or half of
+    them, are taken by some that are alike, where these take no longer whole.
 
     Args:
         rows: of a piece.
         tokens, sequences, heads, key_dim, value_dim: as in `piece_rows`.
     """
     if sequences <= _ALL_TAKEN:
-        return rows if sequences == 1 else 2 * rows
+        return rows if sequences == 1 else rows + rows // 2
     beyond = max(rows, tokens * heads // MULTIPROCESSORS) + rows // 2 + _ROWS_COMPOSED
     for _, count, chunks in _layouts(tokens, sequences, packed=True)[:2]:
         sizes = (rows // CHUNK, chunks, count, heads, key_dim, value_dim)
