@@ -59,7 +59,9 @@ _HEAD, _FIRST_HEAD = 6.1, 1.0
 _GROUP = 15.0
 """From the end of one group of heads to the next one's full card."""
 _LITTLE_FOR_MEMORY = 0.09
-"""Of the time of the backward pass, what less memory than operands and results is worth in any case."""
+"""Of the time of the backward pass, what less memory than operands and results is worth in any case, ..."""
+_OF_UNEVEN = 2.0
+"""... times what it is worth where only batches whose pieces are not alike take that time."""
 _BETWEEN = 3.0
 """From one of the kernels of pieces to the next, together."""
 _OVERHEAD = 8.0
@@ -431,8 +433,8 @@ def head_groups(
     As many as fill the card each, once or several times; of packed batches, whose sequences may be uneven so that each
     group waits for the longest of them, as few of these as bring temporary memory below operands and results. Where
     one group's does not, and a group's recurrences, or halves of them, fill the card, as few as do so, if they take
-    little longer, or no larger part of the time than the memory exceeds these by; or, where none does, as many as these
-    limits let there be. Whole sequences that are not balanced are not divided again.
+    little longer, or no larger part of the time than the memory exceeds these by, or twice that where only uneven
+    batches take it; or, where none does, as many as these limits let there be. Whole sequences that are not balanced are not divided again.
 
     Args:
         chunks: of all sequences.
@@ -481,9 +483,9 @@ def head_groups(
         of_inverses = CHUNK * chunks * CHUNK * (1 + split)
         return value_heads * (of_inverses + of_vd + in_states + in_gradients + 2 * of_parts * state) - given
 
-    def in_less_memory(groups: int, exceeds: Callable[[int], float]) -> int:
+    def in_less_memory(groups: int, exceeds: Callable[[int], float], weight: float = 1.0) -> int:
         """As few groups, of those that are worth the time, as do not exceed anything, or as many as there are."""
-        worth = max(excess(1, 1) / given, _LITTLE_FOR_MEMORY) * (time(1) + _BETWEEN_BACK)
+        worth = weight * max(excess(1, 1) / given, _LITTLE_FOR_MEMORY) * (time(1) + _BETWEEN_BACK)
         more = [n for n in _divisors(key_heads) if n > groups and fill(n) and time(n) - time(1) <= worth]
         return next((n for n in (groups, *more) if exceeds(n) <= 0), (groups, *more)[-1])
 
@@ -496,7 +498,7 @@ def head_groups(
     chosen, uneven = one(groups), 1
     of_pieces = chosen == "if balanced" and of_parts > 0
     if of_pieces and groups == 1:
-        uneven = in_less_memory(1, lambda n: excess(1, n))
+        uneven = in_less_memory(1, lambda n: excess(1, n), _OF_UNEVEN)
     if (of_pieces or chosen == "never") and not with_states and excess(groups, groups * uneven) > 0:
         groups, uneven = in_less_memory(groups, lambda n: excess(n, n)), 1
     return HeadGroups(groups, one(groups), uneven)
