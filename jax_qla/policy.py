@@ -434,7 +434,8 @@ def head_groups(
     group waits for the longest of them, as few of these as bring temporary memory below operands and results. Where
     one group's does not, and a group's recurrences, or halves of them, fill the card, as few as do so, if they take
     little longer, or no larger part of the time than the memory exceeds these by, or twice that where only uneven
-    batches take it; or, where none does, as many as these limits let there be. Whole sequences that are not balanced are not divided again.
+    batches take it; or, where none does, as many as these limits let there be. Whole sequences that are not balanced
+    are not divided again.
 
     Args:
         chunks: of all sequences.
@@ -759,7 +760,6 @@ def _rows_for_both(
         one = in_one(pieces, heads, key_dim, value_dim, ratio=ratio, split=split, packed=False)
         return pieces > sequences and one != "never"
 
-    many = packed and sequences > _ALL_TAKEN
     # Whether the forward pass cuts sequences that are alike by itself.
     cuts = forward is not None and (not packed or tokens > sequences * cut_beyond(forward, *sizes))
     gain = 0.0 if sequences == 1 or cuts else _GAIN_OF_SEVERAL if packed else _GAIN
@@ -767,9 +767,7 @@ def _rows_for_both(
     fitting = []
     for length in _lengths(tokens, sequences, packed):
         rows = _even(length, divided)
-        if rows is None or (many and not _is_power(length)):
-            continue
-        if rows >= _ROWS_IN_ONE if fills(rows) else alone:
+        if rows is not None and (rows >= _ROWS_IN_ONE if fills(rows) else alone):
             fitting.append(length)
 
     def time(length: int | None, count: int, chunks: int) -> float:
