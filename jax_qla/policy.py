@@ -110,8 +110,8 @@ sequences may take, in 64ths of what they took if their work could be divided at
 clusters, it takes 1.1 times as long as three kernels, and with eight, whose dq and dk it rounds eight times and sums in
 four steps, errors of dk exceed 5e-3."""
 
-_FULL = 0.95
-"""Of the multiprocessors in all rounds of blocks, so many are a full card."""
+_FULL, _NEARLY_FULL = 0.95, 0.88
+"""Of the multiprocessors in all rounds of blocks, so many are a full card, or nearly one."""
 
 _LONG = 1.5
 """Of what a multiprocessor has to do if all do as much, what one block may take before it becomes two of half as many
@@ -432,10 +432,10 @@ def head_groups(
 
     As many as fill the card each, once or several times; of packed batches, whose sequences may be uneven so that each
     group waits for the longest of them, as few of these as bring temporary memory below operands and results. Where
-    one group's does not, and a group's recurrences, or halves of them, fill the card, as few as do so, if they take
-    little longer, or no larger part of the time than the memory exceeds these by, or twice that where only uneven
-    batches take it; or, where none does, as many as these limits let there be. Whole sequences that are not balanced
-    are not divided again.
+    one group's does not, and a group's recurrences nearly fill the card, or halves of them fill it, as few as do so, if
+    they take little longer, or no larger part of the time than the memory exceeds these by, or twice that where only
+    uneven batches take it; or, where none does, as many as these limits let there be. Whole sequences that are not
+    balanced are not divided again.
 
     Args:
         chunks: of all sequences.
@@ -463,10 +463,10 @@ def head_groups(
     time = functools.partial(_time_of_groups, chunks, recurrences, key_heads, value_heads, value_dim, of)
 
     def fill(groups: int) -> bool:
-        """Whether recurrences of such a group fill the card, or halves of them."""
+        """Whether recurrences of such a group nearly fill the card, or halves of them fill it."""
         tile = value_tile(together // groups, value_dim)
         of_halves = tile < value_dim and _fills(2 * together * (value_dim // tile) / groups)
-        return of_halves or _fills(together / groups)
+        return of_halves or _fills(together / groups, _FULL if split else _NEARLY_FULL)
 
     # Elements of v's dtype, of which a number in float32 takes two. Vd, as a rule kept, is of all heads.
     state = key_dim * value_dim
@@ -573,10 +573,10 @@ def balance(value_heads: int, *, ratio: int) -> Balance:
     return Balance(-(-64 * MULTIPROCESSORS // value_heads), limit, max(limit, _LIMIT_OF_ROUNDS))
 
 
-def _fills(blocks: float) -> bool:
+def _fills(blocks: float, full: float = _FULL) -> bool:
     """Whether blocks that are alike fill the card in each of their rounds."""
     rounds = blocks / MULTIPROCESSORS
-    return rounds >= _FULL * math.ceil(rounds)
+    return rounds >= full * math.ceil(rounds)
 
 
 def in_one_width(ratio: int) -> int:

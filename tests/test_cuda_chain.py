@@ -837,6 +837,10 @@ OF_BOTH_PASSES = [
     *((heads, batch) for heads in ((2, 8), (16, 32)) for batch in ((1, 8192), (4, 8192), (1, 32768), (8, 1024))),
     *(((16, 64), batch) for batch in ((4, 8192), (1, 8192))),
     ((2, 8), (2, 16384)),
+    # With room, if packed, for gradients of states that only uneven pieces need.
+    *(((4, 16), (4, 8192)), ((2, 8), (8, 8192))),
+    # Two groups of heads nearly fill the card.
+    *(((16, 48), (1, 32768)), ((8, 24), (2, 16384))),
     # Cut if packed, for one may have all tokens.
     *(((4, 16), (32, 1024)), ((16, 32), (32, 1024)), ((2, 8), (128, 256))),
 ]
