@@ -125,10 +125,10 @@ def chunk_gated_delta_rule(
             is static, and for both passes. Pieces have at most so many tokens and are as equal as may be: those of a
             dense sequence, or those that all T tokens of a packed batch would have. Packed sequences stay whole where
             none of a batch is long enough that cutting takes less time (one alone if it is no longer than a piece, up
-            to eight if none is longer than two). The model knows how many packed sequences there may be, not how many
-            are empty, and takes most of up to eight for taken: give it where one of these has nearly all tokens. Where
-            devices share a sequence, each cuts its part, 0 being one piece. No other implementation has pieces, so with
-            `piece_rows` none but "cuda" is taken.
+            to eight if none is longer than one and a half). The model knows how many packed sequences there may be, not
+            how many are empty, and takes most of up to eight for taken: give it where one of these has nearly all
+            tokens. Where devices share a sequence, each cuts its part, 0 being one piece. No other implementation has
+            pieces, so with `piece_rows` none but "cuda" is taken.
         save_chunk_states: what the forward pass of "cuda", where it is differentiated, keeps for the backward pass of
             what that else computes again. None: what each token writes to the state, 2 V bytes per token and value head
             (256 at V = 128), from which the backward pass computes the states before all chunks of 64 tokens; nothing
