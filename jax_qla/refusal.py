@@ -1,9 +1,9 @@
-"""An operation that may be traced, batched and transposed, but neither run nor lowered.
+"""Operations that may be traced, batched or transposed, but not run, not lowered or not differentiated.
 
 JAX decides late what becomes of a traced operation: a tangent may be transposed away (reverse mode) or computed
 (forward mode), a branch may be lowered or dropped with the platforms it was not meant for. `refuse` marks the fate that
 is not implemented and says why to the user whose program meets it. No public transformation of JAX expresses "an error
-if this is ever lowered", nor `refuse_sharded_export`'s "if it is lowered so"; hence these two primitives.
+if this is ever lowered", nor `refuse_sharded_export`'s "if it is lowered so"; hence these primitives.
 """
 
 from __future__ import annotations
@@ -33,26 +33,15 @@ def reverse_mode_only(x: jax.Array, reason: str) -> jax.Array:
 
     `jax.custom_vjp` alone refuses forward mode too, but cannot say what to do instead.
     """
-
-    @jax.custom_jvp
-    def same(x: jax.Array) -> jax.Array:
-        return x
-
-    @same.defjvp
-    def refuse_tangent(primals: tuple[jax.Array], tangents: tuple[jax.Array]) -> tuple[jax.Array, jax.Array]:
-        return primals[0], refuse(tangents[0], reason)
-
-    passed: jax.Array = same(x)
-    return passed
+    same: jax.Array = _reverse_mode_only_p.bind(x, reason=reason)
+    return same
 
 
 def first_order(function: Callable[..., Any], reason: str) -> Callable[..., Any]:
     """`function`, which raises NotImplementedError(reason) where it is to be differentiated."""
-    refusing = jax.custom_jvp(function)
 
-    @refusing.defjvp
-    def refuse_derivative(primals: Any, tangents: Any) -> Any:
-        raise NotImplementedError(reason)
+    def refusing(*operands: Any) -> Any:
+        return function(*jax.tree.map(functools.partial(_first_order_p.bind, reason=reason), operands))
 
     return refusing
 
@@ -61,17 +50,45 @@ def _raise(*_: Any, reason: str) -> NoReturn:
     raise NotImplementedError(reason)
 
 
+def _with_refused_tangent(primals: Any, tangents: Any, *, reason: str) -> tuple[jax.Array, jax.Array]:
+    return primals[0], _refuse_tangent_p.bind(tangents[0], reason=reason)
+
+
 def _transpose(cotangent: jax.Array, x: Any, *, reason: str) -> list[jax.Array]:
     # Transposed, the operation is gone: reverse mode is what it lets pass.
     return [cotangent]
 
 
-_refuse_p = Primitive("jax_qla_refuse")
+def _identity(name: str) -> Primitive:
+    """An operation that is the identity, also when it is run and lowered."""
+    identity = Primitive(name)
+    identity.def_impl(lambda x, **_: x)
+    identity.def_abstract_eval(lambda x, **_: x)
+    batching.defvectorized(identity)
+    mlir.register_lowering(identity, lambda _, x, **__: [x])
+    return identity
+
+
+_refuse_p = _identity("jax_qla_refuse")
 _refuse_p.def_impl(_raise)
-_refuse_p.def_abstract_eval(lambda x, *, reason: x)
 ad.deflinear2(_refuse_p, _transpose)
-batching.defvectorized(_refuse_p)
 mlir.register_lowering(_refuse_p, _raise)
+
+# Reverse mode transposes it before `jax.vmap` would batch it, so what batches it is forward mode; `jax.custom_vjp`, the
+# next to be batched, would refuse in its own words.
+_refuse_tangent_p = _identity("jax_qla_refuse_tangent")
+_refuse_tangent_p.def_impl(_raise)
+ad.deflinear2(_refuse_tangent_p, _transpose)
+batching.primitive_batchers[_refuse_tangent_p] = _raise
+mlir.register_lowering(_refuse_tangent_p, _raise)
+
+# Operations, since functions with `jax.custom_jvp` lose their rule where JAX takes apart what is known and what is not,
+# as in a scan, and have it batched under `jax.vmap`, tangents too.
+_reverse_mode_only_p = _identity("jax_qla_reverse_mode_only")
+ad.primitive_jvps[_reverse_mode_only_p] = _with_refused_tangent
+
+_first_order_p = _identity("jax_qla_first_order")
+ad.primitive_jvps[_first_order_p] = _raise
 
 
 def refuse_sharded_export(x: jax.Array) -> jax.Array:

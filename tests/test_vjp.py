@@ -274,6 +274,10 @@ def _in_scan(f: Any) -> Any:
     return lambda x: jax.lax.scan(lambda carry, _: (carry + f(carry), None), x, None, 2)[0].sum()
 
 
+def _of_two(f: Any) -> Any:
+    return lambda x: jax.vmap(f)(jnp.stack([x, 2 * x])).sum()
+
+
 REFUSED: dict[str, Callable[[Any, Any], Any]] = {
     "jvp": _jvp,
     "jvp in jit": lambda f, x: jax.jit(partial(_jvp, f))(x),
@@ -291,6 +295,13 @@ REFUSED: dict[str, Callable[[Any, Any], Any]] = {
     "jvp of grad of scan": lambda f, x: _jvp(jax.grad(_in_scan(f)), x),
     "hessian": lambda f, x: jax.hessian(f)(x),
     "grad of jvp": lambda f, x: jax.grad(lambda x: jnp.sum(_jvp(f, x)[1]))(x),
+    "jit of jacfwd": lambda f, x: jax.jit(jax.jacfwd(f))(x),
+    "jacfwd of jit": lambda f, x: jax.jacfwd(jax.jit(f))(x),
+    "jit of vmap of jvp": lambda f, x: jax.jit(jax.vmap(partial(_jvp, f)))(jnp.stack([x, x])),
+    "grad of grad of scan": lambda f, x: jax.grad(lambda x: jnp.sum(jax.grad(_in_scan(f))(x)))(x),
+    "jacfwd of checkpoint of scan": lambda f, x: jax.jacfwd(jax.checkpoint(_in_scan(f)))(x),
+    "grad of grad of checkpoint": lambda f, x: jax.grad(lambda x: jnp.sum(jax.grad(jax.checkpoint(f))(x)))(x),
+    "grad of grad of vmap": lambda f, x: jax.grad(lambda x: jnp.sum(jax.grad(_of_two(f))(x)))(x),
 }
 
 
@@ -303,6 +314,16 @@ def test_refused_with_what_to_do(derivative: Callable[..., Any], operand: int) -
 
     with pytest.raises(NotImplementedError, match=SENTENCE):
         derivative(function, OPERANDS[operand])
+
+
+@pytest.mark.parametrize("within", [_of_two, lambda f: _of_two(_in_scan(f))], ids=["vmap", "vmap of scan"])
+def test_reverse_mode_of_vmap_is_not_refused(within: Callable[..., Any]) -> None:
+    def gradient(implementation: str) -> jax.Array:
+        function = within(lambda x: loss(x, *OPERANDS[1:], implementation=implementation))
+        found: jax.Array = jax.jit(jax.vmap(jax.grad(function)))(jnp.stack([OPERANDS[0], -OPERANDS[0]]))
+        return found
+
+    assert_close(gradient("xla"), gradient("reference"))
 
 
 def test_refused_for_the_halves() -> None:
