@@ -465,7 +465,8 @@ def chunk_gated_delta_rule_bwd(
 
     Args:
         residuals: what `chunk_gated_delta_rule_fwd` returned for the same operands and options, or its a and gamma, or
-            these and some of the others.
+            these and some of the others. Those of another call are refused where their shapes differ, and cannot
+            be told apart else: those of other cu_seqlens, or of a row without, then give wrong gradients.
         do: [B, T, Hv, V] in v's dtype, the cotangent of o, or None for zero.
         d_final_state: float32, of the shape of final_state, its cotangent, or None for zero. Not both may be None.
         others: as given to `chunk_gated_delta_rule_fwd`.
