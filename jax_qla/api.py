@@ -181,7 +181,7 @@ def chunk_gated_delta_rule(
         piece_rows=piece_rows,
         save_chunk_states=save_chunk_states,
     )
-    choice = choose(q, k, v, implementation=implementation, precision=precision, piece_rows=piece_rows)
+    choice = choose(q, k, v, implementation=implementation, precision=precision, piece_rows=checked.piece_rows)
     q, k, v, g, beta, initial_state, cu_seqlens, segment_ids = arrays(
         q, k, v, g, beta, initial_state, cu_seqlens, segment_ids
     )
@@ -261,7 +261,7 @@ def which_implementation(
         >>> jax_qla.which_implementation(q, k, v, g, beta).name
         'xla'
     """
-    check(
+    checked = check(
         q,
         k,
         v,
@@ -278,7 +278,7 @@ def which_implementation(
         piece_rows=piece_rows,
         save_chunk_states=save_chunk_states,
     )
-    choice = choose(q, k, v, implementation=implementation, precision=precision, piece_rows=piece_rows)
+    choice = choose(q, k, v, implementation=implementation, precision=precision, piece_rows=checked.piece_rows)
     if _is_on_cuda(q):
         return Implementation(choice.on_cuda, choice.why_on_cuda)
     if choice.elsewhere is None:
@@ -345,7 +345,7 @@ def which_pieces(
     sizes = (tokens, sequences, v.shape[2], k.shape[3], v.shape[3])
     if not {k.shape[3], v.shape[3]} <= {*load("cuda").HEAD_DIMS}:
         return PieceChoice(0, sequences)
-    options: Any = {"packed": checked.packed, "asked_rows": piece_rows}
+    options: Any = {"packed": checked.packed, "asked_rows": checked.piece_rows}
     rows = None
     # States that are kept are of the pieces of both passes, or of whole sequences.
     with_states = differentiated and bool(save_chunk_states)
@@ -688,7 +688,7 @@ def _check_half(q: Any, k: Any, v: Any, g: Any, beta: Any, **options: Any) -> tu
         *(q, k, v),
         implementation=implementation,
         precision=options["precision"],
-        piece_rows=options["piece_rows"],
+        piece_rows=checked.piece_rows,
     )
     if "reference" in (choice.on_cuda, choice.elsewhere):
         raise NotImplementedError(

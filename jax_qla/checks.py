@@ -27,6 +27,8 @@ class Checked(NamedTuple):
     """Of initial_state and final_state as the caller sees them."""
     packed: bool
     """Whether the batch is computed as one row of several sequences (else it is dense)."""
+    piece_rows: int | None
+    """As given, but no integer of NumPy, whose few bits a number of tokens may not fit into."""
 
 
 def check(
@@ -116,11 +118,11 @@ def check(
         _shape("initial_state", initial_state, state_shape, f"[{', '.join(axes)}]")
 
     _check_precision(precision)
-    _check_piece_rows(piece_rows)
     return Checked(
         scale=_check_scale(scale, key_dim),
         state_shape=state_shape,
         packed=cu_seqlens is not None or max_segments is not None,
+        piece_rows=_check_piece_rows(piece_rows),
     )
 
 
@@ -196,9 +198,9 @@ def _check_precision(precision: Any) -> None:
         ) from error
 
 
-def _check_piece_rows(piece_rows: Any) -> None:
+def _check_piece_rows(piece_rows: Any) -> int | None:
     if piece_rows is None:
-        return
+        return None
     if isinstance(piece_rows, bool) or not isinstance(piece_rows, numbers.Integral):
         raise TypeError(
             f"piece_rows must be None or a Python integer, got {piece_rows!r} of type {type(piece_rows).__name__}"
@@ -207,6 +209,7 @@ def _check_piece_rows(piece_rows: Any) -> None:
         raise ValueError(
             f"piece_rows must be a multiple of {CHUNK}, such as 2048, or 0 for whole sequences, got {piece_rows}"
         )
+    return int(piece_rows)
 
 
 def check_entries(cu_seqlens: Any) -> None:

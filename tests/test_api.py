@@ -556,6 +556,7 @@ def test_which_pieces() -> None:
     one = shapes(1, 32768)
     assert jax_qla.which_pieces(*one) == (2048, 16)
     assert jax_qla.which_pieces(*one, piece_rows=0) == (0, 1)
+    assert jax_qla.which_pieces(*one, piece_rows=np.uint8(64)) == (64, 512)
     assert jax_qla.which_pieces(*shapes(4, 8192, 64)) == (0, 4)
     assert jax_qla.which_pieces(*shapes(1, 32768, 64, 16)) == (0, 1)
     assert jax_qla.which_pieces(*shapes(1, 32768, 64, 16), differentiated=True) == (16384, 2)
