@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import numbers
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, ParamSpec, TypeVar
@@ -261,9 +262,12 @@ def _check_scale(scale: Any, key_dim: int) -> float:
             "that is an array"
         )
     try:
-        return float(scale)
+        number = float(scale)
     except OverflowError as error:
         raise ValueError("scale must be a Python number that a float can hold, got a larger one") from error
+    if not math.isfinite(number):
+        raise ValueError(f"scale must be finite, got {number}")
+    return number
 
 
 def _rank(name: str, x: Any, axes: Sequence[str]) -> None:

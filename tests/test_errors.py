@@ -79,6 +79,8 @@ CASES: list[tuple[str, dict[str, Any], type[Exception], str]] = [
     ("scale array", {"scale": jnp.ones(())}, TypeError, "scale must be a Python number"),
     ("scale bool", {"scale": True}, TypeError, "scale must be a Python number"),
     ("large scale", {"scale": 10**5000}, ValueError, "scale must be a Python number that a float can hold"),
+    ("scale nan", {"scale": float("nan")}, ValueError, "scale must be finite, got nan"),
+    ("infinite scale", {"scale": -np.inf}, ValueError, "scale must be finite, got -inf"),
     ("objects", {"q": np.full((2, 10, 2, 64), None)}, TypeError, "q must be bfloat16 or .*, got object"),
     ("strings", {"beta": np.full((2, 10, 4), "1")}, TypeError, "beta must be bfloat16 or .*, got <U1"),
     ("final flag", {"output_final_state": 1}, TypeError, "output_final_state must be True or False, got 1 of type int"),
