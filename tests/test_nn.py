@@ -467,7 +467,11 @@ def test_wrong_implementations_are_refused(framework: Framework) -> None:
         ({"key_head_dim": 8.0}, TypeError, "key_head_dim must be an integer, got float"),
         ({"projections": "joined"}, ValueError, 'projections must be "split" or "fused"'),
         ({"norm_eps": "1e-6"}, TypeError, "norm_eps must be a number, got '1e-6' of type str"),
-        ({"norm_eps": -1e-6}, ValueError, "norm_eps must be at least 0, got -1e-06"),
+        ({"norm_eps": -1e-6}, ValueError, "norm_eps must be positive, .* got -1e-06"),
+        ({"norm_eps": 0}, ValueError, "norm_eps must be positive, .* got 0"),
+        ({"norm_eps": float("nan")}, ValueError, "norm_eps must be positive, .* got nan"),
+        ({"norm_eps": 1e-50}, ValueError, "norm_eps must be positive, and within the range of float32, got 1e-50"),
+        ({"norm_eps": 10**400}, ValueError, "norm_eps must be positive, and within the range of float32, got 1"),
         ({"allow_neg_eigval": "false"}, TypeError, "allow_neg_eigval must be True or False, got 'false' of type str"),
     ],
 )

@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import jax.numpy as jnp
+
 _HUGGINGFACE = {
     "hidden_size": "hidden_size",
     "num_key_heads": "linear_num_key_heads",
@@ -47,7 +49,7 @@ class GatedDeltaNetConfig:
     conv_kernel_size: int = 4
     """Tokens that the causal convolution sees: the current one and those right before it."""
     norm_eps: float = 1e-6
-    """Added to the mean square in the gated RMS norm; not negative."""
+    """Added to the mean square in the gated RMS norm; positive."""
     projections: Literal["split", "fused"] = "split"
     """"split": in_proj_qkv, in_proj_z, in_proj_b and in_proj_a (Qwen3.5). "fused": in_proj_qkvz and in_proj_ba, whose
     outputs are grouped by key head (Qwen3-Next); for tensor parallelism, where devices then exchange less."""
@@ -81,8 +83,11 @@ class GatedDeltaNetConfig:
         # Of a file of settings both may be strings: YAML reads 1e-6 as one.
         if isinstance(self.norm_eps, bool) or not isinstance(self.norm_eps, numbers.Real):
             raise TypeError(f"norm_eps must be a number, got {self.norm_eps!r} of type {type(self.norm_eps).__name__}")
-        if not self.norm_eps >= 0:
-            raise ValueError(f"norm_eps must be at least 0, got {self.norm_eps}")
+        # A row of zeros, as padding has, would be divided by zero.
+        least, largest = float(jnp.finfo(jnp.float32).tiny), float(jnp.finfo(jnp.float32).max)
+        if not least <= self.norm_eps <= largest:
+            raise ValueError(f"norm_eps must be positive, and within the range of float32, got {self.norm_eps}")
+        object.__setattr__(self, "norm_eps", float(self.norm_eps))
         if not isinstance(self.allow_neg_eigval, bool):
             raise TypeError(
                 f"allow_neg_eigval must be True or False, got {self.allow_neg_eigval!r} of type "
