@@ -15,19 +15,15 @@ from jax_qla.widening import widen
 
 def inverse_length(x: jax.Array) -> jax.Array:
     """1 / sqrt(|x|^2 + 1e-6) over the last axis, in at least float32."""
-    return _widened(x)[1]
+    wide = widen(x)
+    return jax.lax.rsqrt(jnp.sum(wide * wide, axis=-1) + L2NORM_EPSILON)
 
 
 def normalize(x: jax.Array) -> jax.Array:
     """x / sqrt(|x|^2 + 1e-6) over the last axis, computed in at least float32, in x's dtype."""
-    wide, inverse = _widened(x)
-    return (wide * inverse[..., None]).astype(x.dtype)
-
-
-def _widened(x: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """x in at least float32, and its `inverse_length`."""
     wide = widen(x)
-    return wide, jax.lax.rsqrt(jnp.sum(wide * wide, axis=-1) + L2NORM_EPSILON)
+    # No product with `inverse_length`, whose derivative has its cube, which vanishes for rows longer than 1e12.
+    return (wide / jnp.sqrt(jnp.sum(wide * wide, axis=-1, keepdims=True) + L2NORM_EPSILON)).astype(x.dtype)
 
 
 def normalize_gradient(x: jax.Array, gradient: jax.Array) -> jax.Array:

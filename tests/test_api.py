@@ -21,6 +21,7 @@ import jax_qla
 import jax_qla.api
 from jax_qla import api, cuda, policy
 from jax_qla.implementations import Choice
+from jax_qla.l2norm import normalize_gradient
 from jax_qla.reference import recurrence
 
 KEY_DIM, VALUE_DIM, KEY_HEADS, VALUE_HEADS = 16, 8, 2, 4
@@ -247,6 +248,18 @@ def test_l2norm_of_all_implementations(layout: str) -> None:
     if layout != "segment_ids":
         recurrent = with_gradients(jax_qla.recurrent_gated_delta_rule, *operands, **options)
         assert_close(recurrent, expected)
+
+
+@pytest.mark.parametrize("length", [1e-20, 1.0, 1e16])
+def test_gradient_of_l2norm_for_keys_of_any_length(length: float) -> None:
+    """It has no part along the key, which is no small part of it, until squares leave float32."""
+    key, gradient = np.random.default_rng(3).standard_normal((2, 5, 64))
+    key *= length
+    inverse = 1 / np.sqrt(np.sum(key**2, axis=-1, keepdims=True) + 1e-6)
+    unit = key * inverse
+    right = inverse * (gradient - unit * np.sum(unit * gradient, axis=-1, keepdims=True))
+    found = jax.jit(normalize_gradient)(key.astype(np.float32), gradient.astype(np.float32))
+    assert np.linalg.norm(found / inverse - right / inverse) < 1e-6 * np.linalg.norm(right / inverse)
 
 
 def test_l2norm_under_vmap() -> None:

@@ -51,6 +51,19 @@ def test_specification(shape: tuple[int, ...], dtype: str, monkeypatch: pytest.M
         cases.check(shape, dtype, forward, backward)
 
 
+@pytest.mark.parametrize("length", [1e-20, 1.0, 1e16])
+def test_gradient_of_rows_of_any_length(length: float) -> None:
+    """In plain JAX it has no part along the row, until squares leave float32."""
+    _, o, weight, dy = cases.given((1, 3, 1, 64), "float32")
+    o, z = length * o, jnp.ones_like(o)
+    row, upstream = np.asarray(o, np.float64), np.asarray(dy * weight, np.float64) / (1 + np.exp(-1))
+    inverse = 1 / np.sqrt(np.mean(row**2, axis=-1, keepdims=True) + 1e-6)
+    normal = row * inverse
+    right = upstream - normal * np.mean(normal * upstream, axis=-1, keepdims=True)
+    found = jax.jit(jax.grad(lambda o: jnp.sum(gated_rms_norm(o, z, weight, 1e-6) * dy)))(o) / inverse
+    assert np.linalg.norm(found - right) < 1e-6 * np.linalg.norm(right)
+
+
 def test_when_kernels_are_taken() -> None:
     o, z, weight, dy = cases.given((1, 8, 2, 64), "bfloat16")
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-import jax.numpy as jnp
+import numpy as np
 
 _HUGGINGFACE = {
     "hidden_size": "hidden_size",
@@ -84,7 +84,7 @@ class GatedDeltaNetConfig:
         if isinstance(self.norm_eps, bool) or not isinstance(self.norm_eps, numbers.Real):
             raise TypeError(f"norm_eps must be a number, got {self.norm_eps!r} of type {type(self.norm_eps).__name__}")
         # A row of zeros, as padding has, would be divided by zero.
-        least, largest = float(jnp.finfo(jnp.float32).tiny), float(jnp.finfo(jnp.float32).max)
+        least, largest = float(np.finfo(np.float32).tiny), float(np.finfo(np.float32).max)
         if not least <= self.norm_eps <= largest:
             raise ValueError(f"norm_eps must be positive, and within the range of float32, got {self.norm_eps}")
         object.__setattr__(self, "norm_eps", float(self.norm_eps))
