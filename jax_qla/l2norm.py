@@ -15,15 +15,19 @@ from jax_qla.widening import widen
 
 def inverse_length(x: jax.Array) -> jax.Array:
     """1 / sqrt(|x|^2 + 1e-6) over the last axis, in at least float32."""
-    wide = widen(x)
-    return jax.lax.rsqrt(jnp.sum(wide * wide, axis=-1) + L2NORM_EPSILON)
+    return jax.lax.rsqrt(_squares(widen(x)))
 
 
 def normalize(x: jax.Array) -> jax.Array:
     """x / sqrt(|x|^2 + 1e-6) over the last axis, computed in at least float32, in x's dtype."""
     wide = widen(x)
     # No product with `inverse_length`, whose derivative has its cube, which vanishes for rows longer than 1e12.
-    return (wide / jnp.sqrt(jnp.sum(wide * wide, axis=-1, keepdims=True) + L2NORM_EPSILON)).astype(x.dtype)
+    return (wide / jnp.sqrt(_squares(wide, keepdims=True))).astype(x.dtype)
+
+
+def _squares(wide: jax.Array, *, keepdims: bool = False) -> jax.Array:
+    """|x|^2 + 1e-6 over the last axis."""
+    return jnp.sum(wide * wide, axis=-1, keepdims=keepdims) + L2NORM_EPSILON
 
 
 def normalize_gradient(x: jax.Array, gradient: jax.Array) -> jax.Array:

@@ -111,7 +111,8 @@ clusters, it takes 1.1 times as long as three kernels, and with eight, whose dq 
 four steps, errors of dk exceed 5e-3."""
 
 _FULL, _NEARLY_FULL = 0.95, 0.88
-"""Of the multiprocessors in all rounds of blocks, so many are a full card, or nearly one."""
+"""Of the multiprocessors in all rounds of blocks, so many are a full card, or nearly one, which is enough where groups
+of heads spare memory (measured of operands that are not split)."""
 
 _LONG = 1.5
 """Of what a multiprocessor has to do if all do as much, what one block may take before it becomes two of half as many

@@ -59,35 +59,34 @@ def _transpose(cotangent: jax.Array, x: Any, *, reason: str) -> list[jax.Array]:
     return [cotangent]
 
 
-def _identity(name: str) -> Primitive:
-    """An operation that is the identity, also when it is run and lowered."""
-    identity = Primitive(name)
-    identity.def_impl(lambda x, **_: x)
-    identity.def_abstract_eval(lambda x, **_: x)
-    batching.defvectorized(identity)
-    mlir.register_lowering(identity, lambda _, x, **__: [x])
-    return identity
+def _operation(name: str, *, refused: bool = False) -> Primitive:
+    """An identity, which is batched as it is; `refused` where it is run or lowered, and transposed away."""
+    operation = Primitive(name)
+    operation.def_abstract_eval(lambda x, **_: x)
+    batching.defvectorized(operation)
+    if refused:
+        operation.def_impl(_raise)
+        mlir.register_lowering(operation, _raise)
+        ad.deflinear2(operation, _transpose)
+    else:
+        operation.def_impl(lambda x, **_: x)
+        mlir.register_lowering(operation, lambda _, x, **__: [x])
+    return operation
 
 
-_refuse_p = _identity("jax_qla_refuse")
-_refuse_p.def_impl(_raise)
-ad.deflinear2(_refuse_p, _transpose)
-mlir.register_lowering(_refuse_p, _raise)
+_refuse_p = _operation("jax_qla_refuse", refused=True)
 
 # Reverse mode transposes it before `jax.vmap` would batch it, so what batches it is forward mode; `jax.custom_vjp`, the
 # next to be batched, would refuse in its own words.
-_refuse_tangent_p = _identity("jax_qla_refuse_tangent")
-_refuse_tangent_p.def_impl(_raise)
-ad.deflinear2(_refuse_tangent_p, _transpose)
+_refuse_tangent_p = _operation("jax_qla_refuse_tangent", refused=True)
 batching.primitive_batchers[_refuse_tangent_p] = _raise
-mlir.register_lowering(_refuse_tangent_p, _raise)
 
 # Operations, since functions with `jax.custom_jvp` lose their rule where JAX takes apart what is known and what is not,
 # as in a scan, and have it batched under `jax.vmap`, tangents too.
-_reverse_mode_only_p = _identity("jax_qla_reverse_mode_only")
+_reverse_mode_only_p = _operation("jax_qla_reverse_mode_only")
 ad.primitive_jvps[_reverse_mode_only_p] = _with_refused_tangent
 
-_first_order_p = _identity("jax_qla_first_order")
+_first_order_p = _operation("jax_qla_first_order")
 ad.primitive_jvps[_first_order_p] = _raise
 
 
@@ -112,8 +111,5 @@ def _lower_unless_exported(ctx: mlir.LoweringRuleContext, x: Any) -> list[Any]:
     return [x]
 
 
-_not_exported_p = Primitive("jax_qla_not_exported_sharded")
-_not_exported_p.def_impl(lambda x: x)
-_not_exported_p.def_abstract_eval(lambda x: x)
-batching.defvectorized(_not_exported_p)
+_not_exported_p = _operation("jax_qla_not_exported_sharded")
 mlir.register_lowering(_not_exported_p, _lower_unless_exported)
