@@ -1,4 +1,4 @@
-"""Times what `jax_qla/policy.py` chooses from: sequences whole, and cut into pieces of several lengths.
+"""Times what `jax_qla/policy/pieces.py` chooses from: sequences whole, and cut into pieces of several lengths.
 
     python benchmarks/pieces.py                                          # the rows of docs/performance_policy.md
     python benchmarks/pieces.py --rows 2,8/1x32768 --lengths 0 1024 2048

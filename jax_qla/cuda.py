@@ -4,7 +4,7 @@ Forward is two kernels in one FFI call (prepare, forward), backward three (state
 or, where that fills the card, two (states_from_vd, backward: `policy.in_one`; of a packed batch balance finds out
 whether it does, and the others leave by what it found), decoding one (recurrent, on a dense batch as it is).
 The others work on flat token arrays, dense batches included: a dense batch is a packed one whose tables are constants.
-Where sequences are cut into pieces (policy.py), layout finds these in a packed batch, beside prepare, which does not go
+Where sequences are cut into pieces (policy/), layout finds these in a packed batch, beside prepare, which does not go
 by them, and the states that enter them come next: summaries and compose, for the backward pass also adjoint_summaries
 and compose in reverse; what follows takes pieces for sequences.
 A forward pass that keeps what it finds of the pieces (`residuals.Between`) spares the backward one summaries and

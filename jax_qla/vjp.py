@@ -6,7 +6,7 @@ bits ([Hv, B, T, 128] in bfloat16 with precision="high"), gamma [B, T, Hv] in fl
 what each token writes to the state, and, where these kernels normalise q and k, the lengths of both, [B, T, Hk] in
 float32 each; from k, gamma and Vd the states before all chunks are recomputed. (`save_chunk_states=True` keeps these
 too, 768 bytes per token and value head with Vd at K = V = 128; False keeps neither, and nor does None with
-precision="high" in bfloat16.) Where one card computes long sequences in pieces (policy.py), so do the state at each cut
+precision="high" in bfloat16.) Where one card computes long sequences in pieces (policy/), so do the state at each cut
 between them and a transition, 4 K (V + K) bytes per cut and value head (128 KiB at K = V = 128: 8 cuts of 32 heads take
 32 MiB), so that the backward pass need not summarise the pieces again. It does where the compiler may spread the call
 over several devices, so that the number of pieces is not known in time: in Auto meshes without names, and without a

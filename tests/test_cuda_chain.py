@@ -27,6 +27,7 @@ from jax_qla.kernels import forward as forward_kernel
 from jax_qla.kernels.common import ALWAYS, BALANCED, UNBALANCED
 from jax_qla.launch import Step
 from jax_qla.mesh import LOCAL, Layout, resolve
+from jax_qla.policy import one_kernel
 from jax_qla.residuals import Between, Keep
 from jax_qla.varying import match_varying
 
@@ -794,7 +795,7 @@ def test_recurrence_and_gradients_in_one(
     found = {}
     for chosen, kernels in (("never", two), ("if balanced", two + one), ("always", one)):
         given.clear()
-        monkeypatch.setattr(policy, "in_one", lambda *_, chosen=chosen, **__: chosen)
+        monkeypatch.setattr(one_kernel, "in_one", lambda *_, chosen=chosen, **__: chosen)
         found[chosen] = module.backward(*operands, segments, residuals, x["do"], x["d_final_state"], scale=0.25)
         before = ["balance"] if chosen == "if balanced" else []
         assert [step.kernel for step in given] == before + ["states", *kernels] * groups

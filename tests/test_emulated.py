@@ -46,6 +46,7 @@ from jax_qla.kernels import (
 )
 from jax_qla.kernels.common import ALWAYS, FAINT, FIRST, LAST, STRETCHES
 from jax_qla.launch import Step
+from jax_qla.policy import blocks, card, one_kernel
 
 LACKING = store.why_not_buildable()
 pytestmark = pytest.mark.skipif(LACKING is not None, reason=str(LACKING))
@@ -170,7 +171,7 @@ def test_gradients_of_initial_states_in_place_of_those_of_final_ones(
 ) -> None:
     """As above, where places are many: the same bits, and that of the empty sequence stays where it is."""
     monkeypatch.setenv(policy.OVERRIDE, rows)
-    monkeypatch.setattr(policy, "in_one", lambda *_, **__: in_one)
+    monkeypatch.setattr(one_kernel, "in_one", lambda *_, **__: in_one)
     segments = ((0, 300), (300, 300), (310, 330), (330, 390))
     dim = 128 if THOROUGH or in_one == "always" else 64  # of which other tests have most kernels
     case = battery.Case(
@@ -364,7 +365,7 @@ def test_packed_sequences_in_one_if_balanced(balanced: bool, monkeypatch: pytest
     segments = ((0, 130), (140, 270), (270, 398)) if balanced else ((0, 130), (140, 290), (290, 398))
     sizes: Any = {"tokens": 400, "key_dim": 128, "value_dim": 128, "key_heads": 1, "value_heads": 2}
     case = battery.Case(f"in one if balanced, {balanced}", dtype="bfloat16", segments=segments, poisoned=True, **sizes)
-    monkeypatch.setattr(policy, "in_one", lambda *_, **__: "if balanced")
+    monkeypatch.setattr(one_kernel, "in_one", lambda *_, **__: "if balanced")
     monkeypatch.setattr(policy, "balance", lambda *_, **__: policy.Balance(64 * 66, 72, 1500))
     written: dict[str, bool] = {}
     run = emulator.Emulated.__call__
@@ -397,7 +398,7 @@ def test_a_shard_in_one(value_heads: int, monkeypatch: pytest.MonkeyPatch) -> No
     used = _used(monkeypatch)
 
     def gradients(chosen: str) -> list[np.ndarray]:
-        monkeypatch.setattr(policy, "in_one", lambda *_, **__: chosen)
+        monkeypatch.setattr(one_kernel, "in_one", lambda *_, **__: chosen)
         _, _, residuals, pieces = kernels.summary(*rows, state, None, cut=cut, with_residuals=True)
         options: dict[str, Any] = {"cut": cut, "scale": 0.1}
         _, adjoint = kernels.state_gradient(*rows, None, None, residuals, do, d_final, pieces, **options)
@@ -832,7 +833,7 @@ def test_two_warpgroups_of_state(
     case: battery.Case, function: battery.Function, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As where heads fill a card: blocks of 128 value columns."""
-    monkeypatch.setattr(policy, "MULTIPROCESSORS", 1)
+    monkeypatch.setattr(card, "MULTIPROCESSORS", 1)
     assert policy.value_tile(case.value_heads, case.value_dim) == 128
     battery.check(case, function, LIMITS)
 
@@ -848,8 +849,8 @@ def test_halves_of_long_sequences(keep: Any, l2norm: bool, rows: str, monkeypatc
     case = dataclasses.replace(WIDE, name="emulated, a long sequence", segments=segments, l2norm=l2norm)
     x = jax.tree.map(jnp.asarray, battery.inputs(case))
     places = 7  # for pieces of 128 rows
-    monkeypatch.setattr(policy, "MULTIPROCESSORS", places * case.value_heads)
-    monkeypatch.setattr(policy, "_LONG_CHUNKS", 2)
+    monkeypatch.setattr(card, "MULTIPROCESSORS", places * case.value_heads)
+    monkeypatch.setattr(blocks, "_LONG_CHUNKS", 2)
     emulated, halved = emulator.emulated, []
 
     def recording(name: str, config: Any) -> emulator.Emulated:
