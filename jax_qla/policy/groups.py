@@ -189,7 +189,7 @@ class _Heads:
         Args:
             groups: from which on.
             excess: of so many groups.
-            weight: what memory is worth, in parts of the time.
+            weight: times as much time may be given as otherwise.
         """
         worth = max(self.excess(1, 1) / self._given, _LITTLE_FOR_MEMORY)
         limit = weight * worth * (self.time(1) + costs.BETWEEN_BACK)

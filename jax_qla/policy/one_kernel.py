@@ -48,11 +48,10 @@ def in_one(
 ) -> InOne:
     """Whether kernels/backward.py computes the backward pass, instead of state_gradients.py and gradients.py.
 
-    It can with K = V = 128 and operands that are not split. It should where its
-    blocks, one a recurrence, keep all multiprocessors busy: where they fill the card in each of their rounds and are
-    alike, or are so many, and so few of them much longer than others, that the last ones end nearly together. Which
-    packed batches are like that is known on the device only: all three are launched then, and leave or stay by what
-    kernels/balance.py finds (`balance`).
+    It can with K = V = 128 and operands that are not split. It should where its blocks, one a recurrence, keep all
+    multiprocessors busy: where they fill the card in each of their rounds and are alike, or are so many, and so few of
+    them much longer than others, that the last ones end nearly together. Which packed batches are like that is known on
+    the device only: all three are launched then, and leave or stay by what kernels/balance.py finds (`balance`).
 
     Args:
         recurrences: of a head: sequences, or the pieces of them that are computed side by side.
