@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import math
 import numbers
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, ParamSpec, TypeVar
@@ -13,11 +12,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_qla.kernels.common import CHUNK
+from jax_qla.widening import widest
 
 _Arguments = ParamSpec("_Arguments")
 _Result = TypeVar("_Result")
 
 _TOKEN_DTYPES = ("bfloat16", "float16", "float32", "float64")
+
+_INT32_MAX = int(np.iinfo(np.int32).max)
 
 
 class Checked(NamedTuple):
@@ -120,7 +122,7 @@ def check(
 
     _check_precision(precision)
     return Checked(
-        scale=_check_scale(scale, key_dim),
+        scale=_check_scale(scale, key_dim, q.dtype),
         state_shape=state_shape,
         packed=cu_seqlens is not None or max_segments is not None,
         piece_rows=_check_piece_rows(piece_rows),
@@ -236,8 +238,8 @@ def _check_packing(batch: int, tokens: int, cu_seqlens: Any, segment_ids: Any, m
             raise TypeError(
                 f"max_segments must be a Python integer, got {max_segments!r} of type {type(max_segments).__name__}"
             )
-        if max_segments < 1:
-            raise ValueError(f"max_segments must be positive, got {max_segments}")
+        if not 1 <= int(max_segments) <= _INT32_MAX:
+            raise ValueError(f"max_segments must be positive, and at most {_INT32_MAX}, got {max_segments}")
     if cu_seqlens is not None:
         _rank("cu_seqlens", cu_seqlens, ("N + 1",))
         _dtype("cu_seqlens", cu_seqlens, ("int32",))
@@ -253,7 +255,7 @@ def _check_packing(batch: int, tokens: int, cu_seqlens: Any, segment_ids: Any, m
     return (batch,)
 
 
-def _check_scale(scale: Any, key_dim: int) -> float:
+def _check_scale(scale: Any, key_dim: int, dtype: Any) -> float:
     if scale is None:
         return float(key_dim**-0.5)
     if isinstance(scale, bool) or not isinstance(scale, numbers.Real):
@@ -265,8 +267,9 @@ def _check_scale(scale: Any, key_dim: int) -> float:
         number = float(scale)
     except OverflowError as error:
         raise ValueError("scale must be a Python number that a float can hold, got a larger one") from error
-    if not math.isfinite(number):
-        raise ValueError(f"scale must be finite, got {number}")
+    wide = widest(dtype)
+    if not abs(number) <= float(np.finfo(wide).max):
+        raise ValueError(f"scale must be finite, and within the range of {wide}, got {number}")
     return number
 
 

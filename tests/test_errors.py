@@ -79,8 +79,9 @@ CASES: list[tuple[str, dict[str, Any], type[Exception], str]] = [
     ("scale array", {"scale": jnp.ones(())}, TypeError, "scale must be a Python number"),
     ("scale bool", {"scale": True}, TypeError, "scale must be a Python number"),
     ("large scale", {"scale": 10**5000}, ValueError, "scale must be a Python number that a float can hold"),
-    ("scale nan", {"scale": float("nan")}, ValueError, "scale must be finite, got nan"),
-    ("infinite scale", {"scale": -np.inf}, ValueError, "scale must be finite, got -inf"),
+    ("scale nan", {"scale": float("nan")}, ValueError, "scale must be finite, .* got nan"),
+    ("infinite scale", {"scale": -np.inf}, ValueError, "scale must be finite, .* got -inf"),
+    ("scale beyond float32", {"scale": -1e39}, ValueError, r"within the range of float32, got -1e\+39"),
     ("objects", {"q": np.full((2, 10, 2, 64), None)}, TypeError, "q must be bfloat16 or .*, got object"),
     ("strings", {"beta": np.full((2, 10, 4), "1")}, TypeError, "beta must be bfloat16 or .*, got <U1"),
     ("final flag", {"output_final_state": 1}, TypeError, "output_final_state must be True or False, got 1 of type int"),
@@ -131,7 +132,8 @@ CASES: list[tuple[str, dict[str, Any], type[Exception], str]] = [
         ValueError,
         "max_segments is missing: with segment_ids, initial_state needs",
     ),
-    ("max_segments 0", {"segment_ids": IDS, "max_segments": 0}, ValueError, "max_segments must be positive, got 0"),
+    ("max_segments 0", {"segment_ids": IDS, "max_segments": 0}, ValueError, "max_segments must be positive, .* got 0"),
+    ("max_segments 2^31", {"segment_ids": IDS, "max_segments": 2**31}, ValueError, "at most 2147483647, got 21"),
     ("max_segments 2.0", {"segment_ids": IDS, "max_segments": 2.0}, TypeError, "max_segments must be a Python integer"),
     ("max_segments alone", {"max_segments": 2}, ValueError, "max_segments goes with segment_ids, got max_segments=2"),
     (
@@ -260,7 +262,8 @@ def test_float64_is_for_the_reference() -> None:
     wide = {name: jax.ShapeDtypeStruct(x.shape, np.float64) for name, x in good().items()}
     with pytest.raises(NotImplementedError, match="'xla' takes bfloat16, float16, float32, and q is float64"):
         jax_qla.which_implementation(*wide.values())
-    assert jax_qla.which_implementation(*wide.values(), implementation="reference").name == "reference"
+    # Whose scale need not fit into float32.
+    assert jax_qla.which_implementation(*wide.values(), scale=1e39, implementation="reference").name == "reference"
 
 
 @pytest.mark.parametrize("shape", ["b, 10", "2, t"])
