@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import stand_in
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 pytest.importorskip("flax", reason="needs the flax extra")
 pytest.importorskip("equinox", reason="needs the equinox extra")
@@ -407,6 +407,9 @@ def test_weights_come_back_and_wrong_ones_are_refused(framework: Framework) -> N
         ValueError, match=r"A_log is missing; extra .*; dt_bias must be an array, got list; norm must have shape \(6,\)"
     ):
         framework.make(CONFIG, wrong)
+    for dtype in (object, np.complex64, np.int8):  # nan, half of each number, and quantised ones
+        with pytest.raises(ValueError, match=rf"norm must be of a floating dtype, got {np.dtype(dtype)}$"):
+            framework.make(CONFIG, {**WEIGHTS, "norm": np.full(6, None if dtype is object else 1, dtype)})
 
 
 def test_wrong_calls_are_refused(framework: Framework) -> None:
@@ -426,6 +429,8 @@ def test_wrong_calls_are_refused(framework: Framework) -> None:
             goes_on(x, narrower)
     with pytest.raises(TypeError, match=r"cache\.conv must be an array of shape \(2, 3, 56\), got NoneType"):
         layer.step(x, cache._replace(conv=None))
+    with pytest.raises(TypeError, match=r"cache\.conv must be of a floating dtype, got complex64"):
+        layer.step(x, cache._replace(conv=cache.conv.astype(jnp.complex64)))
 
 
 def test_other_inputs_are_refused(framework: Framework) -> None:
@@ -439,6 +444,8 @@ def test_other_inputs_are_refused(framework: Framework) -> None:
             method(x.tolist())
         with pytest.raises(TypeError, match="x must be of real numbers, got complex64"):
             method(x.astype(jnp.complex64))
+        with pytest.raises(TypeError, match=r"x must have values, got a jax\.ShapeDtypeStruct; .* jax\.eval_shape"):
+            method(jax.ShapeDtypeStruct(x.shape, x.dtype))
     if isinstance(layer, eqx.Module):
         with pytest.raises(ValueError, match=r"got \(4, 16\); the layer takes the batch itself, with no jax\.vmap"):
             jax.vmap(layer)(x)
@@ -478,6 +485,23 @@ def test_wrong_implementations_are_refused(framework: Framework) -> None:
 def test_wrong_configurations_are_refused(change: dict[str, Any], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         dataclasses.replace(CONFIG, **change)
+
+
+def test_sizes_of_numpy() -> None:
+    """Are Python's afterwards, whose products do not overflow."""
+    sizes: Any = (np.int64(16), *np.asarray((2, 4, 64, 100), np.int8))
+    config = GatedDeltaNetConfig(*sizes)
+    assert config.conv_channels == 656
+    assert config == GatedDeltaNetConfig(16, 2, 4, 64, 100)
+
+
+def test_what_is_no_configuration_is_refused(framework: Framework) -> None:
+    with pytest.raises(TypeError, match=r"config must be a GatedDeltaNetConfig, .* got dict$"):
+        framework.make({"hidden_size": 16})  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"config must be a GatedDeltaNetConfig, .* got dict$"):
+        empty_cache({"hidden_size": 16}, 2)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"config must be a mapping, .* got str$"):
+        GatedDeltaNetConfig.from_huggingface("config.json")
 
 
 def test_a_huggingface_configuration_that_is_not_whole() -> None:
@@ -737,22 +761,41 @@ def test_loaded_weights_stay_where_the_parameters_were(framework: Framework) -> 
     for mesh in (mesh_of_two(), explicit_mesh()):
         layer = framework.place(framework.make(CONFIG, param_dtype=jnp.bfloat16), mesh, dict(RULES))
         before = {name: (array.sharding, array.dtype) for name, array in layer.get_weights().items()}
-        if isinstance(layer, eqx.Module):
-            layer = layer.with_weights(WEIGHTS)
-        else:
-            layer.set_weights(WEIGHTS)
+        layer = with_weights(layer)
         for name, array in layer.get_weights().items():
             assert array.sharding.is_equivalent_to(before[name][0], array.ndim), name
             assert array.dtype == before[name][1]
             np.testing.assert_array_equal(array, jnp.asarray(WEIGHTS[name], array.dtype))
 
 
+def with_weights(layer: Any) -> Any:
+    """The layer, of either framework, with WEIGHTS."""
+    if isinstance(layer, eqx.Module):
+        return layer.with_weights(WEIGHTS)
+    layer.set_weights(WEIGHTS)
+    return layer
+
+
+def test_weights_of_layers_without_arrays_on_devices(framework: Framework) -> None:
+    """Shapes of parameters take weights too, on the devices that they name, and so do NumPy's arrays, not to be written
+    to."""
+    arrays, whole = framework.split(framework.make(CONFIG, param_dtype=jnp.bfloat16))
+    for mesh in (None, explicit_mesh().abstract_mesh, mesh_of_two()):
+        sharding = None if mesh is None else NamedSharding(mesh, PartitionSpec())
+        shapes = jax.tree.map(lambda x, to=sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=to), arrays)
+        for name, x in with_weights(whole(shapes)).get_weights().items():
+            np.testing.assert_array_equal(x, jnp.asarray(WEIGHTS[name], x.dtype))
+            assert x.dtype == (jnp.float32 if name in ("A_log", "dt_bias") else jnp.bfloat16)
+            assert x.committed == isinstance(mesh, Mesh)
+            assert not x.committed or x.sharding.is_equivalent_to(sharding, x.ndim)
+    on_host = jax.tree.map(np.asarray, arrays)
+    np.testing.assert_array_equal(with_weights(whole(on_host)).norm, jnp.asarray(WEIGHTS["norm"], jnp.bfloat16))
+
+
 def test_weights_of_layers_without_devices() -> None:
-    """What was put nowhere is not put anywhere, and shapes of parameters take weights too."""
+    """What was put nowhere is not put anywhere."""
     layer = FRAMEWORKS["equinox"].make(CONFIG)
     assert not layer.with_weights(WEIGHTS).A_log.committed
-    shapes = jax.eval_shape(lambda: FRAMEWORKS["equinox"].make(CONFIG))
-    np.testing.assert_array_equal(shapes.with_weights(WEIGHTS).norm, WEIGHTS["norm"])
     traced = jax.jit(lambda weights: layer.with_weights(weights).get_weights())(WEIGHTS)
     np.testing.assert_array_equal(traced["out_proj"], WEIGHTS["out_proj"])
 

@@ -240,6 +240,8 @@ def test_wrong_checkpoints_are_refused(config: GatedDeltaNetConfig, tmp_path: Pa
     load(right)
     with pytest.raises(ValueError, match=r"has no Gated DeltaNet layer 2; it has layers \[3\]"):
         load(right, 2)
+    with pytest.raises(TypeError, match="layer must be an integer, got '3' of type str"):
+        load_gated_deltanet_weights(tmp_path, "3", config)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"has more than one Gated DeltaNet layer 3: draft\."):
         load({**right, f"draft.{prefix}A_log": torch.zeros(6)})
     with pytest.raises(ValueError, match=r"layer 3 of .*\.norm(\.weight)? and .*\.norm(\.weight)? are the same weight"):

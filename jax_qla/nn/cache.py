@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jax_qla.nn.config import GatedDeltaNetConfig
+from jax_qla.nn.config import GatedDeltaNetConfig, check_config
 from jax_qla.widening import widest
 
 
@@ -31,7 +31,11 @@ def empty_cache(config: GatedDeltaNetConfig, batch_size: int, dtype: Any = jnp.f
         config: of the layer.
         batch_size: B, the number of sequences.
         dtype: the layer's computation dtype, in which the convolution's inputs are kept.
+
+    Raises:
+        TypeError: config is no GatedDeltaNetConfig.
     """
+    check_config(config)
     return GatedDeltaNetCache(
         jnp.zeros((batch_size, config.conv_kernel_size - 1, config.conv_channels), dtype),
         jnp.zeros((batch_size, config.num_value_heads, config.key_head_dim, config.value_head_dim), widest(dtype)),
@@ -42,7 +46,7 @@ def check_cache(cache: GatedDeltaNetCache, config: GatedDeltaNetConfig, batch_si
     """Whether the cache is one of this layer, which computes in `dtype`, and batch.
 
     Raises:
-        TypeError: it is no cache, or not of arrays, or its state is narrower or wider than the layer's.
+        TypeError: it is no cache, or not of floating arrays, or its state is narrower or wider than the layer's.
         ValueError: an array has another shape.
     """
     if not isinstance(cache, GatedDeltaNetCache):
@@ -57,6 +61,8 @@ def check_cache(cache: GatedDeltaNetCache, config: GatedDeltaNetConfig, batch_si
         shape = tuple(array.shape)
         if shape != wanted:
             raise ValueError(f"cache.{name} must have shape {wanted} for this layer and input, got {shape}")
+    if not jnp.issubdtype(jnp.result_type(cache.conv), jnp.floating):
+        raise TypeError(f"cache.conv must be of a floating dtype, got {cache.conv.dtype}")
     given, accepted = jnp.result_type(cache.state).name, dict.fromkeys(("float32", widest(dtype).name))
     if given not in accepted:
         raise TypeError(f"cache.state must be {' or '.join(accepted)}, got {given}")

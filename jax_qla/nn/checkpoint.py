@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import numbers
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -35,10 +36,14 @@ def load_gated_deltanet_weights(
         [inputs, outputs] and conv1d is [width, channels], transposed from the checkpoint's.
 
     Raises:
+        TypeError: layer is no integer, or config no GatedDeltaNetConfig.
         FileNotFoundError: there is no such checkpoint, or a file of it is missing.
         ValueError: the checkpoint has no Gated DeltaNet layer of this index; a weight of the layer is missing, is one
             too many, or has another shape than the configuration says; or a file is damaged or quantised.
     """
+    if isinstance(layer, bool) or not isinstance(layer, numbers.Integral):
+        raise TypeError(f"layer must be an integer, got {layer!r} of type {type(layer).__name__}")
+    wanted = parameter_shapes(config)
     arrays = Checkpoint(checkpoint)
     matches = [match for match in map(_LAYER.fullmatch, arrays.names) if match]
     here = [match for match in matches if int(match["layer"]) == layer]
@@ -67,7 +72,7 @@ def load_gated_deltanet_weights(
             weights = _rearranged(weights, config)
     except ValueError as error:
         raise ValueError(f"layer {layer} of {checkpoint}: {error}") from error
-    return {name: weights[name] for name in parameter_shapes(config)}
+    return {name: weights[name] for name in wanted}
 
 
 def _rearranged(weights: Mapping[str, np.ndarray], config: GatedDeltaNetConfig) -> dict[str, np.ndarray]:

@@ -69,10 +69,11 @@ class GatedDeltaNetConfig:
         )
         for name in sizes:
             size = getattr(self, name)
-            if isinstance(size, bool) or not isinstance(size, int):
+            if isinstance(size, bool) or not isinstance(size, numbers.Integral):
                 raise TypeError(f"{name} must be an integer, got {type(size).__name__}")
             if size < 1:
                 raise ValueError(f"{name} must be at least 1, got {size}")
+            object.__setattr__(self, name, int(size))  # NumPy's too, whose few bits a product of sizes may not fit into
         if self.num_value_heads % self.num_key_heads:
             raise ValueError(
                 f"num_value_heads must be a multiple of num_key_heads ({self.num_key_heads}), got "
@@ -133,9 +134,15 @@ class GatedDeltaNetConfig:
                 model of text and images is asked for its `text_config`.
 
         Raises:
+            TypeError: config is neither; or one of its values is not what it may be.
             ValueError: the model is of another type, or its convolution is followed by something else than SiLU; or the
                 configuration lacks what the layer needs.
         """
+        if not isinstance(config, Mapping) and not hasattr(config, "to_dict"):
+            raise TypeError(
+                "config must be a mapping, such as json.load makes of config.json, or an object of transformers, got "
+                f"{type(config).__name__}"
+            )
         values: Mapping[str, Any] = config if isinstance(config, Mapping) else config.to_dict()
         values = values.get("text_config") or values
         model_type = values.get("model_type", "")
@@ -149,3 +156,16 @@ class GatedDeltaNetConfig:
         if activation != "silu":
             raise ValueError(f'hidden_act must be "silu", got {activation!r}')
         return cls(**sizes_and_eps, projections="fused" if model_type.startswith("qwen3_next") else "split")
+
+
+def check_config(config: Any) -> None:
+    """Whether it is the configuration of a layer.
+
+    Raises:
+        TypeError: it is none.
+    """
+    if not isinstance(config, GatedDeltaNetConfig):
+        raise TypeError(
+            "config must be a GatedDeltaNetConfig, such as GatedDeltaNetConfig.from_huggingface makes of a model's, "
+            f"got {type(config).__name__}"
+        )

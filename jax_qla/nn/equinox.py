@@ -202,11 +202,14 @@ class GatedDeltaNet(eqx.Module):
     def with_weights(self, weights: Mapping[str, Any]) -> GatedDeltaNet:
         """This layer with other parameters, in the dtypes of its own and on the devices where its own were put.
 
+        A layer of shapes alone, as `jax.eval_shape` makes, gets its arrays so, each where its shape's sharding says, if
+        it has one.
+
         Args:
             weights: all of `jax_qla.nn.parameter_shapes`, as `jax_qla.nn.load_gated_deltanet_weights` returns them.
 
         Raises:
-            ValueError: a parameter is missing, one too many, or of another shape.
+            ValueError: a parameter is missing, one too many, of another shape or not floating.
         """
         parameters.check_weights(weights, self.config)
         names = list(parameters.parameter_shapes(self.config))

@@ -189,16 +189,21 @@ class GatedDeltaNet(nnx.Module):
     def set_weights(self, weights: Mapping[str, Any]) -> None:
         """Overwrites the parameters, keeping their dtypes and devices.
 
+        A layer of shapes alone, as `nnx.eval_shape` makes, gets its arrays so, each where its shape's sharding says, if
+        it has one.
+
         Args:
             weights: all of `jax_qla.nn.parameter_shapes`, as `jax_qla.nn.load_gated_deltanet_weights` returns them.
 
         Raises:
-            ValueError: a parameter is missing, one too many, or of another shape. Nothing is overwritten then.
+            ValueError: a parameter is missing, one too many, of another shape or not floating. Nothing is overwritten
+                then.
         """
         parameters.check_weights(weights, self.config)
         for name, value in weights.items():
             parameter = self._parameter(name)
-            parameter[...] = parameters.in_place_of(parameter.get_raw_value(), value)
+            # The array as a whole: what is there may be a shape alone, or NumPy's and read-only.
+            parameter.set_value(parameters.in_place_of(parameter.get_raw_value(), value))
 
     def _parameter(self, name: str) -> nnx.Param[jax.Array]:
         parameter = getattr(self, name)

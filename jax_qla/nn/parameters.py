@@ -12,8 +12,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import AbstractMesh
 
-from jax_qla.nn.config import GatedDeltaNetConfig
+from jax_qla.checks import known_dtype
+from jax_qla.nn.config import GatedDeltaNetConfig, check_config
 
 LOGICAL_AXES: Mapping[str, tuple[str | None, ...]] = {
     "in_proj_qkv": ("embed", "qkv"),
@@ -37,7 +39,12 @@ are cut, "qkv", which is the filters' alone then, should not be. None is never w
 
 
 def parameter_shapes(config: GatedDeltaNetConfig) -> dict[str, tuple[int, ...]]:
-    """The shape of every parameter that a layer of this configuration has."""
+    """The shape of every parameter that a layer of this configuration has.
+
+    Raises:
+        TypeError: config is no GatedDeltaNetConfig.
+    """
+    check_config(config)
     return {
         **{name: (config.hidden_size, features) for name, features in config.input_projections.items()},
         "conv1d": (config.conv_kernel_size, config.conv_channels),
@@ -69,7 +76,8 @@ def check_weights(weights: Mapping[str, Any], config: GatedDeltaNetConfig) -> No
     """Whether `weights` are all the parameters of a layer, and nothing else.
 
     Raises:
-        ValueError: a parameter is missing, is one too many, is no array, or has another shape; all such are named.
+        ValueError: a parameter is missing, is one too many, is no array, has another shape, or is not floating; all
+            such are named.
     """
     shapes = parameter_shapes(config)
     wrong = [f"{name} is missing" for name in shapes if name not in weights]
@@ -80,18 +88,22 @@ def check_weights(weights: Mapping[str, Any], config: GatedDeltaNetConfig) -> No
             wrong.append(f"{name} must be an array, got {type(weights[name]).__name__}")
         elif tuple(given) != shapes[name]:
             wrong.append(f"{name} must have shape {shapes[name]}, got {tuple(given)}")
+        elif (dtype := known_dtype(weights[name])) is not None and not jnp.issubdtype(dtype, jnp.floating):
+            wrong.append(f"{name} must be of a floating dtype, got {dtype}")
     if wrong:
         raise ValueError(f"weights do not fit the layer with projections={config.projections!r}: {'; '.join(wrong)}")
 
 
 def in_place_of(old: Any, new: Any) -> jax.Array:
-    """`new` in the dtype of `old`, and cut like it if it was put somewhere."""
+    """`new` in the dtype of `old`, and cut like it if it was put somewhere, or, a shape alone, names devices."""
+    sharding = getattr(old, "sharding", None)
+    nowhere = sharding is None or isinstance(getattr(sharding, "mesh", None), AbstractMesh)
     traced = any(isinstance(x, jax.core.Tracer) for x in (old, new))
-    if traced or not isinstance(old, jax.Array) or not old.committed:
+    if nowhere or traced or (isinstance(old, jax.Array) and not old.committed):
         return jnp.asarray(new, old.dtype)
     # Not by way of one device, which may have no room for all of it.
     new = new if isinstance(new, jax.Array) else np.asarray(new)
-    return jax.device_put(new.astype(old.dtype), old.sharding)
+    return jax.device_put(new.astype(old.dtype), sharding)
 
 
 def initial_conv1d(key: jax.Array, shape: tuple[int, ...], dtype: Any = jnp.float32) -> jax.Array:

@@ -41,9 +41,11 @@ def check_input(x: Any, config: GatedDeltaNetConfig, hint: str = "") -> None:
     """Whether x is an input of the layer. `hint` ends the message.
 
     Raises:
-        TypeError: it is no array, or not of real numbers.
+        TypeError: it is no array, a shape without values, or not of real numbers.
         ValueError: it has another shape than [B, T, D].
     """
+    if isinstance(x, jax.ShapeDtypeStruct):
+        raise TypeError("x must have values, got a jax.ShapeDtypeStruct; for shapes alone use jax.eval_shape")
     if not hasattr(x, "shape") or not hasattr(x, "dtype"):
         raise TypeError(f"x must be an array [B, T, {config.hidden_size}], got {type(x).__name__}")
     dtype = known_dtype(x)
