@@ -242,7 +242,7 @@ def argument_parser(description: str, sizes: Collection[str], output: str) -> ar
     parser.add_argument("--size", choices=sorted(sizes), default="small", help="default: small, for a CPU")
     parser.add_argument("--implementation", help="of chunk_gated_delta_rule: cuda, xla, ...; default: jax_qla chooses")
     parser.add_argument("--steps", type=_whole(1), help="optimizer steps; default: by size")
-    parser.add_argument("--seed", type=int, default=0, help="of the parameters, the batches and the sample")
+    parser.add_argument("--seed", type=_whole(0, 2**32 - 1), default=0, help="of parameters, batches and the sample")
     parser.add_argument("--packed", action="store_true", help="keep documents apart, by segment_ids")
     parser.add_argument("--output", type=Path, default=Path(output), help="folder; default: %(default)s")
     parser.add_argument("--resume", action="store_true", help="continue from the newest checkpoint in --output")
@@ -255,12 +255,13 @@ def argument_parser(description: str, sizes: Collection[str], output: str) -> ar
     return parser
 
 
-def _whole(least: int) -> Callable[[str], int]:
-    """The type of an argument that is a whole number, `least` or more."""
+def _whole(least: int, most: int | None = None) -> Callable[[str], int]:
+    """The type of an argument that is a whole number, `least` or more, and not above `most`."""
+    span = f"{least} or more" if most is None else f"from {least} to {most}"
 
     def number(text: str) -> int:
-        if not text.isdecimal() or int(text) < least:
-            raise argparse.ArgumentTypeError(f"must be a whole number, {least} or more, got {text!r}")
+        if not text.isdecimal() or int(text) < least or (most is not None and int(text) > most):
+            raise argparse.ArgumentTypeError(f"must be a whole number, {span}, got {text!r}")
         return int(text)
 
     return number

@@ -115,6 +115,8 @@ def test_mesh_option_is_checked(tmp_path: Path) -> None:
     [
         ("--steps", "0", "must be a whole number, 1 or more, got '0'"),
         ("--checkpoint-every", "0", "must be a whole number, 1 or more, got '0'"),
+        ("--seed", "-1", "must be a whole number, from 0 to 4294967295, got '-1'"),
+        ("--seed", "4294967296", "must be a whole number, from 0 to 4294967295, got '4294967296'"),
         ("--sample-length", "x", "must be a whole number, 0 or more, got 'x'"),
         ("--temperature", "0", "must be a number more than 0, got '0'"),
         ("--temperature", "x", "must be a number more than 0, got 'x'"),
