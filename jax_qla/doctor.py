@@ -1,7 +1,8 @@
 """`python -m jax_qla`: says what a report of a fault needs, tries the implementations, and exits with 1 on a problem.
 
-A problem is what the user should mend: damaged or missing files, a cache that cannot be trusted, a Hopper card that the
-kernels cannot be used on, a wrong result. That this machine has no such card is none.
+A problem is what the user should mend: damaged or missing files, a cache that cannot be trusted, a variable of the
+environment that is not what it may be, a Hopper card that the kernels cannot be used on, a wrong result. That this
+machine has no such card is none.
 """
 
 from __future__ import annotations
@@ -60,7 +61,8 @@ LIMITS = {"cuda": 3e-2, "xla": 1e-4}
 def examine() -> Section:
     """The whole report; its "problems" are sentences, and the installation is sound if there are none."""
     problems: list[str] = []
-    report: Section = {"versions": _versions(), "environment": _environment(), "extension": _extension(problems)}
+    report: Section = {"versions": _versions(), "environment": _environment(problems)}
+    report["extension"] = _extension(problems)
     report["driver"] = _driver()
     report["devices"] = _devices(problems)
     report["kernels"] = {"packaged": _packaged(problems), "cache": _cache(problems)}
@@ -80,7 +82,12 @@ def _versions() -> Section:
     return {**found, "platform": platform.platform(), "installed in": str(Path(jax_qla.__file__).parent)}
 
 
-def _environment() -> Section:
+def _environment(problems: list[str]) -> Section:
+    for override in (policy.rows_override, policy.groups_override, policy.in_one_override):
+        try:
+            override()
+        except ValueError as error:  # With which calls of the kernels end, the self-test's not always.
+            problems.append(str(error))
     return {name: os.environ[name] for name in _VARIABLES if name in os.environ}
 
 

@@ -171,6 +171,11 @@ def test_variables_that_change_what_runs_are_reported(
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     assert variables.items() <= json.loads(run(capsys, "--json")[1])["environment"].items()
+    monkeypatch.setenv("JAX_QLA_HEAD_GROUPS", "0")
+    monkeypatch.setenv("JAX_QLA_IN_ONE", "yes")
+    of_groups, of_one = problems(capsys)
+    assert of_groups == "JAX_QLA_HEAD_GROUPS must be a positive integer, got '0'"
+    assert of_one == "JAX_QLA_IN_ONE must be 0 or 1, got 'yes'"
 
 
 def test_no_extension(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -21,6 +21,7 @@ The files, each of which imports only those above it:
 
 | file | what it has |
 |---|---|
+| overrides.py | what the environment has it choose |
 | card.py | how many blocks run at once, and what fills the card |
 | batches.py | a batch by its shapes, and the lengths that its sequences are supposed to have |
 | costs.py | **the cost model**: measured constants, and microseconds of each kernel by its blocks |
@@ -31,8 +32,8 @@ The files, each of which imports only those above it:
 | pieces.py | rows of pieces |
 | groups.py | groups of heads |
 
-Who wants another choice has `piece_rows` of `chunk_gated_delta_rule`, and of the environment `JAX_QLA_PIECE_ROWS`
-(pieces.py), `JAX_QLA_HEAD_GROUPS` (groups.py) and `JAX_QLA_IN_ONE` (one_kernel.py). What was measured is in
+Who wants another choice has `piece_rows` of `chunk_gated_delta_rule`, and of the environment `JAX_QLA_PIECE_ROWS`,
+`JAX_QLA_HEAD_GROUPS` and `JAX_QLA_IN_ONE` (overrides.py). What was measured is in
 docs/performance_policy.md; tests/test_policy.py holds the choices to it.
 """
 
@@ -54,9 +55,17 @@ from jax_qla.policy.blocks import (
 )
 from jax_qla.policy.card import MORE_THAN_HALF, MULTIPROCESSORS
 from jax_qla.policy.forward_time import ASKED_AMONG, cut_beyond
-from jax_qla.policy.groups import GROUPS_OVERRIDE, HeadGroups, head_groups
-from jax_qla.policy.one_kernel import IN_ONE_OVERRIDE, Balance, InOne, balance, in_one, in_one_width
-from jax_qla.policy.pieces import OVERRIDE, Cut, backward_rows, kept_rows, piece_rows, shard_cut
+from jax_qla.policy.groups import HeadGroups, head_groups
+from jax_qla.policy.one_kernel import Balance, InOne, balance, in_one, in_one_width
+from jax_qla.policy.overrides import (
+    GROUPS_OVERRIDE,
+    IN_ONE_OVERRIDE,
+    OVERRIDE,
+    groups_override,
+    in_one_override,
+    rows_override,
+)
+from jax_qla.policy.pieces import Cut, backward_rows, kept_rows, piece_rows, shard_cut
 
 __all__ = [
     "ASKED_AMONG",
@@ -77,9 +86,11 @@ __all__ = [
     "composed",
     "cut_beyond",
     "gradients_in_place",
+    "groups_override",
     "halves",
     "head_groups",
     "in_one",
+    "in_one_override",
     "in_one_width",
     "kept_rows",
     "key_heads_together",
@@ -88,6 +99,7 @@ __all__ = [
     "piece_rows",
     "prepared_together",
     "room_for_both",
+    "rows_override",
     "shard_cut",
     "summarised_alone",
     "value_tile",

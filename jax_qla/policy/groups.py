@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
 from jax_qla.kernels.common import CHUNK
-from jax_qla.policy import card, costs, one_kernel
+from jax_qla.policy import card, costs, one_kernel, overrides
 from jax_qla.policy.backward_time import three_kernels
 from jax_qla.policy.batches import Alike
 from jax_qla.policy.blocks import divisors, value_tile
 from jax_qla.policy.one_kernel import InOne
-
-GROUPS_OVERRIDE = "JAX_QLA_HEAD_GROUPS"
-"""Environment variable, read when a backward pass is traced: groups of heads that it computes one after another; if so
-many do not divide its key heads, the next number below that does."""
 
 _LITTLE_FOR_MEMORY = 0.09
 """The part of the time of the backward pass that may be given, in any case, for less memory than operands and results
@@ -88,10 +83,8 @@ def head_groups(
     """
     sizes = (chunks, recurrences, key_heads, value_heads, key_dim, value_dim)
     heads = _Heads(*sizes, split=split, packed=packed, parts=parts, of_parts=of_parts, states=states)
-    if override := os.environ.get(GROUPS_OVERRIDE):
-        if not override.isdecimal() or int(override) == 0:
-            raise ValueError(f"{GROUPS_OVERRIDE} must be a positive integer, got {override!r}")
-        groups = max(n for n in divisors(key_heads) if n <= int(override))
+    if (most := overrides.groups_override()) is not None:
+        groups = max(n for n in divisors(key_heads) if n <= most)
         return HeadGroups(groups, heads.in_one(groups), 1)
     filling = heads.filling()
     groups = filling[-1]

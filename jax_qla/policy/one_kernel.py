@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-import os
 from typing import Literal, NamedTuple
 
-from jax_qla.policy import card
-
-IN_ONE_OVERRIDE = "JAX_QLA_IN_ONE"
-"""Environment variable, read when a backward pass is traced: whether kernels/backward.py computes it always (1), where
-it can, or never (0)."""
+from jax_qla.policy import card, overrides
 
 InOne = Literal["never", "if balanced", "always"]
 """Whether kernels/backward.py computes a backward pass; "if balanced": if the device finds that its sequences keep all
@@ -66,10 +61,8 @@ def in_one(
     """
     if split or key_dim != 128 or value_dim != 128:
         return "never"
-    if override := os.environ.get(IN_ONE_OVERRIDE):
-        if override not in ("0", "1"):
-            raise ValueError(f"{IN_ONE_OVERRIDE} must be 0 or 1, got {override!r}")
-        return "always" if override == "1" else "never"
+    if (asked := overrides.in_one_override()) is not None:
+        return "always" if asked else "never"
     blocks = recurrences * value_heads
     if not is_measured(ratio):
         return "never"

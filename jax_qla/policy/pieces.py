@@ -6,20 +6,15 @@ Each function considers pieces of several lengths, and whole sequences, and take
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from jax_qla.kernels.common import CHUNK
-from jax_qla.policy import costs, one_kernel
+from jax_qla.policy import costs, one_kernel, overrides
 from jax_qla.policy.backward_time import BackwardTime
 from jax_qla.policy.batches import Alike, Batch, most_are_taken
 from jax_qla.policy.forward_time import cut_beyond, forward_time, shard_time
 from jax_qla.segments import cut_count, piece_count
-
-OVERRIDE = "JAX_QLA_PIECE_ROWS"
-"""Environment variable, read when a call that does not say it itself is traced: rows of a piece (a multiple of 64), or
-0 for no pieces."""
 
 _LENGTHS = tuple(n << shift for shift in range(10) for n in (8, 12))
 """Chunks of a piece that are considered, ..."""
@@ -250,14 +245,7 @@ def shard_cut(
 
 def _wanted(asked_rows: int | None) -> int | None:
     """Rows of a piece as the caller says, else as the environment does, 0 for no pieces, None where neither says it."""
-    if asked_rows is not None:
-        return asked_rows
-    override = os.environ.get(OVERRIDE)
-    if not override:
-        return None
-    if not override.isdecimal() or int(override) % CHUNK:
-        raise ValueError(f"{OVERRIDE} must be a multiple of {CHUNK}, or 0 for no pieces, got {override!r}")
-    return int(override)
+    return overrides.rows_override() if asked_rows is None else asked_rows
 
 
 def _lengths(batch: Batch) -> list[int]:
