@@ -23,10 +23,16 @@ from jax_qla import decode, policy, reference, sharding, vjp
 from jax_qla.checks import Checked, arrays, check, check_gradient, taking_numpy
 from jax_qla.implementations import Choice, RecurrentCall, choose, load
 from jax_qla.mesh import Layout, MeshAxes, align, previous_ids, resolve, segments_of_rows
+from jax_qla.refusal import first_order
 from jax_qla.residuals import Between, ChunkStates, Residuals, keeping, splits
 from jax_qla.segments import gates_with_resets, piece_count, segments_from_cu_seqlens
 from jax_qla.varying import match_varying
 from jax_qla.widening import widen
+
+_HALVES = (
+    "chunk_gated_delta_rule_fwd and chunk_gated_delta_rule_bwd are not differentiable themselves: call "
+    "chunk_gated_delta_rule, or make the two a jax.custom_vjp, which has first derivatives by reverse mode only"
+)
 
 
 class PieceChoice(NamedTuple):
@@ -422,8 +428,8 @@ def chunk_gated_delta_rule_fwd(
         save_chunk_states=save_chunk_states,
     )
     layout, operands = _operands_of_half(q, k, v, g, beta, initial_state, cu_seqlens)
-    o, final_state, residuals, _ = sharding.forward(
-        *operands,
+    forward = functools.partial(
+        sharding.forward,
         layout=layout,
         choice=choice,
         scale=checked.scale,
@@ -432,6 +438,7 @@ def chunk_gated_delta_rule_fwd(
         precision=precision,
         keep=keeping(save_chunk_states, precision, q.dtype),
     )
+    o, final_state, residuals, _ = first_order(forward, _HALVES)(*operands)
     if final_state is not None and cu_seqlens is not None:
         final_state = final_state[0]
     if residuals is None:
@@ -518,12 +525,11 @@ def chunk_gated_delta_rule_bwd(
         )
     if d_final_state is not None and cu_seqlens is not None:
         d_final_state = d_final_state[None]
-    dq, dk, dv, dg, dbeta, d_initial_state = sharding.backward(
-        *(*operands, given, None, do, d_final_state),
-        layout=layout,
-        choice=choice,
-        scale=checked.scale,
-        precision=precision,
+    backward = functools.partial(
+        sharding.backward, layout=layout, choice=choice, scale=checked.scale, precision=precision
+    )
+    dq, dk, dv, dg, dbeta, d_initial_state = first_order(backward, _HALVES)(
+        *(*operands, given, None, do, d_final_state)
     )
     if d_initial_state is not None and cu_seqlens is not None:
         d_initial_state = d_initial_state[0]

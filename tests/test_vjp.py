@@ -330,8 +330,12 @@ def test_refused_for_the_halves() -> None:
     def forward(q: jax.Array) -> Any:
         return jax_qla.chunk_gated_delta_rule_fwd(q, *OPERANDS[1:5])[0]
 
-    with pytest.raises(NotImplementedError, match=SENTENCE):
-        jax.grad(lambda q: jnp.sum(forward(q)))(OPERANDS[0])
+    def backward(do: jax.Array) -> Any:
+        return jax_qla.chunk_gated_delta_rule_bwd(*OPERANDS[:5], None, do, implementation="xla")[0]
+
+    for half, x in ((forward, OPERANDS[0]), (backward, jnp.ones_like(OPERANDS[2]))):
+        with pytest.raises(NotImplementedError, match="are not differentiable themselves: call chunk_gated_delta_rule"):
+            jax.grad(lambda x, half=half: jnp.sum(half(x)))(x)
 
 
 def test_reference_has_every_derivative() -> None:
