@@ -131,18 +131,26 @@ def check(
 
 def taking_numpy(function: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Result]:
     """The function, called with JAX's arrays in place of NumPy's, whose 64 bits JAX takes for 32 unless told otherwise:
-    what is checked is what is computed with."""
+    what is checked is what is computed with. Integers that 32 bits do not hold are refused."""
 
-    def of_jax(x: Any) -> Any:
+    def of_jax(x: Any, name: str = "an array of integers") -> Any:
+        if not isinstance(x, np.ndarray):
+            return x
         try:
-            return jnp.asarray(x) if isinstance(x, np.ndarray) else x
+            taken = jnp.asarray(x)
         except TypeError:  # of objects or strings: refused by name, as arrays of other dtypes are
             return x
+        if x.size and x.dtype.kind in "iu":
+            limits = np.iinfo(taken.dtype)
+            for value in (x.min(), x.max()):
+                if not limits.min <= value <= limits.max:
+                    raise ValueError(f"{name} must have values that {taken.dtype} holds, got {value}")
+        return taken
 
     @functools.wraps(function)
     def call(*arguments: _Arguments.args, **options: _Arguments.kwargs) -> _Result:
         given: Any = map(of_jax, arguments)
-        named: Any = {name: of_jax(x) for name, x in options.items()}
+        named: Any = {name: of_jax(x, name) for name, x in options.items()}
         return function(*given, **named)
 
     return call

@@ -258,6 +258,13 @@ def test_shapes_alone_are_told_where_to_go() -> None:
             rule(*shapes)
 
 
+def test_integers_that_32_bits_do_not_hold() -> None:
+    """Of which JAX would leave the lower bits: here 0, and all tokens would be padding."""
+    ids = np.full((2, 10), 2**32)
+    with pytest.raises(ValueError, match="segment_ids must have values that int32 holds, got 4294967296"):
+        call(jax_qla.chunk_gated_delta_rule, good() | {"segment_ids": ids})
+
+
 def test_float64_is_for_the_reference() -> None:
     wide = {name: jax.ShapeDtypeStruct(x.shape, np.float64) for name, x in good().items()}
     with pytest.raises(NotImplementedError, match="'xla' takes bfloat16, float16, float32, and q is float64"):
