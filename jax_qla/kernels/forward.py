@@ -57,7 +57,8 @@ a second launch computes its heads, in halves of their value columns (policy.who
 
 Where few sequences of a packed batch are long, or few of its places for sequences taken, the longest are what is waited for. With `halve_long` each of
 these has two blocks a head, which compute 64 of their 128 columns (policy.halves): in either one warpgroup of state works, and the other arrives at `free`
-as if it did. What takes longest comes first, as without; which sequences are long is found by every block for itself (HALVES_PRELUDE), by votes, so that
+as if it did. So have, where sequences are alike, those of a last round that would else leave most of the card idle. What takes longest comes first, as
+without; which sequences are halved is found by every block for itself (HALVES_PRELUDE), by votes, so that
 ptxas knows that a warp's threads agree: else it has addresses and the number of the chunk in each of them, 27 instructions of 650 a step, 3 to 4 % of a
 full card's time.
 
@@ -81,7 +82,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_qla.kernels import states
-from jax_qla.kernels.common import CHUNK, FIRST, LAST, LOG2_E, LONG, PASS_CONFIGS, SHORT, cut_behind
+from jax_qla.kernels.common import CHUNK, FIRST, LAST, LOG2_E, LONG, PASS_CONFIGS, ROUND, SHORT, cut_behind
 from jax_qla.kernels.inverse import INVERSE_PRELUDE
 from jax_qla.kernels.macros import accumulator_layout, call, kept_first, macros, over, place_of, unfenced
 from jax_qla.kernels.preludes import LENGTH_PRELUDE, NORM_PRELUDE, P_PRELUDE
@@ -209,12 +210,15 @@ __device__ __forceinline__ void jax_qla_take_lengths(const void* squares, float*
 )
 
 
-HALVES_PRELUDE = r"""
-// What the block that is launched as the `index`-th computes where long ones of `count` sequences (first row and end of each), 32 at most, are computed
-// in halves: sequence, which of `heads` heads, and half of its value columns, or -1 for both. False: nothing. Long are those of `least` chunks or more
-// that have more than `share` 64ths of all chunks, and more than 5/4 of the mean of those that have any, unless halves of all these run at once (2 some
-// heads blocks; share says what 3 heads / 2 are of the multiprocessors, so share some is 48 at most). Those come first that take longest, a half by 11/16
-// of what both take. To be called by whole warps.
+HALVES_PRELUDE = (
+    f"constexpr int kAtOnce = {ROUND};  // blocks"
+    r"""
+// What the block that is launched as the `index`-th computes where some of `count` sequences (first row and end of each), 32 at most, are computed
+// in halves: sequence, which of `heads` heads, and half of its value columns, or -1 for both. False: nothing. Halved are long ones, of `least` chunks or
+// more, that have more than `share` 64ths of all chunks, and more than 5/4 of the mean of those that have any, unless halves of all these run at once (2 some
+// heads blocks; share says what 3 heads / 2 are of the multiprocessors, so share some is 48 at most). Where none is long and all are alike, so that blocks
+// come in rounds, those of a last round are, if their halves run at once: what is longer than 9/8 of the mean is not alike. Those come first that take
+// longest, a half by 11/16 of what both take. To be called by whole warps.
 __device__ __forceinline__ int jax_qla_in_halves(int* item, const int* segments, int count, int heads, int share, int least, int index) {
   const int lane = threadIdx.x & 31;
   const int own = lane < count ? (segments[2 * lane + 1] - segments[2 * lane] + 63) / 64 : 0;
@@ -225,7 +229,7 @@ __device__ __forceinline__ int jax_qla_in_halves(int* item, const int* segments,
   const bool is_long =
       own >= least && 64LL * own > static_cast<long long>(share) * all && (share * some <= 48 || 4LL * own * some > 5LL * all);
   // Votes: of what they find ptxas knows that it is the same for all of a warp.
-  const unsigned longs = __ballot_sync(0xffffffffu, is_long);
+  unsigned in_halves = __ballot_sync(0xffffffffu, is_long);
   const int key = is_long ? 11 * own : 16 * own;
   int before = 0;  // as many sequences come before this lane's
   for (int base = 0; base < count; base += 8) {
@@ -235,27 +239,32 @@ __device__ __forceinline__ int jax_qla_in_halves(int* item, const int* segments,
       before += other > key || (other == key && n < lane);
     }
   }
+  if (in_halves == 0 && !__any_sync(0xffffffffu, 8LL * own * some > 9LL * all)) {
+    const int last = (some * heads % kAtOnce + heads - 1) / heads;  // sequences that have blocks in the last round
+    if (some * heads > kAtOnce && 2 * last * heads <= kAtOnce) in_halves = __ballot_sync(0xffffffffu, own > 0 && before >= some - last);
+  }
   int of_sequence = index, n = 0, blocks = 0;
-  if (longs == 0) {
+  if (in_halves == 0) {
     const int place = index / heads;
     n = __ffs(__ballot_sync(0xffffffffu, lane < count && before == place)) - 1;
     of_sequence -= place * heads;
   } else {
     for (int place = 0; place < count; ++place) {
       n = __ffs(__ballot_sync(0xffffffffu, lane < count && before == place)) - 1;
-      blocks = heads << (longs >> n & 1);
+      blocks = heads << (in_halves >> n & 1);
       if (of_sequence < blocks) break;
       of_sequence -= blocks;
       n = -1;
     }
   }
-  const int halved = n < 0 ? 0 : longs >> n & 1;
+  const int halved = n < 0 ? 0 : in_halves >> n & 1;
   item[0] = max(n, 0);
   item[1] = of_sequence >> halved;
   item[2] = halved ? of_sequence & 1 : -1;
   return n >= 0;
 }
 """
+)
 
 IDLE = -2
 """In place of a final state's number, of a warpgroup without chunks of its own."""
@@ -389,7 +398,7 @@ def program(config: Config):
         firsts: T.int32,  # row of `entering` from which on it has first states of sequences that are cut (kernels/compose.py), or -1
         share: T.int32,  # with `halve_long` only, and so
         least: T.int32,
-        halved: T.int32,  # sequences that may be long, at most
+        halved: T.int32,  # sequences that may be, at most
     ):
         places = sequences + halved if halve_long else sequences
         with T.Kernel(
@@ -442,7 +451,7 @@ def program(config: Config):
                         place * heads + of_place,
                     ),
                 )
-                if found == 0:  # there are blocks for as many long sequences as there can be
+                if found == 0:  # there are blocks for as many sequences in halves as there can be
                     T.thread_return()
                 n = item[0]
                 head = first_head + item[1]

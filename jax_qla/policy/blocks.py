@@ -75,7 +75,8 @@ def whole_heads(sequences: int, heads: int, value_dim: int) -> int:
 
 
 class Halves(NamedTuple):
-    """Long ones of a packed batch's sequences, which kernels/forward.py computes in halves of their value columns."""
+    """Which of a packed batch's sequences kernels/forward.py computes in halves of their value columns: long ones, or,
+    where none is and all are alike, those of a last round of blocks."""
 
     share: int
     """64ths of all chunks, of which a long sequence has more (and more than 5/4 of the mean, unless all halves run at
@@ -83,7 +84,7 @@ class Halves(NamedTuple):
     least: int
     """Chunks that it has at the least: a block begins and ends in the time of four."""
     halved: int
-    """Sequences that may be long, at most."""
+    """Sequences that may be halved, at most."""
 
 
 NO_HALVES = Halves(0, 0, 0)
@@ -95,9 +96,11 @@ def halves(sequences: int, heads: int) -> Halves | None:
     columns, or None: none.
 
     Where few sequences are long, or most are empty, the longest is what is waited for, and its halves take two thirds
-    of the time. Long is what takes more than one and a half times what a multiprocessor has to do if all do as much;
-    which sequences are, the device finds out. That costs every block some 0.5 us, so it is left out where sequences are
-    few, so that most are taken, it is supposed, and fill the card more than once: then none is waited for.
+    of the time. Long is what takes more than one and a half times what a multiprocessor has to do if all do as much.
+    Where sequences are alike, and blocks come in rounds, it is a last round that is waited for, if it leaves half of
+    the card idle or more. Which sequences are halved, the device finds out. That costs every block some 0.5 us, so it
+    is left out where sequences are few, so that most are taken, it is supposed, and fill the card more than once: then
+    none is waited for.
 
     Args:
         sequences: places for sequences, or pieces.
