@@ -22,6 +22,7 @@ from test_sharding import (
     CUTS,
     FAST,
     HV,
+    MAX_SEGMENTS,
     PROGRAMS,
     ROWS,
     SEGMENT_IDS,
@@ -47,6 +48,7 @@ from thorough import rarely
 
 import jax_qla
 from jax_qla import MeshAxes, cuda
+from jax_qla.mesh import Layout, segments_of_rows
 
 
 def test_segment_ids_without_states() -> None:
@@ -490,6 +492,16 @@ def test_specs_that_cannot_be_kept_warn() -> None:
         keys = [jax.device_put(a, NamedSharding(mesh, P(None, None, None, "y"))) for a in x[:2]]
         with pytest.warns(UserWarning, match="cut over mesh axis 'y' along its axis 3, and is gathered there"):
             assert_close(jax_qla.chunk_gated_delta_rule(*keys, *x[2:])[0], wanted)
+
+
+def test_ids_are_not_exchanged_where_the_compiler_cuts_the_batch() -> None:
+    mesh = mesh_of("auto")
+    ids = jax.device_put(np.repeat(SEGMENT_IDS, 2, axis=0), NamedSharding(mesh, P("y")))
+    find = jax.jit(functools.partial(segments_of_rows, Layout(automatic=True), max_segments=MAX_SEGMENTS))
+    compiled = find.lower(ids).compile()
+    assert collectives(compiled.as_text()) == []
+    assert compiled(ids)[:2].tolist() == [[[0, 3], [3, 150], [152, 176], [176, 176]]] * 2
+    assert compiled(ids)[2:].tolist() == [[[44, 88], [88, 89], [110, 131], [176, 176]]] * 2
 
 
 def test_without_jit() -> None:
