@@ -213,7 +213,8 @@ def _check_names(mesh_axes: MeshAxes | None, mesh: Any) -> tuple[Axes, Axes, Axe
 def _fitted(
     layout: Layout, sizes: Any, present: Sequence[tuple[Any, str]], named: set[str], names: Mapping[str, str]
 ) -> Layout:
-    """`layout` without axes that do not divide what they cut: refused if asked for, else left out with a warning."""
+    """`layout` without axes that do not divide what they cut: refused if asked for, else left out with a warning, the
+    last first. (An operand's type says none that do not, but operands may be cut over different ones.)"""
     fields = {"b": "batch", "t": "sequence", "h": "heads", "H": "heads"}
     for x, d in present:
         for letter, length in zip(d, x.shape, strict=True):
@@ -221,18 +222,22 @@ def _fitted(
                 continue
             field, name = fields[letter], names[letter]
             axes = tuple(axis for axis in getattr(layout, field) if axis in layout.mapped)
-            parts = math.prod(sizes[axis] for axis in axes)
-            if length % parts == 0:
+            kept = axes
+            while length % math.prod(sizes[axis] for axis in kept):
+                kept = kept[:-1]
+            if kept == axes:
                 continue
             advice = {
                 "t": "pad the sequences to a multiple, with segment_ids 0",
                 "b": "use a multiple, or fewer devices for it",
             }.get(letter, "use fewer devices for the heads")
+            parts = math.prod(sizes[axis] for axis in axes)
             problem = f"{name} = {length} cannot be cut evenly over the {parts} devices of {described(axes)}"
-            if letter == "t" or named.intersection(axes):
+            lost = axes[len(kept) :]
+            if named.intersection(lost):
                 raise ValueError(f"{problem}: {advice}")
-            warnings.warn(f"{problem}, so it is gathered there: {advice}", stacklevel=2)
-            remaining: Any = {field: tuple(axis for axis in getattr(layout, field) if axis not in axes)}
+            warnings.warn(f"{problem}, so it is gathered over {described(lost)}: {advice}", stacklevel=2)
+            remaining: Any = {field: tuple(axis for axis in getattr(layout, field) if axis not in lost)}
             layout = dataclasses.replace(layout, **remaining)
     return layout
 

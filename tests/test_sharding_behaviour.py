@@ -494,6 +494,28 @@ def test_specs_that_cannot_be_kept_warn() -> None:
             assert_close(jax_qla.chunk_gated_delta_rule(*keys, *x[2:])[0], wanted)
 
 
+@pytest.mark.parametrize(
+    ("of_v", "others", "problem", "kept"),
+    [
+        (P("x"), P("y"), "B = 4 cannot be cut evenly over the 8 devices of mesh axes 'y', 'x'", "y"),
+        (P(None, "x"), P(None, "y"), "T = 4 cannot be cut evenly over the 8 devices of mesh axes 'y', 'x'", "y"),
+        (P(None, None, ("x", "y")), P(None, None, "x"), "Hk = 2 cannot be cut evenly over the 8 devices", "x"),
+    ],
+)
+def test_axes_that_only_some_operands_are_cut_over(of_v: P, others: P, problem: str, kept: str) -> None:
+    """Explicit: what does not divide with them is cut over the axes of the first."""
+    mesh = mesh_of("explicit")
+    q = np.ones((4, 4, 2, 1), np.float32)
+    v, g = np.arange(128, dtype=np.float32).reshape(4, 4, 8, 1), np.full((4, 4, 8), -0.1, np.float32)
+    wanted = jax_qla.chunk_gated_delta_rule(q, q, v, g, -g)[0]
+    with jax.set_mesh(mesh):
+        q, v, g = (jax.device_put(x, spec) for x, spec in ((q, others), (v, of_v), (g, others)))
+        with pytest.warns(UserWarning, match=f"{problem}.*, so it is gathered over mesh axis '{'xy'[kept == 'x']}'"):
+            o, _ = jax_qla.chunk_gated_delta_rule(q, q, v, g, -g)
+    assert kept in jax.typeof(o).sharding.spec
+    assert_close(o, wanted)
+
+
 def test_ids_are_not_exchanged_where_the_compiler_cuts_the_batch() -> None:
     mesh = mesh_of("auto")
     ids = jax.device_put(np.repeat(SEGMENT_IDS, 2, axis=0), NamedSharding(mesh, P("y")))
