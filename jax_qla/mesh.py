@@ -33,7 +33,7 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jax_qla.batching import of_members
-from jax_qla.refusal import first_order, refuse_sharded_export
+from jax_qla.refusal import first_order, refuse_sharded_export, reverse_mode_only
 from jax_qla.segments import segments_from_segment_ids
 from jax_qla.varying import match_varying
 
@@ -346,7 +346,7 @@ def _unsplit_with_gradient(
     dims: Sequence[str],
     out_dims: Sequence[str],
 ) -> Callable[..., Any]:
-    """spread(function, dims, out_dims), unsplit (see there), and so its gradient by the operands, which is kept."""
+    """spread(function, dims, out_dims), unsplit (see there), and so its gradients by the operands, of any order."""
     call: Any = jax.custom_vjp(_unsplit(spread(function, dims, out_dims)))
 
     def backward(operands: tuple[jax.Array, ...], cotangents: tuple[jax.Array, ...]) -> tuple[jax.Array | None, ...]:
@@ -362,15 +362,17 @@ def _unsplit_with_gradient(
             _, transpose = jax.vjp(of_real, *(z for r, z in zip(real, arrays, strict=True) if r))
             return tuple(transpose(tuple(x[len(operands) :])))
 
-        found = iter(
-            _unsplit(spread(gradients, (*dims, *out_dims), tuple(d for r, d in zip(real, dims, strict=True) if r)))(
-                *operands, *cotangents
-            )
-        )
+        of_gradients = tuple(d for r, d in zip(real, dims, strict=True) if r)
+        differentiable = _unsplit_with_gradient(spread, gradients, (*dims, *out_dims), of_gradients)
+        found = iter(differentiable(*operands, *cotangents))
         return tuple(next(found) if r else None for r in real)
 
     call.defvjp(lambda *operands: (call(*operands), operands), backward)
-    return call
+    reason = (
+        "inside a jax.shard_map over a part of the mesh's axes, this has derivatives by reverse mode only (jax.grad, "
+        "jax.vjp), over the others: for forward mode, use a jax.shard_map over all axes"
+    )
+    return lambda *operands: call(*(reverse_mode_only(x, reason) for x in operands))
 
 
 def _checks_varying(manual_axis: str) -> bool:

@@ -516,6 +516,25 @@ def test_axes_that_only_some_operands_are_cut_over(of_v: P, others: P, problem: 
     assert_close(o, wanted)
 
 
+def test_derivatives_over_axes_beside_manual_ones() -> None:
+    """Reverse mode of any order; forward mode is refused."""
+    x, axes = arguments(2), MeshAxes(heads="x")
+
+    def conv(x: jax.Array, mesh_axes: MeshAxes | None = None) -> jax.Array:
+        return jax_qla.causal_conv1d(x, jnp.ones((2, HV)), activation="silu", mesh_axes=mesh_axes)[0]
+
+    def penalty(function: Any) -> Any:
+        return lambda x: jnp.sum(jax.grad(lambda x: jnp.sum(function(x)))(x) ** 2)
+
+    wanted = jax.grad(penalty(conv))(x[3])
+    with jax.set_mesh(mesh_of("named")):
+        local = jax.shard_map(lambda x: conv(x, axes), in_specs=P(), out_specs=P(), axis_names={"y"})
+        actual = jax.jit(jax.grad(penalty(local)), compiler_options=FAST)(x[3])
+        with pytest.raises(NotImplementedError, match=r"reverse mode only .* over the others"):
+            jax.jit(lambda x: jax.jvp(local, (x,), (x,))).lower(x[3])
+    assert_close(actual, wanted)
+
+
 def test_ids_are_not_exchanged_where_the_compiler_cuts_the_batch() -> None:
     mesh = mesh_of("auto")
     ids = jax.device_put(np.repeat(SEGMENT_IDS, 2, axis=0), NamedSharding(mesh, P("y")))
