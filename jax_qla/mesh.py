@@ -106,6 +106,27 @@ def axes_of(entry: Any) -> Axes:
     return (entry,) if isinstance(entry, str) else tuple(entry)
 
 
+def entries_of(x: jax.Array) -> tuple[Any, ...]:
+    """How x's type says that each of its axes is cut: the entries of a PartitionSpec, of the mesh's Explicit axes.
+
+    Raises:
+        NotImplementedError: it says that x is to be summed over devices (unreduced), or its gradient is (reduced).
+    """
+    spec, summed = jax.typeof(x).sharding.spec, jax.typeof(x).mat.unreduced
+    reshard = "jax.sharding.reshard(x, jax.P(...))"
+    for what, axes, first in (
+        ("unreduced", summed, "jax.lax.psum(x, ...)"),
+        ("unreduced", spec.unreduced, reshard),
+        ("reduced", spec.reduced, reshard),
+    ):
+        if axes:
+            raise NotImplementedError(
+                f"an array of shape {tuple(x.shape)} is {what} over {described(sorted(axes))}, which only JAX's own "
+                f"operations take: {first} first"
+            )
+    return tuple(spec)
+
+
 def described(axes: Iterable[str]) -> str:
     names = [repr(axis) for axis in axes]
     return ("mesh axis " if len(names) == 1 else "mesh axes ") + ", ".join(names)
@@ -165,7 +186,7 @@ def resolve(
     used = {*batch, *heads, *sequence}
     found: dict[str, list[str]] = {"b": list(batch), "t": list(sequence), "h": list(heads)}
     for x, d in present:
-        for letter, entry in zip(d, jax.typeof(x).sharding.spec, strict=False):
+        for letter, entry in zip(d, entries_of(x), strict=False):
             for axis in axes_of(entry):
                 if axis not in explicit or axis in used:
                     continue
@@ -246,7 +267,7 @@ def _warn_of_gathering(layout: Layout, present: Sequence[tuple[Any, str]], expli
     """Warns of explicit axes that an operand is cut over and will not be."""
     for x, d in present:
         wanted = layout.spec(d)
-        for position, entry in enumerate(jax.typeof(x).sharding.spec):
+        for position, entry in enumerate(entries_of(x)):
             lost = [axis for axis in axes_of(entry) if axis in explicit and axis not in axes_of(wanted[position])]
             if not lost:
                 continue

@@ -49,6 +49,7 @@ from thorough import rarely
 import jax_qla
 from jax_qla import MeshAxes, cuda
 from jax_qla.mesh import Layout, segments_of_rows
+from jax_qla.nn import projections
 
 
 def test_segment_ids_without_states() -> None:
@@ -514,6 +515,30 @@ def test_axes_that_only_some_operands_are_cut_over(of_v: P, others: P, problem: 
             o, _ = jax_qla.chunk_gated_delta_rule(q, q, v, g, -g)
     assert kept in jax.typeof(o).sharding.spec
     assert_close(o, wanted)
+
+
+@pytest.mark.parametrize("what", ["unreduced", "reduced"])
+def test_sums_that_are_not_made_yet_are_refused(what: str) -> None:
+    """Explicit: in a call, and in a layer's projections."""
+    x = arguments()
+
+    def other(v: jax.Array) -> jax.Array:
+        if what == "reduced":
+            return jax.sharding.reshard(v, P(reduced={"y"}))
+        parts = jax.sharding.reshard(jnp.stack([v] * 4), P("y"))
+        return jnp.einsum(
+            "n...,n->...", parts, jax.sharding.reshard(jnp.ones(4), P("y")), out_sharding=P(unreduced={"y"})
+        )
+
+    calls = (
+        lambda v: jax_qla.chunk_gated_delta_rule(*x[:2], other(v), *x[3:])[0],
+        lambda v: jax_qla.causal_conv1d(v[..., 0], other(jnp.ones((4, HV)))),
+        lambda v: projections.dot_general(v[..., 0], other(jnp.ones((HV, 3))), (((2,), (0,)), ((), ()))),
+    )
+    with jax.set_mesh(mesh_of("explicit")):
+        for call in calls:
+            with pytest.raises(NotImplementedError, match=rf"is {what} over mesh axis 'y', .* jax.sharding.reshard\(x"):
+                jax.eval_shape(call, x[2])
 
 
 def test_derivatives_over_axes_beside_manual_ones() -> None:

@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 from jax_qla.checks import known_dtype
 from jax_qla.convolution import cut
-from jax_qla.mesh import axes_of, described, resolve
+from jax_qla.mesh import axes_of, described, entries_of, resolve
 from jax_qla.nn.config import GatedDeltaNetConfig
 
 _MANY_TOKENS = 256
@@ -61,7 +61,7 @@ def sharding_like(x: jax.Array, *others: jax.Array) -> NamedSharding | None:
     The result of the output projection is to be cut so, like the layer's input x, which it is added to.
     """
     mesh = _explicit_mesh(x, *others)
-    return None if mesh is None else NamedSharding(mesh, P(*jax.typeof(x).sharding.spec))
+    return None if mesh is None else NamedSharding(mesh, P(*entries_of(x)))
 
 
 def dot_general_of(name: str) -> Callable[..., jax.Array]:
@@ -99,8 +99,8 @@ def dot_general(
     """
     mesh = _explicit_mesh(x, kernel)
     if mesh is not None:
-        *rows, inner = jax.typeof(x).sharding.spec
-        contracted, features = jax.typeof(kernel).sharding.spec
+        *rows, inner = entries_of(x)
+        contracted, features = entries_of(kernel)
         if out_sharding is None:
             out_sharding = NamedSharding(mesh, P(*rows, _untaken(features, rows)))
         outer = out_sharding.spec[-1]
@@ -133,8 +133,8 @@ def beside(weight: jax.Array, x: jax.Array) -> jax.Array:
     mesh = _explicit_mesh(weight, x)
     if mesh is None:
         return weight
-    (entry,) = jax.typeof(weight).sharding.spec
-    left = _untaken(entry, jax.typeof(x).sharding.spec[:-1])
+    (entry,) = entries_of(weight)
+    left = _untaken(entry, entries_of(x)[:-1])
     return weight if axes_of(left) == axes_of(entry) else jax.sharding.reshard(weight, NamedSharding(mesh, P(left)))
 
 
@@ -156,7 +156,7 @@ def cut_like(x: jax.Array, parts: Sequence[jax.Array]) -> Sequence[jax.Array]:
     sizes = [part.shape[-1] for part in parts]
     mesh = _explicit_mesh(x)
     if mesh is not None:
-        x = jax.sharding.reshard(x, NamedSharding(mesh, P(*jax.typeof(x).sharding.spec[:-1], None)))
+        x = jax.sharding.reshard(x, NamedSharding(mesh, P(*entries_of(x)[:-1], None)))
         return cut(x, sizes)
     # Indexed, not sliced, for of a slice that is cut the compiler cuts x likewise.
     return [
@@ -186,7 +186,7 @@ def by_heads(x: jax.Array, name: str, heads: int, size: int) -> jax.Array:
         ValueError: Explicit axes cut the columns finer than the heads, whose number `name` is.
     """
     mesh = _explicit_mesh(x)
-    axes = () if mesh is None else axes_of(jax.typeof(x).sharding.spec[-1])
+    axes = () if mesh is None else axes_of(entries_of(x)[-1])
     parts = math.prod(mesh.shape[axis] for axis in axes)
     if heads > 1 and heads % parts:
         raise ValueError(
