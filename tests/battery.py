@@ -267,8 +267,9 @@ def run(case: Case, function: Function) -> dict[str, np.ndarray]:
 
 
 @functools.cache
-def reference(case: Case) -> dict[str, np.ndarray]:
-    """Results and gradients of the float64 recurrence on the case, computed once a session, on the CPU."""
+def reference(case: Case, platform: str | None = None) -> dict[str, np.ndarray]:
+    """Results and gradients of the float64 recurrence on the case, computed once a session, by XLA on `platform` or
+    where JAX computes."""
     x = inputs(case)
     # Trailing rows that change nothing let short dense cases share one compilation.
     padding = max(0, 144 - case.tokens)
@@ -277,7 +278,7 @@ def reference(case: Case) -> dict[str, np.ndarray]:
         array = array.astype(np.float64)
         return np.pad(array, ((0, 0), (0, padding), *((0, 0),) * (array.ndim - 2)))
 
-    with jax.enable_x64(True), jax.default_device(jax.devices("cpu")[0]):
+    with jax.enable_x64(True), jax.default_device(jax.devices(platform)[0]):
         run = _with_gradients(_float64_recurrence, _scale(case), case.initial_state, case.l2norm, ())
         state = None if x.initial_state is None else x.initial_state.astype(np.float64)
         cotangents = (wide(x.do), x.d_final_state.astype(np.float64))
@@ -286,37 +287,82 @@ def reference(case: Case) -> dict[str, np.ndarray]:
     return {name: x if name.endswith("state") else x[:, : case.tokens] for name, x in result.items()}
 
 
+class _Token(NamedTuple):
+    """What `_lengths` goes by of a token; of several, with a dimension more in front."""
+
+    q: jax.Array
+    """[Hv, K], times the scale; k likewise."""
+    k: jax.Array
+    v: jax.Array
+    """[Hv, V]; do likewise."""
+    do: jax.Array
+    g: jax.Array
+    """[Hv]; beta likewise."""
+    beta: jax.Array
+    first: jax.Array
+    """The sequence that begins here, or -1."""
+    last: jax.Array
+    """The sequence that ends here, or -1."""
+
+
+@jax.jit
+def _lengths(tokens: _Token, initial_states: jax.Array, final_gradients: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Of dg and of dbeta, [T, Hv]: what `terms` says, in float32. States and their gradients are [N, Hv, K, V]."""
+
+    def forward(state: jax.Array, x: _Token) -> tuple[jax.Array, jax.Array]:
+        state = jnp.where(x.first >= 0, initial_states[x.first], state)
+        decayed = jnp.exp(x.g)[:, None, None] * state
+        delta = x.v - jnp.einsum("hk,hkv->hv", x.k, decayed)
+        return decayed + jnp.einsum("hk,hv->hkv", x.k, x.beta[:, None] * delta), decayed
+
+    def backward(gradient: jax.Array, xs: tuple[_Token, jax.Array]) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+        x, decayed = xs
+        gradient = jnp.where(x.last >= 0, final_gradients[x.last], gradient)
+        gradient = gradient + jnp.einsum("hk,hv->hkv", x.q, x.do)
+        read = jnp.einsum("hk,hkv->hv", x.k, gradient)
+        of_beta = jnp.linalg.norm(read * (x.v - jnp.einsum("hk,hkv->hv", x.k, decayed)), axis=-1)
+        gradient = gradient - jnp.einsum("hk,hv->hkv", x.k, x.beta[:, None] * read)
+        of_gate = jnp.sqrt(jnp.sum((gradient * decayed) ** 2, axis=(1, 2)))
+        return jnp.exp(x.g)[:, None, None] * gradient, (of_gate, of_beta)
+
+    with jax.default_matmul_precision("highest"):
+        nothing = jnp.zeros_like(initial_states[0])
+        decayed = jax.lax.scan(forward, nothing, tokens)[1]
+        return jax.lax.scan(backward, nothing, (tokens, decayed), reverse=True)[1]
+
+
 @functools.cache
 def terms(case: Case) -> dict[str, np.ndarray]:
     """For dg and dbeta, the Euclidean length of the terms that each of their elements is the sum of, [B, T, Hv]."""
     x = inputs(case)
-    q, k, v, g, beta, do = (y.astype(np.float32) for y in (*x[:5], x.do))
+    rows = case.batch * case.tokens
+    padded = max(rows, 144)  # as in `reference`
+    inside = np.zeros(padded, bool)
+    first, last = np.full((2, padded), -1, np.int32)
+    dense = tuple((b * case.tokens, (b + 1) * case.tokens) for b in range(case.batch))
+    for n, (start, end) in enumerate(dense if case.segments is None else case.segments):
+        if start < end:
+            first[start] = last[end - 1] = n
+            inside[start:end] = True
+
+    def in_one(array: np.ndarray) -> np.ndarray:
+        """[rows, ..], sequences one behind the other, zero outside."""
+        array = array.astype(np.float32).reshape(rows, *array.shape[2:])
+        array = np.pad(array, ((0, padded - rows), *((0, 0),) * (array.ndim - 1)))
+        return np.where(inside.reshape(-1, *(1,) * (array.ndim - 1)), array, np.float32(0))
+
+    q, k, v, g, beta, do = (in_one(array) for array in (*x[:5], x.do))
     if case.l2norm:
         q, k = _normalized(q), _normalized(k)
-    scale, ratio = _scale(case), case.value_heads // case.key_heads
-    lengths = {name: np.zeros(g.shape) for name in ("dg", "dbeta")}
-    bounds = ((0, case.tokens),) * case.batch if case.segments is None else case.segments
-    for n, (start, end) in enumerate(bounds):
-        b = n if case.segments is None else 0
-        for h in range(case.value_heads):
-            rows = [(q[b, t, h // ratio], k[b, t, h // ratio], v[b, t, h], t) for t in range(start, end)]
-            state = np.zeros((case.key_dim, case.value_dim), np.float32)
-            if x.initial_state is not None:
-                state = x.initial_state[n, h]
-            decayed = []
-            for _, key, value, t in rows:
-                state = np.exp(g[b, t, h]) * state
-                decayed.append(state)
-                state = state + beta[b, t, h] * np.outer(key, value - key @ state)
-            gradient = x.d_final_state[n, h]
-            for (query, key, value, t), state in zip(reversed(rows), reversed(decayed), strict=True):
-                gradient = gradient + scale * np.outer(query, do[b, t, h])
-                read = key @ gradient
-                lengths["dbeta"][b, t, h] = np.linalg.norm(read * (value - key @ state))
-                gradient = gradient - beta[b, t, h] * np.outer(key, read)
-                lengths["dg"][b, t, h] = np.linalg.norm(gradient * state)
-                gradient = np.exp(g[b, t, h]) * gradient
-    return lengths
+    q, k = (np.repeat(array, case.value_heads // case.key_heads, axis=1) for array in (_scale(case) * q, k))
+    state = np.zeros_like(x.d_final_state) if x.initial_state is None else x.initial_state
+    if not inside.any():
+        return dict.fromkeys(("dg", "dbeta"), np.zeros(x.g.shape, np.float32))
+    state = np.zeros_like(x.d_final_state) if x.initial_state is None else x.initial_state
+    tokens = _Token(*map(jnp.asarray, (q, k, v, do, g, beta, first, last)))
+    lengths = _lengths(tokens, jnp.asarray(state), jnp.asarray(x.d_final_state))
+    of_gate, of_beta = (np.asarray(length)[:rows].reshape(x.g.shape) for length in lengths)
+    return {"dg": of_gate, "dbeta": of_beta}
 
 
 def _error(name: str, measured: np.ndarray, expected: np.ndarray, least: np.ndarray | float) -> Error:

@@ -179,6 +179,18 @@ def _parameter(case: battery.Case) -> Any:
     return pytest.param(case, marks=marks, id=str(case))
 
 
+def test_the_card_computes_what_is_right_as_the_cpu_does() -> None:
+    """What all else here is held against: XLA's float64 recurrence, and the lengths of terms."""
+    case = next(case for case in CASES if case.name == "normalised, packed, gaps of NaN")
+    found, expected = battery.reference(case), battery.reference(case, "cpu")
+    for name in expected:
+        assert np.linalg.norm(found[name] - expected[name]) <= 1e-13 * np.linalg.norm(expected[name]), name
+    with jax.default_device(jax.devices("cpu")[0]):
+        expected = battery.terms.__wrapped__(case)
+    for name, found_here in battery.terms(case).items():
+        assert np.linalg.norm(found_here - expected[name]) <= 1e-5 * np.linalg.norm(expected[name]), name
+
+
 @pytest.mark.parametrize("case", [_parameter(case) for case in (*CASES, *OTHERS)])
 def test_battery(case: battery.Case, measured: dict[str, dict[str, battery.Error]]) -> None:
     limits = IDENTICAL if case.keys.startswith("identical") else LIMITS
