@@ -19,7 +19,7 @@ import numpy as np
 import jax_qla
 from jax_qla.causal_conv1d import in_parts
 from jax_qla.convolution import cut
-from jax_qla.cuda_conv1d import GRANULE
+from jax_qla.cuda.conv1d import GRANULE
 from jax_qla.nn.normalization import gated_rms_norm
 
 CALLS = 4, 32

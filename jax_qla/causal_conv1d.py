@@ -132,7 +132,7 @@ def in_parts(
     # Where channels are cut, a part lies on some devices only.
     together = (sum(parts),) if layout.heads or layout.automatic else parts
     choice = choose_kernels(
-        functools.partial(load("cuda_conv1d").why_not, x, weight, together), implementation, "the convolution"
+        functools.partial(load("cuda.conv1d").why_not, x, weight, together), implementation, "the convolution"
     )
     by_kernels = choice.on_cuda == "cuda"
     either = by_kernels and layout.automatic and len(parts) > 1

@@ -53,7 +53,7 @@ def forward(choice: Choice, rows: Rows, *, parts: Sequence[int], silu: bool) -> 
     """y [B, T, D] in x's dtype, as one array for each of `parts`, which add up to D. Not to be differentiated."""
 
     def by_kernel(rows: Rows) -> Any:
-        return load("cuda_conv1d").forward(rows, parts=parts, silu=silu)
+        return load("cuda.conv1d").forward(rows, parts=parts, silu=silu)
 
     def in_plain_jax(rows: Rows) -> Any:
         return cut(plain(rows, silu, False), parts)
@@ -81,7 +81,7 @@ def backward(choice: Choice, rows: Rows, dys: Sequence[jax.Array], *, silu: bool
         return found
 
     def by_kernel(rows: Rows, *dys: jax.Array) -> Gradients:
-        return Gradients(*load("cuda_conv1d").backward(rows, dys, silu=silu))
+        return Gradients(*load("cuda.conv1d").backward(rows, dys, silu=silu))
 
     found: Gradients = _on_platform(choice, rows, [dy.shape[2] for dy in dys], by_kernel, in_plain_jax, *dys)
     return found
@@ -99,7 +99,7 @@ def _on_platform(
 
     operands: tuple[Any, ...] = match_varying((rows, *more), (rows, *more))
     # A device may have fewer channels than the whole call has, or nothing at all.
-    granule = load("cuda_conv1d").GRANULE if choice.on_cuda == "cuda" else 0
+    granule = load("cuda.conv1d").GRANULE if choice.on_cuda == "cuda" else 0
     if not granule or rows.x.size == 0 or any(part % granule for part in parts):
         return match_varying(in_plain_jax(*operands), operands)
     return by_platform(choice, {"cuda": by_kernel, "xla": in_plain_jax}.__getitem__, *operands)

@@ -31,7 +31,8 @@ from test_cuda import (
     that_recomputes,
 )
 
-from jax_qla import cuda_conv1d, cuda_norm, policy
+from jax_qla import policy
+from jax_qla.cuda import conv1d, norm
 
 PACKED = battery.Case("sanitized", "bfloat16", tokens=333, key_heads=2, value_heads=4, segments=((0, 300), (300, 333)))
 WIDE = replace(PACKED, key_dim=128, value_dim=128, l2norm=True)
@@ -74,8 +75,8 @@ CALLS: dict[str, tuple[int, Callable[[], object]]] = {
     ),
     "cu_seqlens that lie": (0, LIES),
     "cu_seqlens that lie, pieces of 128": (128, LIES),
-    "short convolution": (0, partial(convolution_cases.check, CONVOLVED, cuda_conv1d.forward, cuda_conv1d.backward)),
-    "gated norm": (0, partial(norm_cases.check, *norm_cases.SMALL[1], cuda_norm.forward, cuda_norm.backward)),
+    "short convolution": (0, partial(convolution_cases.check, CONVOLVED, conv1d.forward, conv1d.backward)),
+    "gated norm": (0, partial(norm_cases.check, *norm_cases.SMALL[1], norm.forward, norm.backward)),
 }
 """Rows of a piece, 0 for whole sequences, and what is computed."""
 

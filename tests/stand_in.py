@@ -11,7 +11,7 @@ from unittest import mock
 import jax
 import jax.numpy as jnp
 
-from jax_qla import decode, dispatch, reference, sharding, xla
+from jax_qla import cuda, decode, dispatch, reference, sharding, xla
 from jax_qla.l2norm import normalize
 from jax_qla.varying import match_varying
 
@@ -91,6 +91,7 @@ def forget_traces() -> None:
 def kernels(objection: str | None = None) -> Iterator[None]:
     """`jax_qla.cuda` replaced by a module that takes everything, or nothing because of `objection`."""
     module = types.ModuleType("jax_qla.cuda")
+    module.__path__ = list(cuda.__path__)  # the kernels of a layer are what they are
     functions: dict[str, Any] = {
         "L2NORM_DTYPES": (),
         "forward": _forward,

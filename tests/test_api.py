@@ -601,7 +601,7 @@ def test_which_pieces_are_those_of_a_call(
         sequences.append(inputs["segments"].shape[0])
         return stand_in.launch_zeros(steps, inputs, *others)
 
-    monkeypatch.setattr(cuda, "launch", recording)
+    monkeypatch.setattr("jax_qla.launch.launch", recording)
     monkeypatch.setattr(cuda, "_why_not", lambda *_, **__: None)
     rows = [(8, 128), (8, 128), (heads, 128), (heads,), (heads,)]
     dtypes = [jnp.bfloat16] * 3 + [jnp.float32] * 2

@@ -29,7 +29,7 @@ from test_cuda import (
 )
 
 import jax_qla
-from jax_qla import cuda as cuda_kernels
+from jax_qla import launch as launching
 from jax_qla import policy
 from jax_qla.kernels.balance import balanced as found_balanced
 
@@ -76,15 +76,14 @@ def _in_one(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def _kernels(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Names of the kernels of all calls that are traced from here on."""
-    kernels: Any = cuda_kernels
-    launch = kernels.launch
+    launch = launching.launch
     names: list[str] = []
 
     def recording(steps: Any, *operands: Any) -> Any:
         names.extend(step.kernel for step in steps)
         return launch(steps, *operands)
 
-    monkeypatch.setattr(kernels, "launch", recording)
+    monkeypatch.setattr("jax_qla.launch.launch", recording)
     return names
 
 

@@ -21,8 +21,9 @@ from test_sharding import CUTS, FAST, MODES, assert_nothing_gathered, mesh_of, s
 from thorough import every_value, rarely
 
 import jax_qla
-from jax_qla import MeshAxes, causal_conv1d, cuda_conv1d, policy, store
+from jax_qla import MeshAxes, causal_conv1d, policy, store
 from jax_qla import convolution as convolution_of_a_device
+from jax_qla.cuda import conv1d
 from jax_qla.kernels import convolution, convolution_gradients
 from jax_qla.nn.convolution import causal_convolution
 
@@ -61,11 +62,11 @@ def test_specification(case: cases.Case) -> None:
         return {name: x.astype(like.dtype) for (name, like), x in zip(outputs.items(), found, strict=True)}
 
     with pytest.MonkeyPatch.context() as patch, jax.enable_x64(True):
-        patch.setattr(cuda_conv1d, "launch", launch)
+        patch.setattr("jax_qla.launch.launch", launch)
         patch.setattr(policy, "MULTIPROCESSORS", 2)  # several blocks of rows
         # Compiled as wholes: one operation after the other, it takes three times as long.
-        forward = jax.jit(functools.partial(cuda_conv1d.forward), static_argnames=("parts", "silu"))
-        backward = jax.jit(functools.partial(cuda_conv1d.backward), static_argnames="silu")
+        forward = jax.jit(functools.partial(conv1d.forward), static_argnames=("parts", "silu"))
+        backward = jax.jit(functools.partial(conv1d.backward), static_argnames="silu")
         cases.check(case, forward, backward)
 
 
@@ -73,7 +74,7 @@ def test_specification(case: cases.Case) -> None:
     ("length", "columns"), [(1, 1), (3, 700), (300, 7), (8192, 32), (8192, 64), (2048, 12), (10**6, 12)]
 )
 def test_stretches(length: int, columns: int) -> None:
-    found = cuda_conv1d._stretches(length, columns)
+    found = conv1d._stretches(length, columns)
     rows, blocks = found["rows"], found["blocks_of_rows"]
     assert rows % convolution.TAPS == 0
     assert 0 < rows <= 256

@@ -14,13 +14,13 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jax_qla
-from jax_qla import cuda_conv1d
+from jax_qla.cuda import conv1d
 from jax_qla.nn.convolution import causal_convolution
 
 pytestmark = pytest.mark.gpu
 
-forward = functools.partial(jax.jit, static_argnames=("parts", "silu"))(cuda_conv1d.forward)
-backward = functools.partial(jax.jit, static_argnames="silu")(cuda_conv1d.backward)
+forward = functools.partial(jax.jit, static_argnames=("parts", "silu"))(conv1d.forward)
+backward = functools.partial(jax.jit, static_argnames="silu")(conv1d.backward)
 
 
 @pytest.mark.parametrize("case", cases.LARGE, ids=str)

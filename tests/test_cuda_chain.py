@@ -143,7 +143,7 @@ def _in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _launch_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cuda, "launch", launch_specifications)
+    monkeypatch.setattr("jax_qla.launch.launch", launch_specifications)
     monkeypatch.setattr(jax.lax, "scan", _varying_scan)
     monkeypatch.setattr(jax.lax.linalg, "triangular_solve", _inverse)
 
@@ -308,7 +308,7 @@ def test_groups_of_heads(rows: str, packed: bool, keep: str, monkeypatch: pytest
         return module.backward(*operands, segments, residuals, *cotangents, scale=0.25, piece_rows=piece_rows)
 
     residuals = residuals_of(operands, segments)
-    monkeypatch.setattr(cuda, "launch", recording)
+    monkeypatch.setattr("jax_qla.launch.launch", recording)
     found = [gradients(groups, operands, segments, residuals) for groups in (1, 2)]
     assert kernels == end * 3
     # `states` waits by itself before it writes where the group before still reads, `state_gradients` does not.
@@ -564,7 +564,7 @@ def test_who_normalises(dtype: str, l2norm: bool, monkeypatch: pytest.MonkeyPatc
         jax.debug.callback(lambda *x: rows.append(x), inputs["q"], inputs["k"])
         return launch_specifications(steps, inputs, *others)
 
-    monkeypatch.setattr(cuda, "launch", recording)
+    monkeypatch.setattr("jax_qla.launch.launch", recording)
     (q, k, *others), segments, cotangents = _to_be_normalised(True, dtype)
     found = _with_l2norm(OF_KERNELS, (q, k, *others), segments, cotangents, l2norm=l2norm)
     jax.effects_barrier()
@@ -618,7 +618,7 @@ def _recorded(monkeypatch: pytest.MonkeyPatch, waiting: list[str] | None = None)
             waiting.extend(step.kernel for step, may in list(zip(steps, early, strict=True))[1:] if not may)
         return launch_specifications(steps, inputs, outputs, *more)
 
-    monkeypatch.setattr(cuda, "launch", recording)
+    monkeypatch.setattr("jax_qla.launch.launch", recording)
     return calls
 
 
@@ -630,7 +630,7 @@ def _steps(monkeypatch: pytest.MonkeyPatch) -> list[Step]:
         given.extend(steps)
         return launch_specifications(steps, *operands)
 
-    monkeypatch.setattr(cuda, "launch", recording)
+    monkeypatch.setattr("jax_qla.launch.launch", recording)
     return given
 
 
@@ -875,7 +875,7 @@ def test_temporary_memory(
         written.append({name: _bytes(x) for name, x in results.items()})
         return {name: jnp.zeros(x.shape, x.dtype) for name, x in results.items()}
 
-    monkeypatch.setattr(cuda, "launch", counting)
+    monkeypatch.setattr("jax_qla.launch.launch", counting)
     rows = (1, tokens) if packed else batch
     k, v = (jax.ShapeDtypeStruct((*rows, n, 128), jnp.bfloat16) for n in heads)
     gates = jax.ShapeDtypeStruct((*rows, value_heads), jnp.float32)
@@ -944,7 +944,7 @@ def test_final_state_takes_the_memory_of_the_initial_one(
         assert not aliases or inputs["initial_state"].shape == outputs["final_state"].shape
         return launch_specifications(steps, inputs, outputs, aliases, within)
 
-    monkeypatch.setattr(cuda, "launch", recording)
+    monkeypatch.setattr("jax_qla.launch.launch", recording)
     operands, segments = _of_kernels(packed)
     kernels: Any = cuda
 
@@ -976,9 +976,9 @@ def test_gradient_of_the_initial_state_takes_the_memory_of_the_final_ones(
     operands, segments = _of_kernels(packed)
     kernels: Any = cuda
     forward = functools.partial(kernels.forward, scale=0.25, output_final_state=True, with_residuals=True)
-    monkeypatch.setattr(cuda, "launch", launch_specifications)
+    monkeypatch.setattr("jax_qla.launch.launch", launch_specifications)
     o, final, residuals = forward(*operands, segments)
-    monkeypatch.setattr(cuda, "launch", recording)
+    monkeypatch.setattr("jax_qla.launch.launch", recording)
     results = []
     for many in (True, False):
         monkeypatch.setattr(policy, "gradients_in_place", lambda *_, found=many: found)
@@ -1004,7 +1004,7 @@ def _counted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     def choose(*operands: Any, **options: Any) -> Choice:
         return dataclasses.replace(implementations.choose(*operands, **options), elsewhere="cuda")
 
-    monkeypatch.setattr(cuda, "launch", counting)
+    monkeypatch.setattr("jax_qla.launch.launch", counting)
     monkeypatch.setattr(cuda, "why_not", lambda *_, **__: None)
     monkeypatch.setattr(api, "choose", choose)
     monkeypatch.setattr(jax, "device_count", lambda: 1)

@@ -27,8 +27,9 @@ from test_cuda import HIGH, IDENTICAL, LIMITS, MISSED, that_keeps, that_recomput
 from test_cuda import cuda as rule
 from thorough import THOROUGH, only_thorough, rarely
 
-from jax_qla import cuda, cuda_conv1d, cuda_norm, implementations, policy, store
+from jax_qla import cuda, implementations, policy, store
 from jax_qla import segments as tables
+from jax_qla.cuda import conv1d, norm
 from jax_qla.implementations import Choice
 from jax_qla.kernels import (
     backward,
@@ -93,9 +94,7 @@ def launch(
 
 @pytest.fixture(autouse=True)
 def _emulated(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(cuda, "launch", launch)
-    monkeypatch.setattr(cuda_conv1d, "launch", launch)
-    monkeypatch.setattr(cuda_norm, "launch", launch)
+    monkeypatch.setattr("jax_qla.launch.launch", launch)
     monkeypatch.setattr(implementations, "choose", lambda *_, **__: Choice("cuda", "cuda", "", ""))
     stand_in.forget_traces()
     yield
@@ -928,12 +927,12 @@ def test_decoding(case: decoding.Case) -> None:
 
 @pytest.mark.parametrize("case", [*convolution_cases.SMALL[:2], *map(rarely, convolution_cases.SMALL[2:])], ids=str)
 def test_convolution(case: convolution_cases.Case) -> None:
-    convolution_cases.check(case, cuda_conv1d.forward, cuda_conv1d.backward)
+    convolution_cases.check(case, conv1d.forward, conv1d.backward)
 
 
 @pytest.mark.parametrize(("shape", "dtype"), [rarely(*norm_cases.SMALL[0]), norm_cases.SMALL[1]])
 def test_gated_norm(shape: tuple[int, ...], dtype: str) -> None:
-    norm_cases.check(shape, dtype, cuda_norm.forward, cuda_norm.backward)
+    norm_cases.check(shape, dtype, norm.forward, norm.backward)
 
 
 @pytest.mark.parametrize("name", [rarely("convolution"), "convolution_gradients"])
@@ -949,7 +948,7 @@ def test_copies_of_the_convolution_are_waited_for(name: str, monkeypatch: pytest
 
     monkeypatch.setattr(emulator, "emulated", hasty)
     with pytest.raises(AssertionError, match="y" if name == "convolution" else "x"):
-        convolution_cases.check(convolution_cases.Case(), cuda_conv1d.forward, cuda_conv1d.backward)
+        convolution_cases.check(convolution_cases.Case(), conv1d.forward, conv1d.backward)
 
 
 @functools.cache

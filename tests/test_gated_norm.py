@@ -19,7 +19,8 @@ from jax.sharding import PartitionSpec as P
 from test_convolution import at_hand  # noqa: F401
 from test_sharding import FAST, mesh_of
 
-from jax_qla import cuda_conv1d, cuda_norm, store
+from jax_qla import store
+from jax_qla.cuda import conv1d, norm
 from jax_qla.kernels import gated_norm
 from jax_qla.kernels.packaged import PACKAGED
 from jax_qla.nn.normalization import gated_rms_norm
@@ -41,12 +42,11 @@ def test_specification(shape: tuple[int, ...], dtype: str, monkeypatch: pytest.M
         assert [x.shape for x in found] == [x.shape for x in outputs.values()]
         return {name: x.astype(like.dtype) for (name, like), x in zip(outputs.items(), found, strict=True)}
 
-    monkeypatch.setattr(cuda_norm, "launch", launch)
+    monkeypatch.setattr("jax_qla.launch.launch", launch)
     with jax.enable_x64(True):
         # Compiled as wholes: one operation after the other, it takes longer.
         forward, backward = (
-            jax.jit(functools.partial(function), static_argnames="eps")
-            for function in (cuda_norm.forward, cuda_norm.backward)
+            jax.jit(functools.partial(function), static_argnames="eps") for function in (norm.forward, norm.backward)
         )
         cases.check(shape, dtype, forward, backward)
 
@@ -167,18 +167,17 @@ def test_every_kernel_of_a_layer_that_a_call_can_ask_for_is_packaged(monkeypatch
         return {name: jnp.zeros(x.shape, x.dtype) for name, x in outputs.items()}
 
     monkeypatch.setattr(store, "why_not_at_hand", lambda name, config, *, build: looked_for.add((name, config)))
-    for module in (cuda_conv1d, cuda_norm):
-        monkeypatch.setattr(module, "launch", launch)
-    for dtype, value_dim in itertools.product(cuda_norm.DTYPES, cuda_norm.VALUE_DIMS):
+    monkeypatch.setattr("jax_qla.launch.launch", launch)
+    for dtype, value_dim in itertools.product(norm.DTYPES, norm.VALUE_DIMS):
         o, z, weight, dy = cases.given((1, 2, 1, value_dim), dtype)
-        jax.eval_shape(functools.partial(cuda_norm.forward, eps=1e-6), o, z, weight)
-        jax.eval_shape(functools.partial(cuda_norm.backward, eps=1e-6), o, z, weight, dy)
-        assert cuda_norm.why_not(o, z, build=False) is None
-    for dtype, marked in itertools.product(cuda_conv1d.DTYPES, (False, True)):
+        jax.eval_shape(functools.partial(norm.forward, eps=1e-6), o, z, weight)
+        jax.eval_shape(functools.partial(norm.backward, eps=1e-6), o, z, weight, dy)
+        assert norm.why_not(o, z, build=False) is None
+    for dtype, marked in itertools.product(conv1d.DTYPES, (False, True)):
         case = convolution_cases.Case(dtype=dtype, ids=marked)
         rows, dys = convolution_cases.given(case)
-        jax.eval_shape(functools.partial(cuda_conv1d.forward, parts=case.parts, silu=True), rows)
-        jax.eval_shape(functools.partial(cuda_conv1d.backward, silu=True), rows, dys)
-        assert cuda_conv1d.why_not(rows.x, rows.weight, case.parts, build=False) is None
+        jax.eval_shape(functools.partial(conv1d.forward, parts=case.parts, silu=True), rows)
+        jax.eval_shape(functools.partial(conv1d.backward, silu=True), rows, dys)
+        assert conv1d.why_not(rows.x, rows.weight, case.parts, build=False) is None
     names = {"convolution", "convolution_gradients", "gated_norm"}
     assert asked == looked_for == {(name, config) for name, config in PACKAGED if name in names}

@@ -13,13 +13,13 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jax_qla import cuda_norm
+from jax_qla.cuda import norm
 from jax_qla.nn.normalization import gated_rms_norm
 
 pytestmark = pytest.mark.gpu
 
-forward = functools.partial(jax.jit, static_argnames="eps")(cuda_norm.forward)
-backward = functools.partial(jax.jit, static_argnames="eps")(cuda_norm.backward)
+forward = functools.partial(jax.jit, static_argnames="eps")(norm.forward)
+backward = functools.partial(jax.jit, static_argnames="eps")(norm.backward)
 
 
 @pytest.mark.parametrize(("shape", "dtype"), cases.LARGE)

@@ -111,7 +111,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[Launched]:
         calls.append(Launched(steps, outputs, aliases or {}, within or {}))
         return stand_in.launch_zeros(steps, inputs, outputs, aliases, within)
 
-    monkeypatch.setattr(cuda, "launch", recording)
+    monkeypatch.setattr("jax_qla.launch.launch", recording)
     return calls
 
 

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import ast
-import re
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,24 +12,8 @@ from jax_qla import segments as tables
 from jax_qla.kernels.balance import balanced
 from jax_qla.kernels.forward import HALVES_PRELUDE
 
-FILES = Path(policy.__file__).parent
-
 THREE_KERNELS: dict[str, Any] = {"ratio": 4, "split": True}
 """As which these compute the backward pass, however sequences are cut."""
-
-
-def test_each_file_imports_only_those_above_it() -> None:
-    """In the order of the package's docstring, which names all of them."""
-    order = re.findall(r"^\| (\w+)\.py \|", policy.__doc__ or "", re.MULTILINE)
-    assert sorted(order) == sorted(file.stem for file in FILES.glob("*.py") if file.stem != "__init__")
-    for place, name in enumerate(order):
-        imported = set()
-        for node in ast.walk(ast.parse((FILES / f"{name}.py").read_text())):
-            if isinstance(node, ast.ImportFrom) and node.module == policy.__name__:
-                imported |= {alias.name for alias in node.names}
-            elif isinstance(node, ast.ImportFrom) and node.module and node.module.startswith(f"{policy.__name__}."):
-                imported.add(node.module.rpartition(".")[2])
-        assert imported <= set(order[:place]), name
 
 
 def test_saturated_calls_stay_whole_and_starved_ones_are_cut() -> None:

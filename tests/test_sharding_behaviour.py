@@ -260,7 +260,7 @@ def test_where_the_platform_decides(
 ) -> None:
     """With operands that the kernels take both ways are traced, whatever is kept, and agree in types; here plain JAX
     runs."""
-    monkeypatch.setattr(cuda, "launch", stand_in.launch_zeros)
+    monkeypatch.setattr("jax_qla.launch.launch", stand_in.launch_zeros)
     monkeypatch.setattr(cuda, "_why_not", lambda *_, **__: None)
     random = np.random.default_rng(0)
     heads, dims = ((2, 64), (2, 64), (4, 64), (4,), (4,)), (*ROWS, "bh")
@@ -304,7 +304,7 @@ def test_where_the_platform_decides(
 @pytest.mark.parametrize("mode", ["explicit", rarely("named"), rarely("manual"), rarely("auto")])
 def test_gradients_of_members_where_the_sequence_is_cut(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of whole chunks on each device, which all members' chunks can be kept of side by side."""
-    monkeypatch.setattr(cuda, "launch", stand_in.launch_zeros)
+    monkeypatch.setattr("jax_qla.launch.launch", stand_in.launch_zeros)
     monkeypatch.setattr(cuda, "_why_not", lambda *_, **__: None)
     random = np.random.default_rng(0)
     q, k, v, g, beta = (
@@ -338,7 +338,7 @@ def test_gradients_of_members_where_the_sequence_is_cut(mode: str, monkeypatch: 
 @pytest.mark.parametrize("save", [None, True])
 def test_halves_of_packed_sequences_over_devices(save: bool | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """What the forward half keeps of each device's part, places for its chunks too, the backward half takes."""
-    monkeypatch.setattr(cuda, "launch", stand_in.launch_zeros)
+    monkeypatch.setattr("jax_qla.launch.launch", stand_in.launch_zeros)
     monkeypatch.setattr(cuda, "_why_not", lambda *_, **__: None)
     q = k = v = jnp.ones((1, 1024, 2, 64), jnp.bfloat16)
     g = beta = -jnp.ones((1, 1024, 2))
@@ -371,7 +371,7 @@ def test_states_kept_of_other_shapes_are_refused(
     packed: bool, piece_rows: int | None, cut: Cut | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Places for chunks are those of all devices' parts, or, with no cut, of a current mesh of one device."""
-    monkeypatch.setattr(cuda, "launch", stand_in.launch_zeros)
+    monkeypatch.setattr("jax_qla.launch.launch", stand_in.launch_zeros)
     monkeypatch.setattr(cuda, "_why_not", lambda *_, **__: None)
     options: dict[str, Any] = {"implementation": "cuda", "piece_rows": piece_rows}
     if packed:

@@ -24,6 +24,7 @@ import pytest
 
 import jax_qla
 from jax_qla import _ffi, cuda, implementations, policy, store
+from jax_qla.cuda import support
 from jax_qla.kernels.packaged import PACKAGED
 from jax_qla.residuals import KEPT, splits
 
@@ -548,7 +549,7 @@ def test_kernels_asked_for_by_name_are_not_passed_over(builds: Builds) -> None:
 
 
 def test_kernels_that_are_at_hand_are_taken(builds: Builds, packaged: Path) -> None:
-    needed = cuda._needed(cuda._CHUNKED, key_dim=64, value_dim=128, dtype="bfloat16", split=False)
+    needed = support._needed(support._CHUNKED, key_dim=64, value_dim=128, dtype="bfloat16", split=False)
     others = {
         "recurrent",
         "convolution",
@@ -601,7 +602,7 @@ def test_every_kernel_that_a_call_can_ask_for_is_packaged(piece_rows: str, monke
         asked.update((step.kernel, step.config) for step in steps)
         return {name: jnp.zeros(x.shape, x.dtype) for name, x in outputs.items()}
 
-    monkeypatch.setattr(cuda, "launch", launch)
+    monkeypatch.setattr("jax_qla.launch.launch", launch)
     monkeypatch.setenv(policy.OVERRIDE, piece_rows)
     shape: Any = jax.ShapeDtypeStruct
     for key_dim, value_dim, dtype in itertools.product(cuda.HEAD_DIMS, cuda.HEAD_DIMS, cuda.DTYPES):
@@ -646,7 +647,7 @@ def test_every_decoding_kernel_that_a_call_can_ask_for_is_packaged(monkeypatch: 
         asked.update((step.kernel, step.config) for step in steps)
         return {name: jnp.zeros(x.shape, x.dtype) for name, x in outputs.items()}
 
-    monkeypatch.setattr(cuda, "launch", launch)
+    monkeypatch.setattr("jax_qla.launch.launch", launch)
     shape: Any = jax.ShapeDtypeStruct
     sizes = itertools.product((1, 2), cuda.HEAD_DIMS, cuda.HEAD_DIMS, cuda.DTYPES, ("float32", "bfloat16"))
     for tokens, key_dim, value_dim, dtype, state_dtype in sizes:

@@ -42,7 +42,7 @@ def gated_rms_norm(
     Returns:
         [B, T, Hv, V] in o's dtype.
     """
-    choice = choose_kernels(functools.partial(load("cuda_norm").why_not, o, z), of_a_layer(implementation))
+    choice = choose_kernels(functools.partial(load("cuda.norm").why_not, o, z), of_a_layer(implementation))
     layout = None if choice.on_cuda != "cuda" or o.size == 0 else _layout(o, z, weight)
     if layout is None:
         return _plain(o, z, weight, eps)
@@ -88,7 +88,7 @@ def _with_gradient(options: _Options, o: jax.Array, z: jax.Array, weight: jax.Ar
 def _forward(options: _Options, *operands: jax.Array) -> jax.Array:
     def implementation(name: str) -> Callable[..., jax.Array]:
         if name == "cuda":
-            return functools.partial(load("cuda_norm").forward, eps=options.eps)
+            return functools.partial(load("cuda.norm").forward, eps=options.eps)
         return lambda *operands: _plain(*operands, options.eps)
 
     def local(axes: mesh.Axes, *operands: jax.Array) -> tuple[jax.Array]:
@@ -111,7 +111,7 @@ def _backward(options: _Options, *operands: jax.Array) -> tuple[jax.Array, jax.A
         return jax.vjp(lambda *x: _plain(*x, options.eps), o, z, weight)[1](dy)
 
     def implementation(name: str) -> Callable[..., Any]:
-        return functools.partial(load("cuda_norm").backward, eps=options.eps) if name == "cuda" else in_plain_jax
+        return functools.partial(load("cuda.norm").backward, eps=options.eps) if name == "cuda" else in_plain_jax
 
     def local(axes: mesh.Axes, *operands: jax.Array) -> tuple[jax.Array, ...]:
         operands = match_varying(operands, operands)

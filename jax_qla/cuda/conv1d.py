@@ -13,13 +13,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jax_qla import policy
+from jax_qla import launch, policy
 from jax_qla.checks import why_not_static
 from jax_qla.convolution import Gradients, Rows
 from jax_qla.kernels import convolution as convolution_kernel
 from jax_qla.kernels import convolution_gradients as gradients_kernel
 from jax_qla.kernels.convolution import TAPS, WARPS
-from jax_qla.launch import Step, launch, why_not_launchable
+from jax_qla.launch import Step, why_not_launchable
 
 DTYPES = ("bfloat16", "float16")
 """Dtypes of x that kernels exist for."""
@@ -67,7 +67,7 @@ def forward(given: Rows, *, parts: Sequence[int], silu: bool) -> tuple[jax.Array
         for name, groups in zip(_PARTS, call.parts, strict=True)
     }
     config = convolution_kernel.Config(given.x.dtype.name, given.ids is not None)
-    results = launch([Step("convolution", config, call.scalars(silu))], call.inputs, outputs)
+    results = launch.launch([Step("convolution", config, call.scalars(silu))], call.inputs, outputs)
     found = (results[name].reshape(batch, length, -1) for name in outputs)
     return tuple(y for y, _ in zip(found, parts, strict=False))
 
@@ -82,7 +82,7 @@ def backward(given: Rows, dys: Sequence[jax.Array], *, silu: bool) -> Gradients:
     summands = batch * scalars["blocks_of_rows"]
     of_filter = (summands, TAPS + 1, channels // call.channels, call.channels)
     config = gradients_kernel.Config(given.x.dtype.name, given.ids is not None)
-    results = launch(
+    results = launch.launch(
         [Step("convolution_gradients", config, scalars)],
         call.inputs | dict(zip(_PARTS, dys, strict=True)),
         {

@@ -7,9 +7,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jax_qla import launch
 from jax_qla.checks import why_not_static
 from jax_qla.kernels import gated_norm
-from jax_qla.launch import Step, launch, why_not_launchable
+from jax_qla.launch import Step, why_not_launchable
 
 DTYPES = ("bfloat16", "float16")
 """Dtypes of o and z that kernels exist for."""
@@ -34,7 +35,7 @@ def why_not(o: Any, z: Any, *, build: bool | None = None) -> str | None:
 def forward(o: jax.Array, z: jax.Array, weight: jax.Array, *, eps: float) -> jax.Array:
     """y of o and z [..., V], with at least one row, in their dtype; weight [V] float32."""
     config, inputs = _call(o, z, weight, backward=False)
-    (y,) = launch([Step("gated_norm", config, {"eps": eps})], inputs, {"y": _like(inputs["o"])}).values()
+    (y,) = launch.launch([Step("gated_norm", config, {"eps": eps})], inputs, {"y": _like(inputs["o"])}).values()
     return y.reshape(o.shape)
 
 
@@ -48,7 +49,7 @@ def backward(
     blocks = -(-rows // gated_norm.rows_of_block(config))
     d_weight = jax.ShapeDtypeStruct((blocks, value_dim), jnp.float32)
     outputs = {"d_o": _like(inputs["o"]), "d_z": _like(inputs["o"]), "d_weight": d_weight}
-    results = launch([Step("gated_norm", config, {"eps": eps})], inputs, outputs)
+    results = launch.launch([Step("gated_norm", config, {"eps": eps})], inputs, outputs)
     return results["d_o"].reshape(o.shape), results["d_z"].reshape(o.shape), jnp.sum(results["d_weight"], axis=0)
 
 
