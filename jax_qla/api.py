@@ -39,10 +39,10 @@ class PieceChoice(NamedTuple):
     """What `which_pieces` returns."""
 
     rows: int
-    """Tokens of a piece, at most; 0 for whole sequences."""
+    """The most tokens that a piece has; 0 if sequences stay whole."""
     pieces: int
-    """Number of all pieces, or of the sequences where these stay whole; of packed ones, the places for them, enough
-    for any packing."""
+    """The number of all pieces, or of sequences if they stay whole. For packed sequences, the number of places for
+    pieces, which is enough for any packing."""
 
 
 class Implementation(NamedTuple):
@@ -51,7 +51,7 @@ class Implementation(NamedTuple):
     name: str
     """"cuda", "xla" or "reference"."""
     reason: str
-    """Why it was chosen, and why those preferred to it were not."""
+    """Why it was chosen, and why those that come before it were not."""
 
 
 @taking_numpy
@@ -82,27 +82,27 @@ def chunk_gated_delta_rule(
     Differentiable once in reverse mode with respect to q, k, v, g, beta and initial_state, from both results; with
     `implementation="reference"` in every mode and order.
 
-    Where k, v, beta or g (but for -inf) is not finite, what follows in these heads of the sequence is not either, and,
-    but for "reference", what precedes in the same chunk need not be.
+    Where k, v, beta or g is not finite (-inf in g is allowed), what follows in that head of the sequence is not finite
+    either. Except with "reference", what precedes it in the same chunk need not be finite.
 
     Args:
-        q, k: [B, T, Hk, K], bfloat16, float16 or float32 (float32 with "xla" and "reference", float64 with "reference"
-            only).
-        v: [B, T, Hv, V] of the same dtype; Hv is a multiple of Hk, and value head h reads key head h // (Hv // Hk).
-        g: [B, T, Hv], the logarithm of the decay, <= 0; -inf forgets everything. float32; bfloat16 and float16 are
-            widened.
+        q, k: [B, T, Hk, K], of one dtype: bfloat16 or float16; float32 too with "xla" and "reference", and float64 with
+            "reference".
+        v: [B, T, Hv, V] of the same dtype. Hv is a multiple of Hk; value head h reads key head h // (Hv // Hk).
+        g: [B, T, Hv], the logarithm of the decay, <= 0; -inf forgets everything. float32 (float64 too if v is);
+            bfloat16 and float16 are widened.
         beta: [B, T, Hv], the strength of the update, usually in [0, 1]; at most 2 with normalised keys. dtypes as g.
         scale: factor of q, a Python number; default K ** -0.5.
-        initial_state: the states before the first tokens, float32, default zero. [B, Hv, K, V]; with cu_seqlens
-            [N, Hv, K, V]; with segment_ids [B, max_segments, Hv, K, V].
+        initial_state: float32 (float64 too if v is), the states before the first tokens; default zero. [B, Hv, K, V];
+            with cu_seqlens [N, Hv, K, V]; with segment_ids [B, max_segments, Hv, K, V].
         output_final_state: whether to return the states after the last tokens, of the same shape.
         use_qk_l2norm_in_kernel: divides q and k by sqrt(|x|^2 + 1e-6) over K first, in float32. Gradients are those of
-            q and k as given, and only these are kept for them. In bfloat16 the kernels of "cuda" do it themselves, and
-            the quotients are never rounded. In float16, whose range long keys would leave, and with the other
-            implementations it is done before, and they are rounded to q's dtype.
-        cu_seqlens: int32 [N + 1]: the batch is one row (B = 1) of N sequences, sequence n in rows
-            [cu_seqlens[n], cu_seqlens[n + 1]); empty ones are allowed. The values are read on the device only. They
-            should be sorted and within [0, T]; others are clipped, and never lead outside the arrays.
+            q and k as given, and only q and k as given are kept for them. In bfloat16 the kernels of "cuda" normalise
+            themselves, and the quotients are never rounded. In float16, whose range long keys would leave, and with the
+            other implementations, it is done before, and the quotients are rounded to q's dtype.
+        cu_seqlens: int32 [N + 1]: the batch is one row (B = 1) of N sequences. Sequence n is in rows
+            [cu_seqlens[n], cu_seqlens[n + 1]) and may be empty. The values are read on the device only. They should be
+            sorted and within [0, T]; others are clipped, and never lead outside the arrays.
         segment_ids: int32 [B, T]: a sequence is a maximal run of equal ids other than 0 within a row of the batch; 0 is
             padding. Padding tokens have o = 0 and no gradient; their q, k, v must be finite. Without max_segments,
             values of a sequence that are not finite spread to the other sequences of the row.
@@ -111,42 +111,43 @@ def chunk_gated_delta_rule(
             state. Sequences beyond max_segments count as padding. Without states and without max_segments, any number
             of sequences is allowed and costs nothing.
         implementation: "cuda" (Hopper kernels; K and V 64 or 128, bfloat16 or float16), "xla" (any platform and size),
-            "reference" (token by token), or a sequence of these, of which the first is taken that can compute the
+            "reference" (token by token), or a sequence of these. Of a sequence, the first is taken that can compute the
             operands on the platform that the program is lowered for. None is ("cuda", "xla"). A single name is never
             replaced by another. See `which_implementation`.
-        precision: of the matrix products, as in `jax.lax.dot`. "cuda" has "default" (or None) and "high", with which
-            in bfloat16 states, their gradients and what meets the inverse of a chunk are not rounded to 16 bits but
-            kept as sums of two such numbers: final states, dg and dbeta then have errors of 1e-5 to 1e-3, also for beta
-            above 1 and keys much alike, where they are else up to twice what they are elsewhere, or more; others
-            little more than their own rounding. It takes longer, and the residual a is twice as large
+        precision: of the matrix products, as in `jax.lax.dot`. "cuda" has "default" (or None) and "high". With "high"
+            in bfloat16, states, their gradients and what meets the inverse of a chunk are not rounded to 16 bits but
+            kept as sums of two such numbers. Final states, dg and dbeta then have errors of 1e-5 to 1e-3, also for beta
+            above 1 and keys much alike, where default errors are up to twice their usual size, or more. The other
+            results have little more than their own rounding. It takes longer, and the residual a is twice as large
             (docs/accuracy.md). "highest" is for "xla" only, whose None is "highest" in float32.
         mesh_axes: which mesh axes cut batch, heads and sequence. Sharded operands say it themselves, so it is needed
-            only inside a caller's `jax.shard_map` that cuts the sequence (T is then the shard's length, while states
-            and cu_seqlens are the whole sequence's, the same on all its shards), and where a mesh has Auto axes
-            beside others. See docs/sharding.md.
-        piece_rows: how "cuda" cuts sequences into pieces, which one card computes side by side: tokens of a piece, a
-            multiple of 64, or 0 for whole sequences. None leaves it to a model of the card; `which_pieces` says what
-            it takes. Results differ by rounding only: of what gates leave of an earlier state, less than 4e-8 counts as
-            nothing between pieces (float32 rounds by 6e-8), and 0 is the strict setting, which leaves nothing out. It
-            is static, and for both passes. Pieces have at most so many tokens and are as equal as may be: those of a
-            dense sequence, or those that all T tokens of a packed batch would have. Packed sequences stay whole where
-            none of a batch is long enough that cutting takes less time (one alone if it is no longer than a piece, up
-            to eight if none is longer than one and a half). The model knows how many packed sequences there may be, not
-            how many are empty, and takes most of up to eight for taken: give it where one of these has nearly all
-            tokens. Where devices share a sequence, each cuts its part, 0 being one piece. No other implementation has
-            pieces, so with `piece_rows` none but "cuda" is taken.
-        save_chunk_states: what the forward pass of "cuda", where it is differentiated, keeps for the backward pass of
-            what that else computes again. None: what each token writes to the state, 2 V bytes per token and value head
-            (256 at V = 128), from which the backward pass computes the states before all chunks of 64 tokens; nothing
-            with precision "high" in bfloat16. True: these states too, 2 (K V / 64 + V) bytes together (768 at
-            K = V = 128; with precision "high" in bfloat16 1536). False: neither, for the least memory between the
-            passes. o and the final state are the same bit for bit, gradients differ by rounding; so does all under
-            `jax.vmap`, which with True leaves whole what is whole of one member. The more is kept, the less time the
-            backward pass takes, and the longer the forward pass (docs/performance.md). Inside `jax.checkpoint` what is
-            kept takes no memory between the passes unless its policy names it (it is among
-            `jax_qla.CHECKPOINT_NAMES`): only the forward pass that the backward one runs again computes it. Where the
-            compiler cuts the operands (Auto meshes without `mesh_axes`, and several devices without a mesh), True is
-            None. It has no effect with other implementations.
+            only in two cases. One is a mesh with Auto axes beside others. The other is a caller's `jax.shard_map` that
+            cuts the sequence: T is then the shard's length, while states and cu_seqlens are the whole sequence's, the
+            same on all its shards. See docs/sharding.md.
+        piece_rows: how "cuda" cuts sequences into pieces, which one card computes side by side, in both passes. Static.
+            A multiple of 64 is the most tokens that a piece has; 0 leaves sequences whole; None leaves it to a model of
+            the card, and `which_pieces` says what that takes.
+            Results differ by rounding only: what gates leave of an earlier state counts as nothing between pieces if it
+            is less than 4e-8 (float32 rounds by 6e-8). 0 is the strict setting, which leaves nothing out.
+            Pieces are as equal as may be: those of a dense sequence, or those that all T tokens of a packed batch would
+            have. Packed sequences stay whole where none of a batch is long enough for a cut to take less time: one
+            alone if it is no longer than a piece, up to eight if none is longer than one and a half.
+            The model knows how many packed sequences there may be, not how many are empty. Of up to eight it takes most
+            for taken, so give piece_rows where one of them has nearly all tokens. Where devices share a sequence, each
+            cuts its part, and 0 is one piece. No other implementation has pieces, so with piece_rows only "cuda" is
+            taken.
+        save_chunk_states: what the forward pass of "cuda", where it is differentiated, keeps for the backward pass so
+            that this need not compute it again. It has no effect with other implementations.
+            None: what each token writes to the state, 2 V bytes per token and value head (256 at V = 128). The backward
+            pass computes the states before all chunks of 64 tokens from it. With precision "high" in bfloat16: nothing.
+            True: these states too, 2 (K V / 64 + V) bytes together (768 at K = V = 128; 1536 with precision "high" in
+            bfloat16). None is taken instead where the compiler cuts the operands: in Auto meshes without mesh_axes, and
+            with several devices without a mesh. False: neither, for the least memory between the passes.
+            The more is kept, the less time the backward pass takes, and the longer the forward pass
+            (docs/performance.md). o and the final state are the same bit for bit, and gradients differ by rounding.
+            Under `jax.vmap` all results differ by rounding, and True leaves whole what is whole of one member.
+            Inside `jax.checkpoint` what is kept takes no memory between the passes unless the policy names it (it is
+            among `jax_qla.CHECKPOINT_NAMES`): only the forward pass that runs again computes it.
 
     Returns:
         o: [B, T, Hv, V] in v's dtype.
@@ -155,9 +156,9 @@ def chunk_gated_delta_rule(
 
     Raises:
         TypeError, ValueError: an argument has a wrong type, dtype, rank, size or value, or does not go with another.
-        NotImplementedError: no implementation asked for can take the operands, or a size is a symbol of `jax.export`;
-            or, when the program is lowered, "cuda" was asked for and the platform is not CUDA; or, with "cuda" and
-            "xla", forward mode or a second derivative was asked for.
+        NotImplementedError: no implementation asked for can take the operands; a size is a symbol of `jax.export`;
+            "cuda" alone was asked for and the platform is not CUDA (raised when the program is lowered); or forward
+            mode or a second derivative was asked for with "cuda" or "xla".
 
     Example:
         >>> import jax, jax.numpy as jnp, jax_qla
@@ -246,19 +247,18 @@ def which_implementation(
 ) -> Implementation:
     """Which implementation `chunk_gated_delta_rule` takes for these arguments, and why.
 
-    Nothing is computed; shapes and dtypes are enough. The answer holds for the platform of q's devices if q is an array
-    with data, and else for JAX's default platform.
+    Nothing is computed; shapes and dtypes are enough. If q is an array with data, the answer is for the platform of its
+    devices, else for JAX's default platform.
 
     Args:
-        others: all as in `chunk_gated_delta_rule`; arrays may be `jax.ShapeDtypeStruct`s, and nothing depends on
-            mesh_axes.
+        others: all as in `chunk_gated_delta_rule`. Arrays may be `jax.ShapeDtypeStruct`s. Nothing depends on mesh_axes.
 
     Returns:
-        (name, reason).
+        (name, reason), an `Implementation`.
 
     Raises:
-        TypeError, ValueError, NotImplementedError: as `chunk_gated_delta_rule` for these arguments, there when called
-            or lowered.
+        TypeError, ValueError, NotImplementedError: as `chunk_gated_delta_rule` for these arguments, which raises them
+            when it is called or lowered.
 
     Example:
         >>> import jax, jax.numpy as jnp, jax_qla
@@ -310,20 +310,23 @@ def which_pieces(
 ) -> PieceChoice:
     """How the kernels of "cuda" cut the sequences of a call into pieces, which one card computes side by side.
 
-    Nothing is computed; shapes are enough, on any machine. They are those that one device has: where batch and heads
-    are spread over a mesh, give one device's part. (Where devices share a sequence, each always cuts its part, which
-    this does not answer.) The answer is of the forward pass; the backward pass cuts sequences into the same pieces, or
-    leaves them whole where that is faster and `piece_rows` is not given. Other implementations have no pieces, nor have
-    calls whose K and V there are no kernels for.
+    Nothing is computed; shapes are enough, on any machine. Give the shapes that one device has: its part, where batch
+    and heads are spread over a mesh. Where devices share a sequence, each always cuts its part, and this function does
+    not say how.
+
+    The answer is for the forward pass. The backward pass cuts sequences into the same pieces, or leaves them whole
+    where that is faster and piece_rows is not given. Other implementations have no pieces, and neither have calls with
+    K and V that there are no kernels for.
 
     Args:
-        differentiated: whether gradients of the call are computed too. Sequences may then be cut for the backward
-            pass's sake, where both together are faster for it; not in an Auto mesh of several devices, where each pass
-            cuts for itself.
-        others: those of `chunk_gated_delta_rule` that matter here, as there; arrays may be `jax.ShapeDtypeStruct`s.
+        differentiated: whether gradients of the call are computed too. Then sequences may be cut for the sake of the
+            backward pass, where both passes together are faster for it. That does not hold in an Auto mesh of several
+            devices, where each pass cuts for itself.
+        others: those of `chunk_gated_delta_rule` that matter here, as there. Arrays may be `jax.ShapeDtypeStruct`s.
 
     Returns:
-        (rows, pieces).
+        (rows, pieces), a `PieceChoice`: the most tokens of a piece and the number of pieces, or 0 and the number of
+        sequences if these stay whole.
 
     Raises:
         TypeError, ValueError, NotImplementedError: as `chunk_gated_delta_rule` for these arguments.
@@ -382,9 +385,9 @@ def chunk_gated_delta_rule_fwd(
     piece_rows: int | None = None,
     save_chunk_states: bool | None = None,
 ) -> tuple[jax.Array, jax.Array | None, tuple[Any, ...] | None]:
-    """The forward half of `chunk_gated_delta_rule`, with what the backward half reads; for writing one's own VJP.
+    """The forward half of `chunk_gated_delta_rule`, with what the backward half reads, for writing your own VJP.
 
-    Not differentiable itself. Preparations are the caller's: q and k are taken as they are, g and beta are float32.
+    Not differentiable itself. The caller prepares the operands: q and k are not normalised, g and beta must be float32.
 
     Args:
         g, beta: [B, T, Hv], float32.
@@ -393,21 +396,22 @@ def chunk_gated_delta_rule_fwd(
 
     Returns:
         o, final_state: as in `chunk_gated_delta_rule`.
-        residuals: (a, gamma), with a [Hv, B, T, 64] int16 the bits, in v's dtype, of each chunk's inverse
-            (I + strict_lower(diag(beta) K K^T o G))^{-1}, packed (with precision "high" in bfloat16 [Hv, B, T, 128], of
-            its high and low parts), and gamma [B, T, Hv] float32 the sums of g within each chunk;
-            or None where only "xla" can be chosen, which recomputes them. To be handed on as they are. Up to three more
-            may follow, vd, between and h, None where only a later one is there. Each may be left out, or replaced by
-            None, and is then computed again; h needs vd.
-            vd: [B, T, Hv, V] in v's dtype, what each token writes to the state, anything of tokens of no sequence;
-            unless save_chunk_states is False. (With precision "high" in bfloat16 [B, T, Hv, 2 V], only with h.)
-            between: where one card computes the sequences in pieces, with P places for cuts between these, (entering,
-            transition, forgotten), the state at each cut [P, Hv, K, V] float32, what multiplies that before the piece
-            before it [P, Hv, K K / 128, 256] bfloat16, in the kernels' own order, and whether that is zero [P, Hv]
-            int32; anything where no sequence is cut.
-            h: where save_chunk_states is True and has an effect, the state before each chunk in tiles
-            [C, Hv, ceil(K / 64), V, min(K, 64)] in v's dtype, C places for the chunks of all pieces. (With precision
-            "high" in bfloat16 [C, Hv, 2 K / 64, V, 64], of its high and low parts.)
+        residuals: (a, gamma), and up to three more, vd, between and h. To be handed on as they are. None where only
+            "xla" can be chosen, which recomputes all of it. Each of the three may be None where only a later one is
+            there. Each may be left out or replaced by None, and is then computed again; h needs vd.
+            a: int16 [Hv, B, T, 64], the bits, in v's dtype, of each chunk's inverse
+            (I + strict_lower(diag(beta) K K^T o G))^{-1}, packed. With precision "high" in bfloat16
+            [Hv, B, T, 128], of its high and low parts.
+            gamma: float32 [B, T, Hv], the sums of g within each chunk.
+            vd: [B, T, Hv, V] in v's dtype, what each token writes to the state, unless save_chunk_states is False.
+            Arbitrary at tokens of no sequence. With precision "high" in bfloat16 [B, T, Hv, 2 V], and only with h.
+            between: where one card computes the sequences in pieces, with P places for cuts between these, the tuple
+            (entering, transition, forgotten). entering is the state at each cut, float32 [P, Hv, K, V]. transition
+            is what multiplies the state before the piece before the cut, bfloat16 [P, Hv, K K / 128, 256] in the
+            kernels' own order. forgotten says whether that is zero, int32 [P, Hv]. Arbitrary where no sequence is cut.
+            h: where save_chunk_states is True and has an effect, the state before each chunk, in tiles
+            [C, Hv, ceil(K / 64), V, min(K, 64)] in v's dtype, with C places for the chunks of all pieces. With
+            precision "high" in bfloat16 [C, Hv, 2 K / 64, V, 64], of its high and low parts.
 
     Raises:
         TypeError, ValueError, NotImplementedError: as `chunk_gated_delta_rule`.
@@ -472,16 +476,17 @@ def chunk_gated_delta_rule_bwd(
 
     Args:
         residuals: what `chunk_gated_delta_rule_fwd` returned for the same operands and options, or its a and gamma, or
-            these and some of the others. Those of another call are refused where their shapes differ, and cannot
-            be told apart else: those of other cu_seqlens, or of a row without, then give wrong gradients.
+            these and some of the others. None for "xla". Residuals of another call are refused if their shapes differ.
+            If they do not, they cannot be told apart: those of other cu_seqlens, or of a row without, give wrong
+            gradients.
         do: [B, T, Hv, V] in v's dtype, the cotangent of o, or None for zero.
         d_final_state: float32, of the shape of final_state, its cotangent, or None for zero. Not both may be None.
         others: as given to `chunk_gated_delta_rule_fwd`.
 
     Returns:
-        dq, dk in q's dtype, dv in v's, dg and dbeta in float32, and d_initial_state in float32, or None without an
-        initial state. Inside `jax.shard_map` they vary over every manual axis that an argument varies over; a sum over
-        the axes that an operand does not vary over is the caller's.
+        (dq, dk, dv, dg, dbeta, d_initial_state), of the shapes of the operands: dq and dk in q's dtype, dv in v's, the
+        others in float32. d_initial_state is None without an initial state. Inside `jax.shard_map` they vary over every
+        manual axis that an argument varies over; the caller sums over the axes that an operand does not vary over.
 
     Raises:
         TypeError, ValueError, NotImplementedError: as `chunk_gated_delta_rule`.
@@ -553,20 +558,22 @@ def recurrent_gated_delta_rule(
 ) -> tuple[jax.Array, jax.Array | None]:
     """The gated delta rule token by token: one or a few tokens from a state, for decoding.
 
-    Computes what `chunk_gated_delta_rule` computes, with its conventions. Arithmetic is float32 (float64 with a float64
-    operand), and JAX differentiates it in every mode and order; derivatives are those of the recurrence in plain JAX.
+    Computes what `chunk_gated_delta_rule` computes, with its conventions. Arithmetic is float32, or float64 with a
+    float64 operand. It is differentiable in every mode and order; derivatives are those of the recurrence in plain JAX.
 
-    The kernel of "cuda" writes the final state into the memory of the initial one. In a loop that carries the state, or
-    under `jax.jit` with the state among `donate_argnums`, nothing is copied; elsewhere XLA copies the state first.
+    The kernel of "cuda" writes the final state into the memory of the initial one. Nothing is copied in a loop that
+    carries the state, or under `jax.jit` with the state among `donate_argnums`. Elsewhere XLA copies the state first.
 
     Args:
-        use_qk_l2norm_in_kernel: done by the kernel of "cuda", in float32; elsewhere before, with quotients that are
-            rounded to q's dtype.
-        initial_state: float32 or bfloat16; it is read once and written once, whatever the number of tokens.
+        use_qk_l2norm_in_kernel: divides q and k by sqrt(|x|^2 + 1e-6) over K first. The kernel of "cuda" does it in
+            float32. The other implementations do it before, and round the quotients to q's dtype.
+        initial_state: float32 or bfloat16, of the shapes in `chunk_gated_delta_rule`; default zero. It is read once and
+            written once, whatever the number of tokens.
         implementation: "cuda" (a Hopper kernel; K and V 64 or 128, bfloat16 or float16, without cu_seqlens), "xla" (the
             recurrence in plain JAX on any platform, for any size, written out for few tokens), "reference" (the same as
-            a loop), or a sequence of these, of which the first is taken that can compute the operands on the platform
-            that the program is lowered for; None is ("cuda", "xla"). A single name is never replaced by another.
+            a loop), or a sequence of these. Of a sequence, the first is taken that can compute the operands on the
+            platform that the program is lowered for. None is ("cuda", "xla"). A single name is never replaced by
+            another.
         others: as in `chunk_gated_delta_rule`.
 
     Returns:
@@ -575,8 +582,9 @@ def recurrent_gated_delta_rule(
 
     Raises:
         TypeError, ValueError: as in `chunk_gated_delta_rule`.
-        NotImplementedError: no implementation asked for can take the operands, or a size other than B is a symbol of
-            `jax.export`; or, when the program is lowered, "cuda" was asked for and the platform is not CUDA.
+        NotImplementedError: no implementation asked for can take the operands; a size other than B is a symbol of
+            `jax.export`; or "cuda" alone was asked for and the platform is not CUDA (raised when the program is
+            lowered).
 
     Example:
         >>> import jax.numpy as jnp, jax_qla

@@ -55,10 +55,12 @@ def causal_conv1d(
     mesh_axes: MeshAxes | None = None,
     implementation: str | Sequence[str] | None = None,
 ) -> tuple[jax.Array, jax.Array | None]:
-    """Convolves every channel with its own filter over the W last tokens; sums in float32.
+    """Convolves every channel with its own filter over the W last tokens; sums in float32 or wider.
 
-    Sharded as `chunk_gated_delta_rule` is, with channels in place of heads. Differentiable in every mode and order by
-    "xla", once in reverse mode by "cuda".
+        y_t = activation(bias + sum_{i < W} weight_i x_{t - W + 1 + i})
+
+    Sharded as `chunk_gated_delta_rule` is, with channels in place of heads. With "xla" it is differentiable in every
+    mode and order, with "cuda" once in reverse mode.
 
     Args:
         x: [B, T, D], bfloat16, float16, float32 or float64.
@@ -68,21 +70,24 @@ def causal_conv1d(
         segment_ids: int32 [B, T]: a token sees only the tokens of its sequence, a maximal run of equal ids other than 0
             within a row. Padding (0) has y = 0.
         cu_seqlens: int32 [N + 1]: the same for B = 1 and sequences in rows [cu_seqlens[n], cu_seqlens[n + 1]).
-        initial_tail: [B, W - 1, D] in x's dtype, the tokens before the first, default zero. For a batch that is not
-            packed.
-        output_final_tail: whether to return the last W - 1 tokens, from which the next call continues. Of a packed
-            batch too they are the last of the row, whatever sequences they are of, or padding.
-        mesh_axes: as in `chunk_gated_delta_rule`; `heads` names axes that cut D.
+        initial_tail: [B, W - 1, D] in x's dtype, the tokens before the first; default zero. Not with a packed batch.
+        output_final_tail: whether to return the last W - 1 tokens, from which the next call continues. In a packed
+            batch too they are the last of the row, whatever sequences they belong to, or padding.
+        mesh_axes: as in `chunk_gated_delta_rule`; `heads` names the axes that cut D.
         implementation: "cuda" (Hopper kernels; W = 4, D a multiple of 8, x in bfloat16 or float16), "xla" (any
-            platform, size and dtype), or a sequence of these, of which the first is taken that can compute the operands
-            on the platform that the program is lowered for. None is ("cuda", "xla").
+            platform, size and dtype), or a sequence of these. Of a sequence, the first is taken that can compute the
+            operands on the platform that the program is lowered for. None is ("cuda", "xla").
 
     Returns:
         y: [B, T, D] in x's dtype.
         final_tail: [B, W - 1, D] in x's dtype, or None unless output_final_tail.
 
     Raises:
-        TypeError, ValueError, NotImplementedError: an argument is wrong, or does not go with another or with the mesh.
+        TypeError, ValueError: an argument has a wrong type, dtype, rank, size or value, or does not go with another.
+        NotImplementedError: no implementation asked for can take the operands, or the mesh cuts them in a way that
+            cannot be computed; W, or with output_final_tail T, is a symbol of `jax.export`; "cuda" alone was asked for
+            and the platform is not CUDA (raised when the program is lowered); or forward mode or a second derivative
+            was asked for with "cuda".
 
     Example:
         >>> import jax.numpy as jnp, jax_qla

@@ -42,14 +42,14 @@ Axes = tuple[str, ...]
 
 
 class MeshAxes(NamedTuple):
-    """Names of the mesh axes that cut an operation's operands, each a name, a tuple of names, or None for none."""
+    """Names of the mesh axes that cut the operands of a call. Each field is a name, a tuple of names, or None."""
 
     batch: str | tuple[str, ...] | None = None
     """Axes that cut the batch B."""
     heads: str | tuple[str, ...] | None = None
     """Axes that cut the key heads Hk and the value heads Hv (or the channels of a convolution) alike."""
     sequence: str | tuple[str, ...] | None = None
-    """Axes that cut the tokens T, in order: the first shard of the sequence lies on the axes' first devices."""
+    """Axes that cut the tokens T, in order: the first devices of the axes have the first part of the sequence."""
 
 
 @dataclasses.dataclass(frozen=True)

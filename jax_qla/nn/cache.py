@@ -12,12 +12,12 @@ from jax_qla.widening import widest
 
 
 class GatedDeltaNetCache(NamedTuple):
-    """What one layer carries from token to token, of a size that does not grow with the text. A pytree."""
+    """What one layer carries from token to token. Its size does not grow with the text. A pytree."""
 
     conv: jax.Array
     """[B, conv_kernel_size - 1, conv_channels] in the layer's dtype: the last inputs of the convolution."""
     state: jax.Array
-    """float32 (float64 of a layer in float64) [B, Hv, K, V]: the state of the gated delta rule."""
+    """[B, Hv, K, V], float32 (float64 in a layer of float64): the state of the gated delta rule."""
 
 
 # So that programs which take and return caches can be serialised.
@@ -32,8 +32,11 @@ def empty_cache(config: GatedDeltaNetConfig, batch_size: int, dtype: Any = jnp.f
         batch_size: B, the number of sequences.
         dtype: the layer's computation dtype, in which the convolution's inputs are kept.
 
+    Returns:
+        The cache, of the shapes and dtypes that `GatedDeltaNetCache` has.
+
     Raises:
-        TypeError: config is no GatedDeltaNetConfig.
+        TypeError: config is not a GatedDeltaNetConfig.
     """
     check_config(config)
     return GatedDeltaNetCache(

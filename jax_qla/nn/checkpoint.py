@@ -32,14 +32,14 @@ def load_gated_deltanet_weights(
         config: of the layer; see `GatedDeltaNetConfig.from_huggingface`. Its `projections` need not be the model's.
 
     Returns:
-        The names and shapes of `jax_qla.nn.parameter_shapes(config)`, in the dtypes of the checkpoint. Matrices are
-        [inputs, outputs] and conv1d is [width, channels], transposed from the checkpoint's.
+        NumPy arrays by name, with the names and shapes of `jax_qla.nn.parameter_shapes(config)`, in the dtypes of the
+        checkpoint. Matrices are [inputs, outputs] and conv1d is [width, channels], both transposed from the checkpoint.
 
     Raises:
-        TypeError: layer is no integer, or config no GatedDeltaNetConfig.
+        TypeError: layer is not an integer, or config is not a GatedDeltaNetConfig.
         FileNotFoundError: there is no such checkpoint, or a file of it is missing.
-        ValueError: the checkpoint has no Gated DeltaNet layer of this index; a weight of the layer is missing, is one
-            too many, or has another shape than the configuration says; or a file is damaged or quantised.
+        ValueError: the checkpoint has no Gated DeltaNet layer of this index; a weight of the layer is missing, does not
+            belong to it, or has another shape than the configuration says; or a file is damaged or quantised.
     """
     if isinstance(layer, bool) or not isinstance(layer, numbers.Integral):
         raise TypeError(f"layer must be an integer, got {layer!r} of type {type(layer).__name__}")

@@ -52,11 +52,11 @@ class GatedDeltaNetConfig:
     """Added to the mean square in the gated RMS norm; positive."""
     projections: Literal["split", "fused"] = "split"
     """"split": in_proj_qkv, in_proj_z, in_proj_b and in_proj_a (Qwen3.5). "fused": in_proj_qkvz and in_proj_ba, whose
-    outputs are grouped by key head (Qwen3-Next); for tensor parallelism, where devices then exchange less."""
+    outputs are grouped by key head (Qwen3-Next). With "fused", devices exchange less in tensor parallelism."""
     allow_neg_eigval: bool = False
     """Doubles beta, so that it lies in (0, 2) and the state's transition may have negative eigenvalues (Grazzi et al.,
-    arXiv 2411.12537). In bfloat16 whole sequences are then computed with precision "high" (`chunk_gated_delta_rule`),
-    which "reference", always exact, has not."""
+    arXiv 2411.12537). In bfloat16 whole sequences are then computed with precision "high" (`chunk_gated_delta_rule`).
+    "reference" has no precision: it is always exact."""
 
     def __post_init__(self) -> None:
         sizes = (
@@ -134,9 +134,9 @@ class GatedDeltaNetConfig:
                 model of text and images is asked for its `text_config`.
 
         Raises:
-            TypeError: config is neither; or one of its values is not what it may be.
-            ValueError: the model is of another type, or its convolution is followed by something else than SiLU; or the
-                configuration lacks what the layer needs.
+            TypeError: config is neither, or one of its values has a wrong type.
+            ValueError: the model is of another type, its convolution is followed by something else than SiLU, the
+                configuration lacks what the layer needs, or one of its values is wrong.
         """
         if not isinstance(config, Mapping) and not hasattr(config, "to_dict"):
             raise TypeError(

@@ -26,25 +26,31 @@ __all__ = ["GatedDeltaNet"]
 class GatedDeltaNet(nnx.Module):
     """Token mixing by the gated delta rule: [B, T, D] -> [B, T, D].
 
-    The layer of Qwen3-Next and Qwen3.5: the same weights give the same outputs as in Hugging Face transformers. Its
-    submodules and parameters have the names that they have there: the projections of `config.input_projections` and
-    `out_proj` are `nnx.Linear`s, `conv1d` [width, channels], `A_log` [Hv], `dt_bias` [Hv] and `norm` [V] are
-    `nnx.Param`s.
+    The layer of Qwen3-Next and Qwen3.5: the same weights give the same outputs as in Hugging Face transformers. Source:
+    Yang, Kautz, Hatamizadeh, "Gated Delta Networks" (arXiv 2412.06464). D is the width of the model.
 
-    Parameters carry the logical axis names of `jax_qla.nn.LOGICAL_AXES` as their `out_sharding` metadata. They are
-    annotations only: nothing is placed by them until `nnx.get_named_sharding` is asked for shardings, under
-    `nnx.logical_axis_rules` that map them to the axes of a mesh.
+    Submodules and parameters have the names that they have in transformers. The projections of
+    `config.input_projections` and `out_proj` are `nnx.Linear`s. `conv1d` [width, channels], `A_log` [Hv], `dt_bias`
+    [Hv] and `norm` [V] are `nnx.Param`s.
+
+    Parameters carry the logical axis names of `jax_qla.nn.LOGICAL_AXES` as their `out_sharding` metadata. These are
+    annotations only and place nothing. `nnx.get_named_sharding` makes shardings of them, under `nnx.logical_axis_rules`
+    that map the names to the axes of a mesh.
 
     Args:
         config: sizes and options.
-        dtype: of the computation, outputs and cache. Gates, norms, the sums of the convolution and the state are
-            at least float32 whatever it is.
-        param_dtype: of the parameters; A_log and dt_bias are always float32.
-        implementation: of the gated delta rule, as in `jax_qla.chunk_gated_delta_rule`. Where it may be "cuda", so are
-            the convolution and the gated norm, if their kernels can take them, and else "xla".
-        piece_rows: how "cuda" cuts the sequences of `__call__` and `prefill`, as there.
-        save_chunk_states: what `__call__` saves of what its gradient else computes again, as there.
+        dtype: of the computation, outputs and cache: bfloat16, float16, float32 or float64. Gates, norms, the sums of
+            the convolution and the state are always at least float32.
+        param_dtype: of the parameters, a floating dtype; A_log and dt_bias are always float32.
+        implementation: of the gated delta rule, as in `jax_qla.chunk_gated_delta_rule`. Where that may be "cuda", the
+            convolution and the gated norm run by their kernels too if these can take them, else by "xla".
+        piece_rows: how "cuda" cuts the sequences of `__call__` and `prefill`, as in `jax_qla.chunk_gated_delta_rule`.
+        save_chunk_states: what `__call__` keeps for its gradient, as in `jax_qla.chunk_gated_delta_rule`.
         rngs: the stream "params" makes the initial parameters.
+
+    Raises:
+        TypeError: config, dtype, param_dtype or implementation is not what it may be.
+        ValueError: implementation has an unknown name.
 
     Example:
         >>> import jax.numpy as jnp
@@ -112,12 +118,16 @@ class GatedDeltaNet(nnx.Module):
         """Mixes whole sequences in parallel, for training.
 
         Args:
-            x: [B, T, D].
+            x: [B, T, D] of real numbers, cast to the layer's dtype.
             segment_ids: int32 [B, T]: keeps packed documents apart, in the convolution and in the state. A document is
                 a maximal run of equal ids other than 0; tokens of id 0 are padding and give 0.
 
         Returns:
             [B, T, D] in the layer's dtype.
+
+        Raises:
+            TypeError, ValueError, NotImplementedError: x or segment_ids is wrong, or as
+                `jax_qla.chunk_gated_delta_rule`.
         """
         y = mixer.mix(
             self._project(x),
@@ -133,13 +143,13 @@ class GatedDeltaNet(nnx.Module):
     def prefill(
         self, x: jax.Array, cache: GatedDeltaNetCache | None = None, *, segment_ids: jax.Array | None = None
     ) -> tuple[jax.Array, GatedDeltaNetCache]:
-        """Reads a piece of text in parallel, and remembers it.
+        """Reads a part of a text in parallel, and returns the cache after it.
 
-        A text may be read in any number of pieces, each with the cache after the one before.
+        A text may be read in any number of parts, each with the cache after the one before.
 
         Args:
-            x: [B, T, D].
-            cache: what precedes x; nothing if None.
+            x: [B, T, D] of real numbers, cast to the layer's dtype.
+            cache: of what precedes x; None if nothing does.
             segment_ids: int32 [B, T], for prompts of different lengths: equal ids at the tokens of each row's prompt, 0
                 at the padding before or behind it. Not together with `cache`.
 
@@ -147,7 +157,9 @@ class GatedDeltaNet(nnx.Module):
             [B, T, D] in the layer's dtype, and the cache after x, or after each row's prompt.
 
         Raises:
-            TypeError, ValueError: cache and segment_ids are both given, or the cache is of another layer or batch.
+            TypeError, ValueError: x is wrong, cache and segment_ids are both given, or the cache is of another layer or
+                batch.
+            NotImplementedError: as `jax_qla.chunk_gated_delta_rule`.
         """
         y, cache = mixer.mix_prefill(
             self._project(x),
@@ -161,17 +173,20 @@ class GatedDeltaNet(nnx.Module):
         return self._output(y, x), cache
 
     def step(self, x: jax.Array, cache: GatedDeltaNetCache) -> tuple[jax.Array, GatedDeltaNetCache]:
-        """Reads the next token, or a few, one by one: for generation. The cache keeps its structure, as a scan needs.
+        """Reads the next token, or a few one by one, for generation.
+
+        The returned cache has the structure, shapes and dtypes of the one given, as `jax.lax.scan` needs.
 
         Args:
-            x: [B, 1, D], or [B, T, D] with a small T.
-            cache: what precedes x.
+            x: [B, 1, D], or [B, T, D] with a small T; of real numbers, cast to the layer's dtype.
+            cache: of what precedes x.
 
         Returns:
             [B, T, D] in the layer's dtype, and the cache after x.
 
         Raises:
-            TypeError, ValueError: the cache is of another layer or batch.
+            TypeError, ValueError: x is wrong, or the cache is of another layer or batch.
+            NotImplementedError: as `jax_qla.recurrent_gated_delta_rule`.
         """
         y, cache = mixer.mix_step(
             self._project(x), self._weights(), self.config, cache, implementation=self.implementation
@@ -189,15 +204,15 @@ class GatedDeltaNet(nnx.Module):
     def set_weights(self, weights: Mapping[str, Any]) -> None:
         """Overwrites the parameters, keeping their dtypes and devices.
 
-        A layer of shapes alone, as `nnx.eval_shape` makes, gets its arrays so, each where its shape's sharding says, if
-        it has one.
+        A layer of shapes alone, as `nnx.eval_shape` returns it, gets its arrays in this way. Each goes where the
+        sharding of its shape says, if it has one.
 
         Args:
             weights: all of `jax_qla.nn.parameter_shapes`, as `jax_qla.nn.load_gated_deltanet_weights` returns them.
 
         Raises:
-            ValueError: a parameter is missing, one too many, of another shape or not floating. Nothing is overwritten
-                then.
+            ValueError: a parameter is missing, does not belong to the layer, has another shape or is not floating. Then
+                nothing is overwritten.
         """
         parameters.check_weights(weights, self.config)
         for name, value in weights.items():

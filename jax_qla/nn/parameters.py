@@ -33,16 +33,19 @@ LOGICAL_AXES: Mapping[str, tuple[str | None, ...]] = {
 """The name of every axis of every parameter, for sharding rules such as {"embed": "fsdp", "value": "tensor"}.
 
 "embed" is the width of the model, "value" the Hv * V features of all value heads, "value_heads" the Hv heads. "qkv" is
-q, k and v side by side; "qkvz" and "ba" go by key head, so they divide evenly among at most Hk devices, and where they
-are cut, "qkv", which is the filters' alone then, should not be. None is never worth sharding.
+q, k and v side by side. "qkvz" and "ba" are grouped by key head, so they divide evenly among at most Hk devices. Where
+these two are cut, "qkv" should not be: it is then the axis of the convolution's filters alone. None is never worth
+sharding.
 """
 
 
 def parameter_shapes(config: GatedDeltaNetConfig) -> dict[str, tuple[int, ...]]:
-    """The shape of every parameter that a layer of this configuration has.
+    """The shape of every parameter of a layer with this configuration, by name.
+
+    Matrices are [inputs, outputs], conv1d is [width, channels].
 
     Raises:
-        TypeError: config is no GatedDeltaNetConfig.
+        TypeError: config is not a GatedDeltaNetConfig.
     """
     check_config(config)
     return {
