@@ -1,4 +1,4 @@
-"""jax_qla/overlap.py: which kernels may begin before the end of others, of all calls that cuda.py makes."""
+"""jax_qla/overlap.py: which kernels may begin before the end of others, of all calls that jax_qla/cuda makes."""
 
 from __future__ import annotations
 
