@@ -19,7 +19,7 @@ from thorough import every_value, rarely
 
 import jax_qla
 import jax_qla.api
-from jax_qla import api, cuda, policy
+from jax_qla import api, policy
 from jax_qla.implementations import Choice
 from jax_qla.l2norm import normalize_gradient
 from jax_qla.reference import recurrence
@@ -602,7 +602,7 @@ def test_which_pieces_are_those_of_a_call(
         return stand_in.launch_zeros(steps, inputs, *others)
 
     monkeypatch.setattr("jax_qla.launch.launch", recording)
-    monkeypatch.setattr(cuda, "_why_not", lambda *_, **__: None)
+    monkeypatch.setattr("jax_qla.cuda.support.why_no_kernels", lambda *_, **__: None)
     rows = [(8, 128), (8, 128), (heads, 128), (heads,), (heads,)]
     dtypes = [jnp.bfloat16] * 3 + [jnp.float32] * 2
     operands = [jax.ShapeDtypeStruct((batch, tokens, *row), dtype) for row, dtype in zip(rows, dtypes, strict=True)]

@@ -47,7 +47,7 @@ from test_sharding import (
 from thorough import rarely
 
 import jax_qla
-from jax_qla import MeshAxes, cuda
+from jax_qla import MeshAxes
 from jax_qla.mesh import Layout, segments_of_rows
 from jax_qla.nn import projections
 
@@ -261,7 +261,7 @@ def test_where_the_platform_decides(
     """With operands that the kernels take both ways are traced, whatever is kept, and agree in types; here plain JAX
     runs."""
     monkeypatch.setattr("jax_qla.launch.launch", stand_in.launch_zeros)
-    monkeypatch.setattr(cuda, "_why_not", lambda *_, **__: None)
+    monkeypatch.setattr("jax_qla.cuda.support.why_no_kernels", lambda *_, **__: None)
     random = np.random.default_rng(0)
     heads, dims = ((2, 64), (2, 64), (4, 64), (4,), (4,)), (*ROWS, "bh")
     q, k, v, g, beta = (random.standard_normal((2, 512, *shape)).astype(np.float32) for shape in heads)
@@ -305,7 +305,7 @@ def test_where_the_platform_decides(
 def test_gradients_of_members_where_the_sequence_is_cut(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of whole chunks on each device, which all members' chunks can be kept of side by side."""
     monkeypatch.setattr("jax_qla.launch.launch", stand_in.launch_zeros)
-    monkeypatch.setattr(cuda, "_why_not", lambda *_, **__: None)
+    monkeypatch.setattr("jax_qla.cuda.support.why_no_kernels", lambda *_, **__: None)
     random = np.random.default_rng(0)
     q, k, v, g, beta = (
         random.standard_normal((2, 1, 512, 2, *dim)).astype(np.float32) for dim in [(64,)] * 3 + [()] * 2
@@ -339,7 +339,7 @@ def test_gradients_of_members_where_the_sequence_is_cut(mode: str, monkeypatch: 
 def test_halves_of_packed_sequences_over_devices(save: bool | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """What the forward half keeps of each device's part, places for its chunks too, the backward half takes."""
     monkeypatch.setattr("jax_qla.launch.launch", stand_in.launch_zeros)
-    monkeypatch.setattr(cuda, "_why_not", lambda *_, **__: None)
+    monkeypatch.setattr("jax_qla.cuda.support.why_no_kernels", lambda *_, **__: None)
     q = k = v = jnp.ones((1, 1024, 2, 64), jnp.bfloat16)
     g = beta = -jnp.ones((1, 1024, 2))
     ends = jnp.array([0, 100, 700, 1024], jnp.int32)
@@ -372,7 +372,7 @@ def test_states_kept_of_other_shapes_are_refused(
 ) -> None:
     """Places for chunks are those of all devices' parts, or, with no cut, of a current mesh of one device."""
     monkeypatch.setattr("jax_qla.launch.launch", stand_in.launch_zeros)
-    monkeypatch.setattr(cuda, "_why_not", lambda *_, **__: None)
+    monkeypatch.setattr("jax_qla.cuda.support.why_no_kernels", lambda *_, **__: None)
     options: dict[str, Any] = {"implementation": "cuda", "piece_rows": piece_rows}
     if packed:
         options["cu_seqlens"] = jnp.array([0, 100, 700, 1024], jnp.int32)
