@@ -15,6 +15,8 @@ VENV ?= .venv
 ARGS ?=
 # Test processes. Each one compiles with as many threads as it likes, so more than the cores do not help.
 TEST_JOBS ?= 2
+# And on one card, of whose memory eight take 51 GB at the most.
+GPU_TEST_JOBS ?= 8
 
 BIN := $(VENV)/bin
 # A wheel is built by each; 3.12 stands for all that come after it (stable ABI).
@@ -46,9 +48,8 @@ test: versions lint docs pytest
 pytest: $(VENV)/test.stamp
 	$(BIN)/python -m pytest --numprocesses $(TEST_JOBS) --dist worksteal $(ARGS)
 
-# One after the other: processes on one card (ARGS="-n 6") are faster, but have 80 GB to share.
 gpu-test: $(VENV)/test.stamp kernels
-	$(BIN)/python -m pytest -m gpu $(ARGS)
+	$(BIN)/python -m pytest -m gpu --numprocesses $(GPU_TEST_JOBS) --dist worksteal $(ARGS)
 
 # Small calls of both passes under compute-sanitizer, which comes with CUDA: ARGS is one of its tools, racecheck without.
 gpu-sanitize: $(VENV)/test.stamp kernels
