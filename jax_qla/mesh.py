@@ -484,8 +484,7 @@ def segments_of_rows(layout: Layout, segment_ids: jax.Array, max_segments: int) 
             # A sum of parts in place, which unlike a gather counts as the same on all devices.
             ids_everywhere = jax.lax.psum(ids_everywhere.at[index].set(ids), layout.sequence)
             ids = jnp.moveaxis(ids_everywhere, 0, 1).reshape(ids.shape[0], parts * ids.shape[1])
-        # Row by row, for of all rows at once the compiler gathers the ids where it cuts the batch.
-        return (jax.vmap(lambda row: segments_from_segment_ids(row[None], max_segments))(ids),)
+        return (segments_from_segment_ids(ids, max_segments),)
 
     return mapped(layout, find, ("bt",), ("bne",), (segment_ids,))[0]
 

@@ -55,31 +55,35 @@ def _run_starts(segment_ids: jax.Array, before: jax.Array | None = None) -> jax.
 
 
 def segments_from_segment_ids(segment_ids: jax.Array, max_segments: int) -> jax.Array:
-    """Start and end row, in the batch flattened to one row of B * T tokens, of every run of equal non-zero ids.
+    """Start and end of every run of equal non-zero ids, counted from its row's first token.
 
     Args:
         segment_ids: int32 [B, T]; 0 is padding, a segment is a maximal run of equal non-zero ids within a row.
         max_segments: slots a row has. Runs beyond it are treated as padding; unused slots are empty segments.
 
     Returns:
-        int32 [B * max_segments, 2], sorted and disjoint: run i of row b is entry b * max_segments + i.
+        int32 [B, max_segments, 2], sorted and disjoint within a row: run i of row b is entry [b, i].
     """
     batch, tokens = segment_ids.shape
     if tokens == 0:
-        return jnp.zeros((batch * max_segments, 2), jnp.int32)
+        return jnp.zeros((batch, max_segments, 2), jnp.int32)
     after = jnp.pad(segment_ids[:, 1:], ((0, 0), (0, 1)))
     starts = _run_starts(segment_ids)
     ends = (segment_ids != 0) & (segment_ids != after)
     run = jnp.cumsum(starts, axis=1, dtype=jnp.int32) - 1
-    row = jnp.arange(batch, dtype=jnp.int32)[:, None]
-    position = row * tokens + jnp.arange(tokens, dtype=jnp.int32)[None]
-    nowhere = batch * max_segments
-    slot = jnp.where(run < max_segments, row * max_segments + run, nowhere)
-    # An unused slot is empty and lies at its row's end, which keeps the whole list sorted.
-    unused = jnp.repeat((jnp.arange(batch, dtype=jnp.int32) + 1) * tokens, max_segments)
-    start = unused.at[jnp.where(starts, slot, nowhere)].set(position, mode="drop")
-    end = unused.at[jnp.where(ends, slot, nowhere)].set(position + 1, mode="drop")
-    return jnp.stack([start, end], axis=1)
+    position = jnp.arange(tokens, dtype=jnp.int32)
+
+    # Row by row, for of all rows at once the compiler gathers the ids where it cuts the batch.
+    @jax.vmap
+    def in_slots(is_bound: jax.Array, run: jax.Array) -> jax.Array:
+        """The position of every bound, in its run's slot."""
+        # An unused slot is empty and lies at the row's end, which keeps the whole list sorted.
+        unused = jnp.full((max_segments,), tokens, jnp.int32)
+        return unused.at[jnp.where(is_bound, run, max_segments)].set(position, mode="drop")
+
+    # An end is the position behind its run's last token, and that of an unused slot is the row's.
+    start, last = in_slots(starts, run), in_slots(ends, run)
+    return jnp.stack([start, jnp.minimum(last + 1, tokens)], axis=2)
 
 
 def gates_with_resets(

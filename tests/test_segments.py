@@ -235,17 +235,18 @@ def test_segment_ids() -> None:
         ids = np.repeat(random.integers(0, 3, (3, 6)), random.integers(1, 6, 6), axis=1)[:, :12].astype(np.int32)
         ids = np.pad(ids, ((0, 0), (0, 12 - ids.shape[1])))
         expected = []
-        for b, row in enumerate(ids):
-            runs = [(b * 12 + start, b * 12 + end) for start, end in _runs(row)[:4]]
-            expected += runs + [((b + 1) * 12,) * 2] * (4 - len(runs))
+        for row in ids:
+            runs = _runs(row)[:4]
+            expected.append(runs + [(12, 12)] * (4 - len(runs)))
         segments = find(ids)
         assert segments.dtype == jnp.int32
         np.testing.assert_array_equal(segments, expected)
-        assert np.all(np.diff(np.asarray(segments).reshape(-1)) >= 0)
+        assert np.all(np.diff(np.asarray(segments).reshape(3, -1), axis=1) >= 0)
 
 
 def test_segment_ids_of_nothing() -> None:
-    assert sg.segments_from_segment_ids(jnp.zeros((2, 0), jnp.int32), 3).shape == (6, 2)
+    for shape in ((2, 0), (0, 4), (0, 0)):
+        assert sg.segments_from_segment_ids(jnp.zeros(shape, jnp.int32), 3).shape == (shape[0], 3, 2)
 
 
 def test_resets_are_a_dense_way_to_pack() -> None:
@@ -261,7 +262,7 @@ def test_resets_are_a_dense_way_to_pack() -> None:
         return jnp.where(valid[..., None, None], o, 0)
 
     def packed(*rows: Any) -> Any:
-        return recurrence(*rows, None, sg.segments_from_segment_ids(ids, 6), scale=0.3)[0]
+        return recurrence(*rows, None, sg.segments_from_segment_ids(ids, 6)[0], scale=0.3)[0]
 
     results = []
     for function in (dense, packed):
