@@ -199,7 +199,7 @@ def chunk_gated_delta_rule(
 
     segments = valid = None
     if cu_seqlens is not None:
-        segments, initial_state = _one_row(layout, v, initial_state, cu_seqlens)
+        segments, initial_state = _one_row(layout, v.shape[1], initial_state, cu_seqlens)
     elif segment_ids is not None and max_segments is None:
         before = previous_ids(layout, segment_ids)
         g, beta, valid = gates_with_resets(segment_ids, g, beta, before)
@@ -218,9 +218,9 @@ def chunk_gated_delta_rule(
     o, final_state = _compute(options, (q, k, v, g, beta, initial_state, segments))
 
     if valid is not None:
-        o = jnp.where(valid[..., None, None], o, jnp.zeros((), o.dtype))
+        o = _without_padding(o, valid)
     if final_state is not None and cu_seqlens is not None:
-        final_state = final_state[0]
+        final_state = jnp.squeeze(final_state, 0)
     return o, final_state
 
 
@@ -444,7 +444,7 @@ def chunk_gated_delta_rule_fwd(
     )
     o, final_state, residuals, _ = first_order(forward, _HALVES)(*operands)
     if final_state is not None and cu_seqlens is not None:
-        final_state = final_state[0]
+        final_state = jnp.squeeze(final_state, 0)
     if residuals is None:
         return o, final_state, None
     a, gamma, vd, between, h, _ = residuals  # q and k, as they are, have no lengths
@@ -529,7 +529,7 @@ def chunk_gated_delta_rule_bwd(
             'residuals are missing: "cuda" reads them; call chunk_gated_delta_rule_fwd with the same implementation='
         )
     if d_final_state is not None and cu_seqlens is not None:
-        d_final_state = d_final_state[None]
+        d_final_state = jnp.expand_dims(d_final_state, 0)
     backward = functools.partial(
         sharding.backward, layout=layout, choice=choice, scale=checked.scale, precision=precision
     )
@@ -537,7 +537,7 @@ def chunk_gated_delta_rule_bwd(
         *(*operands, given, None, do, d_final_state)
     )
     if d_initial_state is not None and cu_seqlens is not None:
-        d_initial_state = d_initial_state[0]
+        d_initial_state = jnp.squeeze(d_initial_state, 0)
     return dq, dk, dv, dg, dbeta, d_initial_state
 
 
@@ -629,7 +629,7 @@ def recurrent_gated_delta_rule(
         instead="chunk_gated_delta_rule",
     )
     if final_state is not None and cu_seqlens is not None:
-        final_state = final_state[0]
+        final_state = jnp.squeeze(final_state, 0)
     return o, final_state
 
 
@@ -685,13 +685,23 @@ def _laid_out(
     return layout, tuple(aligned)
 
 
+# Compiled, as all that surrounds the rule: a call that is not under `jax.jit` would else run every operation by itself,
+# and move constants to the device for it, which `jax.transfer_guard` may forbid.
+@functools.partial(jax.jit, static_argnames=("layout", "length"))
 def _one_row(
-    layout: Layout, v: jax.Array, initial_state: jax.Array | None, cu_seqlens: jax.Array
+    layout: Layout, length: int, initial_state: jax.Array | None, cu_seqlens: jax.Array
 ) -> tuple[jax.Array, jax.Array | None]:
-    """segments [1, N, 2] and initial states [1, N, Hv, K, V] of a batch packed by cu_seqlens."""
+    """segments [1, N, 2] and initial states [1, N, Hv, K, V] of a row packed by cu_seqlens, of which this device has
+    `length` tokens where the caller has cut it."""
     shards = jax.lax.axis_size(layout.manual_sequence) if layout.manual_sequence else 1
-    segments = segments_from_cu_seqlens(cu_seqlens, v.shape[1] * shards)
+    segments = segments_from_cu_seqlens(cu_seqlens, length * shards)
     return segments[None], None if initial_state is None else initial_state[None]
+
+
+@jax.jit
+def _without_padding(o: jax.Array, valid: jax.Array) -> jax.Array:
+    """o, zero where `valid` [B, T] is False."""
+    return jnp.where(valid[..., None, None], o, jnp.zeros((), o.dtype))
 
 
 def _check_half(q: Any, k: Any, v: Any, g: Any, beta: Any, **options: Any) -> tuple[Checked, Choice]:
@@ -721,7 +731,7 @@ def _operands_of_half(
     )
     segments = None
     if cu_seqlens is not None:
-        segments, initial_state = _one_row(layout, v, initial_state, cu_seqlens)
+        segments, initial_state = _one_row(layout, v.shape[1], initial_state, cu_seqlens)
     return layout, (q, k, v, g, beta, initial_state, segments)
 
 

@@ -86,6 +86,7 @@ def segments_from_segment_ids(segment_ids: jax.Array, max_segments: int) -> jax.
     return jnp.stack([start, jnp.minimum(last + 1, tokens)], axis=2)
 
 
+@jax.jit
 def gates_with_resets(
     segment_ids: jax.Array, g: jax.Array, beta: jax.Array, before: jax.Array | None = None
 ) -> tuple[jax.Array, jax.Array, jax.Array]:

@@ -107,6 +107,23 @@ def test_where_jax_promotes_nothing(dtype: str, strictness: str) -> None:
             )
 
 
+@pytest.mark.parametrize("name", ["chunk_gated_delta_rule", "recurrent_gated_delta_rule", "chunk_gated_delta_rule_bwd"])
+def test_packed_calls_that_are_not_compiled_move_nothing_to_the_device(name: str) -> None:
+    *rows, initial = (jnp.asarray(x) for x in (*tokens(1, LENGTH), states(3)))
+    do, ids, cu_seqlens = jnp.ones_like(rows[2]), jnp.ones((1, LENGTH), jnp.int32), jnp.asarray(CU_SEQLENS)
+    packed: dict[str, Any] = {"initial_state": initial, "cu_seqlens": cu_seqlens}
+    function: Any = getattr(jax_qla, name)
+    with jax.transfer_guard("disallow"):
+        if name == "chunk_gated_delta_rule_bwd":
+            *_, gradient = function(*rows, None, do, initial, **packed)
+            assert gradient.shape == initial.shape
+            return
+        _, final_state = function(*rows, **packed, output_final_state=True)
+        assert final_state.shape == initial.shape
+        if name == "chunk_gated_delta_rule":
+            assert function(*rows, segment_ids=ids)[0].shape == rows[2].shape
+
+
 def test_eval_shape() -> None:
     x = operands(packed=True)
     value, gradients = jax.eval_shape(value_and_grad, *x)
