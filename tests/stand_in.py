@@ -89,7 +89,8 @@ def forget_traces() -> None:
 
 @contextlib.contextmanager
 def kernels(objection: str | None = None) -> Iterator[None]:
-    """`jax_qla.cuda` replaced by a module that takes everything, or nothing because of `objection`."""
+    """`jax_qla.cuda` replaced by a module that takes everything but, as the kernel, packed calls token by token; or
+    nothing because of `objection`."""
     module = types.ModuleType("jax_qla.cuda")
     module.__path__ = list(cuda.__path__)  # the kernels of a layer are what they are
     functions: dict[str, Any] = {
@@ -101,7 +102,8 @@ def kernels(objection: str | None = None) -> Iterator[None]:
         "chunk_states": xla.chunk_states,
         "recurrent": _recurrent,
     }
-    functions |= dict.fromkeys(("why_not", "why_not_recurrent"), lambda q, k, v, **_: objection)
+    functions["why_not"] = lambda q, k, v, **_: objection
+    functions["why_not_recurrent"] = lambda q, k, v, *, call, **_: "dense only" if call.packed else objection
     vars(module).update(functions)
     with mock.patch.dict("sys.modules", {module.__name__: module}):
         try:
