@@ -24,11 +24,12 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jax_qla.kernels.common import CHUNK, MIN_LOG_DECAY
 from jax_qla.policy import Cut
@@ -70,10 +71,25 @@ class _Marks(NamedTuple):
     """bool, the state after the chunk is the sequence's final state."""
 
 
+class _Group(NamedTuple):
+    """Where the rows of a group of chunks lie."""
+
+    first_row: jax.Array
+    """int32, of a dense batch; of a packed one in what `_Layout.put` fills."""
+    marks: _Marks | None
+    """Of its chunks, in a packed batch."""
+    row_of: jax.Array | None
+    """int32 [group, 64], the rows of its chunks in a packed batch."""
+    row_exists: jax.Array | None
+    """bool [group, 64], whether the chunk has so many."""
+
+
 class _Layout:
     """How the rows of a dense or packed batch become groups of chunks and back.
 
-    Chunked arrays are [groups, group, B, ..., 64, D] with heads before rows; rows that do not exist are zero.
+    Rows of a group are [group, B, ..., 64, D] with heads before rows; rows that do not exist are zero. They are taken
+    out of the whole batch, and put into it, where the group is computed: of the whole batch that would be copies of all
+    operands and results, beside which the rest fits into a CPU's caches.
     """
 
     def __init__(self, batch: int, tokens: int, value_heads: int, segments: jax.Array | None) -> None:
@@ -85,18 +101,21 @@ class _Layout:
         limit = min(max(at_once // (batch * value_heads), 4), 32)
         self.groups = math.ceil(chunks / limit)
         self.group = math.ceil(chunks / self.groups)
-        self.chunks = self.groups * self.group
-        self.marks: _Marks | None = None
+        self.rows = self.groups * self.group * CHUNK
+        self.packed = segments is not None
+        first_row = self.group * CHUNK * jnp.arange(self.groups, dtype=jnp.int32)
+        self.each = _Group(first_row, None, None, None)
+        """Of all groups, [groups, ...]."""
         if segments is None or table is None:
             return
-        table = jnp.pad(table, ((0, self.chunks - chunks), (0, 0)))
-        sequence, first_row, rows, _ = table.T
+        table = jnp.pad(table, ((0, self.groups * self.group - chunks), (0, 0)))
+        sequence, first, rows, _ = table.T
         start, end = segments[sequence].T
-        marks = _Marks(sequence, (rows > 0) & (first_row == start), (rows > 0) & (first_row + rows == end))
-        self.marks = jax.tree.map(lambda x: x.reshape(self.groups, self.group), marks)
+        marks = _Marks(sequence, (rows > 0) & (first == start), (rows > 0) & (first + rows == end))
         offset = jnp.arange(CHUNK, dtype=jnp.int32)[None]
-        self.row_of = jnp.minimum(first_row[:, None] + offset, tokens - 1)
-        self.row_exists = offset < rows[:, None]
+        of_chunks = (marks, jnp.minimum(first[:, None] + offset, tokens - 1), offset < rows[:, None])
+        of_groups = jax.tree.map(lambda x: x.reshape(self.groups, self.group, *x.shape[1:]), of_chunks)
+        self.each = _Group(first_row, *of_groups)
         # The way back: a row lies in the last sequence that starts at or before it, if that has not ended.
         row = jnp.arange(tokens, dtype=jnp.int32)
         of_row = jnp.searchsorted(segments[:, 0], row, side="right", method="sort") - 1
@@ -105,26 +124,43 @@ class _Layout:
         slot = first_slot(start, of_row) + (row - start) // CHUNK
         self.place_of = jnp.where(self.row_valid, slot * CHUNK + (row - start) % CHUNK, 0)
 
-    def split(self, x: jax.Array, *heads: int) -> jax.Array:
-        """[B, T, H, ...] -> [groups, group, B, *heads, 64, ...], where the product of `heads` is H."""
-        if self.marks is None:
-            x = jnp.pad(x, ((0, 0), (0, self.chunks * CHUNK - self.tokens), *((0, 0),) * (x.ndim - 2)))
-        else:
-            exists = self.row_exists.reshape(*self.row_exists.shape, *(1,) * (x.ndim - 2))
-            x = jnp.where(exists, x[0][self.row_of], 0)
-        x = x.reshape(self.batch, self.groups, self.group, CHUNK, *heads, *x.shape[3:])
-        return jnp.moveaxis(x, (0, 3), (2, 3 + len(heads)))
+    def whole(self, x: jax.Array) -> jax.Array:
+        """[B, T, ...], with as many rows as all groups of a dense batch have."""
+        if self.packed or self.tokens == self.rows:
+            return x
+        return jnp.pad(x, ((0, 0), (0, self.rows - self.tokens), *((0, 0),) * (x.ndim - 2)))
 
-    def join(self, x: jax.Array, heads: int) -> jax.Array:
-        """The inverse of `split` with heads joined, [B, T, heads, D] (D = 1 if absent), zero outside every segment."""
-        x = jnp.moveaxis(x.reshape(*x.shape[:3], heads, CHUNK, -1), (2, 4), (0, 3))
-        x = x.reshape(self.batch, self.chunks * CHUNK, heads, x.shape[-1])
-        if self.marks is None:
-            if self.tokens < CHUNK:
-                # XLA for GPUs (jax 0.11.2) fails to compile a fusion of the slice with a sum, for 2 or 3 tokens.
-                x = jax.lax.optimization_barrier(x)
-            return x[:, : self.tokens]
-        return jnp.where(self.row_valid[:, None, None], x[0][self.place_of], 0)[None]
+    def take(self, x: jax.Array, group: _Group, *heads: int) -> jax.Array:
+        """The rows of a group, [group, B, *heads, 64, ...], where the product of `heads` is H, of `whole`'s x."""
+        features = x.shape[3:]
+        if group.row_of is None or group.row_exists is None:
+            x = jax.lax.dynamic_slice_in_dim(x, group.first_row, self.group * CHUNK, axis=1)
+        else:
+            exists = group.row_exists.reshape(*group.row_exists.shape, *(1,) * (x.ndim - 2))
+            x = jnp.where(exists, x[0][group.row_of], 0)
+        x = x.reshape(self.batch, self.group, CHUNK, *heads, *features)
+        return jnp.moveaxis(x, (0, 2), (1, 2 + len(heads)))
+
+    def nothing(self, x: jax.Array, zero: jax.Array) -> jax.Array:
+        """What `put` fills, for results of the shape and dtype of x [B, T, ...]; `zero` as of `_zero`."""
+        return jnp.broadcast_to(zero.astype(x.dtype), (self.batch, self.rows, *x.shape[2:]))
+
+    def put(self, filled: jax.Array, group: _Group, x: jax.Array) -> jax.Array:
+        """`filled` with what a group's rows x [group, B, *heads, 64, ...] have, as `take` orders them."""
+        heads, *features = filled.shape[2:]
+        x = jnp.moveaxis(x.reshape(self.group, self.batch, heads, CHUNK, *features), (1, 3), (0, 2))
+        x = x.reshape(self.batch, self.group * CHUNK, heads, *features).astype(filled.dtype)
+        return jax.lax.dynamic_update_slice_in_dim(filled, x, group.first_row, axis=1)
+
+    def join(self, filled: jax.Array) -> jax.Array:
+        """What all groups have put there, [B, T, ...], zero outside every segment."""
+        if self.packed:
+            valid = self.row_valid.reshape(-1, *(1,) * (filled.ndim - 2))
+            return jnp.where(valid, filled[0][self.place_of], 0)[None]
+        if self.tokens < CHUNK:
+            # XLA for GPUs (jax 0.11.2) fails to compile a fusion of the slice with a sum, for 2 or 3 tokens.
+            filled = jax.lax.optimization_barrier(filled)
+        return filled[:, : self.tokens]
 
 
 class _Chunks(NamedTuple):
@@ -163,16 +199,27 @@ def _gates(g: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
     """
     g = jnp.maximum(g, MIN_LOG_DECAY)
     coarse = jnp.round(g * _GATE_GRID) / _GATE_GRID
-    gamma = jnp.cumsum(jnp.stack([coarse, g - coarse]), axis=-1)
-    pairs = jnp.sum(gamma[..., :, None] - gamma[..., None, :], axis=0)
-    to_end = jnp.sum(gamma[..., -1:] - gamma, axis=0)
+    gamma = _sums(jnp.stack([coarse, g - coarse]), _lower(0).T)
+    pairs = (gamma[0, ..., :, None] - gamma[0, ..., None, :]) + (gamma[1, ..., :, None] - gamma[1, ..., None, :])
+    to_end = (gamma[0, ..., -1:] - gamma[0]) + (gamma[1, ..., -1:] - gamma[1])
     # Above the diagonal pairs are positive and may overflow: masked before the exponential.
-    pairs = jnp.where(jnp.tril(jnp.ones((CHUNK, CHUNK), bool)), pairs, -jnp.inf)
-    return jnp.exp(pairs), jnp.exp(jnp.sum(gamma, axis=0)), jnp.exp(to_end)
+    pairs = jnp.where(_lower(0), pairs, -jnp.inf)
+    return jnp.exp(pairs), jnp.exp(gamma[0] + gamma[1]), jnp.exp(to_end)
+
+
+def _lower(diagonal: int) -> np.ndarray:
+    """bool [64, 64], on and below this diagonal."""
+    return np.tri(CHUNK, k=diagonal, dtype=bool)
+
+
+def _sums(x: jax.Array, which: np.ndarray) -> jax.Array:
+    """sum_j x_j which_jt of x [..., 64], for every t: cumulative sums, as exact as `jnp.cumsum`'s, for each of which
+    XLA for CPUs compiles six kernels, and for a product one."""
+    return _product("...j,jt->...t", x, jnp.asarray(which, jnp.float32), jax.lax.Precision.HIGHEST)
 
 
 def _strictly_lower(x: jax.Array) -> jax.Array:
-    return jnp.where(jnp.tril(jnp.ones((CHUNK, CHUNK), bool), -1), x, 0)
+    return jnp.where(_lower(-1), x, 0)
 
 
 def _product(subscripts: str, x: jax.Array, y: jax.Array, precision: Precision) -> jax.Array:
@@ -208,9 +255,12 @@ def _unit_lower_inverse(lower: jax.Array) -> jax.Array:
     return inverse[..., 0, :, :]
 
 
-def _chunks(k: jax.Array, v: jax.Array, g: jax.Array, beta: jax.Array, precision: Precision) -> _Chunks:
-    """The state-free part of a group of chunks from its rows k [..., Hk, 64, K], v [..., Hk, r, 64, V], g, beta."""
-    k, v = k.astype(jnp.float32), v.astype(jnp.float32)
+def _chunks(layout: _Layout, rows: Sequence[jax.Array], at: _Group, precision: Precision) -> _Chunks:
+    """The state-free part of a group of chunks, of `layout.whole`'s k, v, g and beta."""
+    k, v, g, beta = rows
+    heads = (k.shape[2], v.shape[2] // k.shape[2])
+    v, g, beta = (layout.take(x, at, *heads) for x in (v, g, beta))
+    k, v = layout.take(k, at, heads[0]).astype(jnp.float32), v.astype(jnp.float32)
     weight, decay, decay_to_end = _gates(g)
     kk = _product("...ik,...jk->...ij", k, k, precision)[..., None, :, :]
     lower = _strictly_lower(weight * kk) * beta[..., None]
@@ -372,34 +422,27 @@ def forward(
         o, final = jnp.zeros_like(v), first_states
     else:
         layout = _Layout(batch, tokens, value_heads, segments)
+        whole_q, *rows = map(layout.whole, (q, k, v, g, beta))
 
-        def group(carry: tuple[jax.Array, Any], x: tuple[Any, ...]) -> tuple[Any, jax.Array]:
-            state, final = carry
-            q, k, v, g, beta, marks = x
-            chunks = _chunks(k, v, g, beta, precision)
-            state, states = _scan_states(chunks, state, first_states, marks, precision)
-            if final is not None and states.after is not None:
-                final = _store(final, marks.sequence, marks.last, states.after)
-            q = q.astype(jnp.float32)
+        def group(carry: tuple[jax.Array, Any, jax.Array], at: _Group) -> tuple[Any, None]:
+            state, final, o = carry
+            chunks = _chunks(layout, rows, at, precision)
+            state, states = _scan_states(chunks, state, first_states, at.marks, precision)
+            if final is not None and at.marks is not None and states.after is not None:
+                final = _store(final, at.marks.sequence, at.marks.last, states.after)
+            q = layout.take(whole_q, at, key_heads).astype(jnp.float32)
             qk = _product("...ik,...jk->...ij", q, chunks.k, precision)[..., None, :, :]
-            o = _product("...ij,...jv->...iv", qk * chunks.weight, states.delta, precision)
-            o += chunks.decay[..., None] * _product("...hik,...hrkv->...hriv", q, states.before, precision)
-            return (state, final), (scale * o).astype(v.dtype)
+            of_group = _product("...ij,...jv->...iv", qk * chunks.weight, states.delta, precision)
+            of_group += chunks.decay[..., None] * _product("...hik,...hrkv->...hriv", q, states.before, precision)
+            return (state, final, layout.put(o, at, scale * of_group)), None
 
-        rows = (
-            layout.split(q, key_heads),
-            layout.split(k, key_heads),
-            layout.split(v, *heads),
-            layout.split(g, *heads),
-            layout.split(beta, *heads),
-            layout.marks,
-        )
         packed = segments is not None
         # What a packed scan starts from is never used: every sequence's first chunk starts anew.
         final = first_states if packed and output_final_state else None
-        (state, final), o = jax.lax.scan(group, (first_states[:1] if packed else first_states, final), rows)
+        state = first_states[:1] if packed else first_states
+        (state, final, o), _ = jax.lax.scan(group, (state, final, layout.nothing(v, zero)), layout.each)
         final = final if packed else state
-        o = layout.join(o, value_heads)
+        o = layout.join(o)
 
     empty = None
     if with_residuals:
@@ -468,12 +511,11 @@ def _gradients(
     # Every gate's gradient is a sum of the terms whose exponent holds it, never a difference of larger sums:
     # e^gamma_i holds the gates up to i, e^(gamma_C - gamma_i) those after i, G_ij those after j up to i.
     up_to = jnp.sum(q_row * dq_state, axis=-1) - beta * jnp.sum(k_row * dk_state, axis=-1)
-    after = jnp.sum(k_row * dk_next, axis=-1)
-    after = jnp.cumsum(jnp.pad(after[..., :-1], ((0, 0),) * (after.ndim - 1) + ((1, 0),)), axis=-1)
+    after = _sums(jnp.sum(k_row * dk_next, axis=-1), _lower(-1).T)
     whole = jnp.sum(total * dstate * states.before, axis=(-2, -1))[..., None]
-    columns_before = jnp.triu(jnp.ones((CHUNK, CHUNK), jnp.float32), 1)
-    pairs = jnp.tril(product("...ij,jt->...it", dqk * qk + dkk * kk, columns_before))
-    dg = jax.lax.cumsum(up_to, axis=up_to.ndim - 1, reverse=True) + after + whole + jnp.sum(pairs, axis=-2)
+    columns_before = jnp.asarray(_lower(-1).T, jnp.float32)
+    pairs = product("...ij,jt->...it", dqk * qk + dkk * kk, columns_before)
+    dg = jnp.sum(jnp.where(_lower(0), pairs + up_to[..., None], 0), axis=-2) + after + whole
     return dq, dk, dv, dg, dbeta
 
 
@@ -535,52 +577,45 @@ def backward(
     else:
         layout = _Layout(batch, tokens, value_heads, segments)
         packed = segments is not None
-        dtypes = (q.dtype, k.dtype, v.dtype, jnp.float32, jnp.float32)
-        rows = (
-            layout.split(k, key_heads),
-            layout.split(v, *heads),
-            layout.split(g, *heads),
-            layout.split(beta, *heads),
-        )
+        do = jnp.zeros_like(v) if do is None else do
+        operands = (q, k, v, g, beta)
+        whole_q, *rows, whole_do = map(layout.whole, (*operands, do))
 
-        def group_states(state: jax.Array, x: tuple[Any, ...]) -> tuple[jax.Array, jax.Array]:
-            (k, v, g, beta), marks = x
-            after, _ = _scan_states(_chunks(k, v, g, beta, precision), state, first_states, marks, precision)
-            return after, state
+        def group_states(state: jax.Array, at: _Group) -> tuple[jax.Array, jax.Array]:
+            chunks = _chunks(layout, rows, at, precision)
+            return _scan_states(chunks, state, first_states, at.marks, precision)[0], state
 
         state = first_states[:1] if packed else first_states
         group_starts = state[None]
         if layout.groups > 1:  # `jax.disable_jit` has no scan over nothing
-            leading = jax.tree.map(lambda x: x[:-1], (rows, layout.marks))
+            leading = jax.tree.map(lambda x: x[:-1], layout.each)
             last_start, group_starts = jax.lax.scan(group_states, state, leading)
             group_starts = jnp.concatenate([group_starts, last_start[None]])
 
-        def group(carry: tuple[jax.Array, Any], x: tuple[Any, ...]) -> tuple[Any, Any]:
-            dstate, d_initial = carry
-            start, q, (k, v, g, beta), do, marks = x
-            chunks = _chunks(k, v, g, beta, precision)
-            _, states = _scan_states(chunks, start, first_states, marks, precision)
+        def group(carry: tuple[jax.Array, Any, Any], x: tuple[jax.Array, _Group]) -> tuple[Any, None]:
+            dstate, d_initial, filled = carry
+            start, at = x
+            chunks = _chunks(layout, rows, at, precision)
+            _, states = _scan_states(chunks, start, first_states, at.marks, precision)
+            q, do = layout.take(whole_q, at, key_heads), layout.take(whole_do, at, *heads)
             q, do = q.astype(jnp.float32), do.astype(jnp.float32)
             dstate, (ddelta, dstates, before) = _scan_dstates(
-                q, chunks, do, dstate, last_dstates, marks, scale, precision
+                q, chunks, do, dstate, last_dstates, at.marks, scale, precision
             )
-            if d_initial is not None and before is not None:
-                d_initial = _store(d_initial, marks.sequence, marks.first, before)
+            if d_initial is not None and at.marks is not None and before is not None:
+                d_initial = _store(d_initial, at.marks.sequence, at.marks.first, before)
             gradients = _gradients(q, chunks, states, do, ddelta, dstates, scale, precision)
-            return (dstate, d_initial), tuple(x.astype(dtype) for x, dtype in zip(gradients, dtypes, strict=True))
+            filled = [layout.put(x, at, y) for x, y in zip(filled, gradients, strict=True)]
+            return (dstate, d_initial, filled), None
 
-        do = jnp.zeros_like(v) if do is None else do
+        dstate = last_dstates[:1] if packed else last_dstates
         d_initial = last_dstates if packed and initial_state is not None else None
-        (dstate, d_initial), gradients = jax.lax.scan(
-            group,
-            (last_dstates[:1] if packed else last_dstates, d_initial),
-            (group_starts, layout.split(q, key_heads), rows, layout.split(do, *heads), layout.marks),
-            reverse=True,
+        nothing = [layout.nothing(x, zero) for x in operands]
+        (dstate, d_initial, filled), _ = jax.lax.scan(
+            group, (dstate, d_initial, nothing), (group_starts, layout.each), reverse=True
         )
         d_initial = d_initial if packed else dstate
-        dq, dk = (layout.join(x, key_heads) for x in gradients[:2])
-        dv, dg, dbeta = (layout.join(x, value_heads) for x in gradients[2:])
-        dg, dbeta = dg[..., 0], dbeta[..., 0]
+        dq, dk, dv, dg, dbeta = map(layout.join, filled)
 
     if initial_state is None or d_initial is None:
         return dq, dk, dv, dg, dbeta, None
@@ -630,28 +665,21 @@ def summary(
     first_states = jnp.concatenate([response, identity], axis=-1)
     layout = _Layout(batch, tokens, value_heads, segments)
     packed = segments is not None
+    rows = [layout.whole(x) for x in (k, v, g, beta)]
 
-    def group(carry: tuple[jax.Array, Any], x: tuple[Any, ...]) -> tuple[Any, None]:
+    def group(carry: tuple[jax.Array, Any], at: _Group) -> tuple[Any, None]:
         state, final = carry
-        k, v, g, beta, marks = x
-        chunks = _chunks(k, v, g, beta, precision)
+        chunks = _chunks(layout, rows, at, precision)
         u = jnp.concatenate([chunks.u, jnp.zeros((*chunks.u.shape[:-1], k_dim), jnp.float32)], axis=-1)
-        state, states = _scan_states(chunks._replace(u=u), state, first_states, marks, precision)
-        if final is not None and states.after is not None:
-            final = _store(final, marks.sequence, marks.last, states.after)
+        state, states = _scan_states(chunks._replace(u=u), state, first_states, at.marks, precision)
+        if final is not None and at.marks is not None and states.after is not None:
+            final = _store(final, at.marks.sequence, at.marks.last, states.after)
         return (state, final), None
 
-    rows = (
-        layout.split(k, key_heads),
-        layout.split(v, *heads),
-        layout.split(g, *heads),
-        layout.split(beta, *heads),
-        layout.marks,
-    )
     carry = (first_states[:1], first_states) if packed else (first_states, None)
-    (state, final), _ = jax.lax.scan(group, carry, rows)
-    whole = (state if final is None else final).reshape(sequences, value_heads, k_dim, v_dim + k_dim)
-    transition, of_zero = whole[..., v_dim:], whole[..., :v_dim]
+    (state, final), _ = jax.lax.scan(group, carry, layout.each)
+    both = (state if final is None else final).reshape(sequences, value_heads, k_dim, v_dim + k_dim)
+    transition, of_zero = both[..., v_dim:], both[..., :v_dim]
     if packed or not with_residuals:
         return transition, of_zero, None, None
     pieces = Pieces(**_filled(Pieces.shapes(sequences, cut.pieces, value_heads, k_dim, v_dim), zero))
@@ -693,28 +721,20 @@ def state_gradient(
     do = jnp.zeros_like(v) if do is None else do
     layout = _Layout(batch, tokens, value_heads, segments)
     packed = segments is not None
+    whole_q, *rows, whole_do = map(layout.whole, (q, k, v, g, beta, do))
 
-    def group(carry: tuple[jax.Array, Any], x: tuple[Any, ...]) -> tuple[Any, None]:
+    def group(carry: tuple[jax.Array, Any], at: _Group) -> tuple[Any, None]:
         dstate, d_initial = carry
-        q, k, v, g, beta, do, marks = x
-        chunks = _chunks(k, v, g, beta, precision)
+        chunks = _chunks(layout, rows, at, precision)
+        q, do = layout.take(whole_q, at, key_heads), layout.take(whole_do, at, *heads)
         q, do = q.astype(jnp.float32), do.astype(jnp.float32)
-        dstate, (_, _, before) = _scan_dstates(q, chunks, do, dstate, last_dstates, marks, scale, precision)
-        if d_initial is not None and before is not None:
-            d_initial = _store(d_initial, marks.sequence, marks.first, before)
+        dstate, (_, _, before) = _scan_dstates(q, chunks, do, dstate, last_dstates, at.marks, scale, precision)
+        if d_initial is not None and at.marks is not None and before is not None:
+            d_initial = _store(d_initial, at.marks.sequence, at.marks.first, before)
         return (dstate, d_initial), None
 
-    rows = (
-        layout.split(q, key_heads),
-        layout.split(k, key_heads),
-        layout.split(v, *heads),
-        layout.split(g, *heads),
-        layout.split(beta, *heads),
-        layout.split(do, *heads),
-        layout.marks,
-    )
     carry = (last_dstates[:1], last_dstates) if packed else (last_dstates, None)
-    (dstate, d_initial), _ = jax.lax.scan(group, carry, rows, reverse=True)
+    (dstate, d_initial), _ = jax.lax.scan(group, carry, layout.each, reverse=True)
     d_initial = dstate if d_initial is None else d_initial
     of_pieces = None if pieces is None else jnp.broadcast_to(zero, pieces.response.shape)
     return d_initial.reshape(sequences, value_heads, k_dim, v_dim), of_pieces
