@@ -223,8 +223,14 @@ def _strictly_lower(x: jax.Array) -> jax.Array:
 
 
 def _product(subscripts: str, x: jax.Array, y: jax.Array, precision: Precision) -> jax.Array:
-    """An einsum over float32 matrices; letters: h key head, r value head of it, i j rows, k v dimensions."""
+    """An einsum over float32 matrices; letters: r value head of a key head, i j rows, k v dimensions."""
     return jnp.einsum(subscripts, x, y, precision=precision, preferred_element_type=jnp.float32)
+
+
+def _of_each(x: jax.Array, y: jax.Array) -> jax.Array:
+    """x [..., h, i, k] as [..., h, r, i, k] for the value heads of y [..., h, r, :, :]: a product that a key head has
+    with all of its value heads at once would be of transposed copies of these, and give one to be transposed."""
+    return jnp.broadcast_to(x[..., None, :, :], (*y.shape[:-2], *x.shape[-2:]))
 
 
 def _product_of_blocks(x: jax.Array, y: jax.Array) -> jax.Array:
@@ -295,7 +301,7 @@ def _scan_states(
             state = jnp.where(mark.first, first_states[mark.sequence], state)
         delta = chunk.u - _product("...ik,...kv->...iv", chunk.y, state, precision)
         weighted = chunk.decay_to_end[..., None] * delta
-        after = chunk.total * state + _product("...hik,...hriv->...hrkv", chunk.k, weighted, precision)
+        after = chunk.total * state + _product("...ik,...iv->...kv", _of_each(chunk.k, weighted), weighted, precision)
         return after, _States(state, None if mark is None else after, delta)
 
     return jax.lax.scan(step, state, (chunks, marks))
@@ -319,13 +325,14 @@ def _scan_dstates(
     qk = _product("...ik,...jk->...ij", q, chunks.k, precision)[..., None, :, :]
     scaled = scale * do
     ddelta = _product("...ij,...iv->...jv", qk * chunks.weight, scaled, precision)
-    dstate_rows = _product("...hik,...hriv->...hrkv", q, chunks.decay[..., None] * scaled, precision)
+    decayed = chunks.decay[..., None] * scaled
+    dstate_rows = _product("...ik,...iv->...kv", _of_each(q, decayed), decayed, precision)
 
     def step(dstate: jax.Array, x: tuple[Any, ...]) -> tuple[jax.Array, Any]:
         chunk, ddelta, dstate_rows, mark = x
         if mark is not None:
             dstate = jnp.where(mark.last, last_dstates[mark.sequence], dstate)
-        from_state = _product("...hik,...hrkv->...hriv", chunk.k, dstate, precision)
+        from_state = _product("...ik,...kv->...iv", _of_each(chunk.k, dstate), dstate, precision)
         ddelta += chunk.decay_to_end[..., None] * from_state
         before = chunk.total * dstate + dstate_rows
         before -= _product("...ik,...iv->...kv", chunk.y, ddelta, precision)
@@ -433,7 +440,8 @@ def forward(
             q = layout.take(whole_q, at, key_heads).astype(jnp.float32)
             qk = _product("...ik,...jk->...ij", q, chunks.k, precision)[..., None, :, :]
             of_group = _product("...ij,...jv->...iv", qk * chunks.weight, states.delta, precision)
-            of_group += chunks.decay[..., None] * _product("...hik,...hrkv->...hriv", q, states.before, precision)
+            from_state = _product("...ik,...kv->...iv", _of_each(q, states.before), states.before, precision)
+            of_group += chunks.decay[..., None] * from_state
             return (state, final, layout.put(o, at, scale * of_group)), None
 
         packed = segments is not None

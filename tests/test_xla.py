@@ -243,7 +243,7 @@ def test_temporaries_do_not_grow_with_the_sequence() -> None:
             lambda *x: forward(*x[:5], None, None, scale=1.0, output_final_state=True, with_residuals=False)[:2],
             lambda *x: backward(*x[:5], None, None, None, x[5], None, scale=1.0)[:5],
         ]
-        compiled = (jax.jit(function).lower(q, q, v, g, g, v).compile() for function in passes)
+        compiled: Any = (jax.jit(function).lower(q, q, v, g, g, v).compile() for function in passes)
         return [x.memory_analysis().temp_size_in_bytes for x in compiled]
 
     smallest_operand = 2 * 2048 * 2 * 4
