@@ -29,7 +29,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from jax_qla.kernels.common import CHUNK, MIN_LOG_DECAY
 from jax_qla.policy import Cut
@@ -207,15 +206,15 @@ def _gates(g: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
     return jnp.exp(pairs), jnp.exp(gamma[0] + gamma[1]), jnp.exp(to_end)
 
 
-def _lower(diagonal: int) -> np.ndarray:
-    """bool [64, 64], on and below this diagonal."""
-    return np.tri(CHUNK, k=diagonal, dtype=bool)
+def _lower(diagonal: int) -> jax.Array:
+    """bool [64, 64], on and below this diagonal. Not NumPy's: what the compiler partitions may hold no constants."""
+    return jnp.tri(CHUNK, k=diagonal, dtype=bool)
 
 
-def _sums(x: jax.Array, which: np.ndarray) -> jax.Array:
+def _sums(x: jax.Array, which: jax.Array) -> jax.Array:
     """sum_j x_j which_jt of x [..., 64], for every t: cumulative sums, as exact as `jnp.cumsum`'s, for each of which
     XLA for CPUs compiles six kernels, and for a product one."""
-    return _product("...j,jt->...t", x, jnp.asarray(which, jnp.float32), jax.lax.Precision.HIGHEST)
+    return _product("...j,jt->...t", x, which.astype(jnp.float32), jax.lax.Precision.HIGHEST)
 
 
 def _strictly_lower(x: jax.Array) -> jax.Array:
@@ -521,7 +520,7 @@ def _gradients(
     up_to = jnp.sum(q_row * dq_state, axis=-1) - beta * jnp.sum(k_row * dk_state, axis=-1)
     after = _sums(jnp.sum(k_row * dk_next, axis=-1), _lower(-1).T)
     whole = jnp.sum(total * dstate * states.before, axis=(-2, -1))[..., None]
-    columns_before = jnp.asarray(_lower(-1).T, jnp.float32)
+    columns_before = _lower(-1).T.astype(jnp.float32)
     pairs = product("...ij,jt->...it", dqk * qk + dkk * kk, columns_before)
     dg = jnp.sum(jnp.where(_lower(0), pairs + up_to[..., None], 0), axis=-2) + after + whole
     return dq, dk, dv, dg, dbeta
