@@ -120,7 +120,7 @@ class GatedDeltaNet(nnx.Module):
         Args:
             x: [B, T, D] of real numbers, cast to the layer's dtype.
             segment_ids: int32 [B, T]: keeps packed documents apart, in the convolution and in the state. A document is
-                a maximal run of equal ids other than 0; tokens of id 0 are padding and give 0.
+                a maximal run of equal ids other than 0; tokens of id 0 are padding and give 0, where x is finite there.
 
         Returns:
             [B, T, D] in the layer's dtype.
