@@ -10,7 +10,10 @@ schedule lets it.
 from __future__ import annotations
 
 import ast
+import contextlib
+import functools
 import inspect
+import os
 import random
 import sys
 import textwrap
@@ -107,6 +110,20 @@ class Barrier:
         return self.phase % 2 != parity
 
 
+@contextlib.contextmanager
+def _on_one_processor() -> Iterator[None]:
+    """For this thread and those that it starts, of which one runs at a time: to hand over takes half as long there."""
+    if not hasattr(os, "sched_setaffinity"):  # outside Linux
+        yield
+        return
+    allowed = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {sorted(allowed)[os.getpid() % len(allowed)]})
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, allowed)
+
+
 class Block:
     """One block of a kernel: its warps, barriers, and loads on their way."""
 
@@ -132,11 +149,12 @@ class Block:
 
     def run(self, body: Callable[[], None], threads: int) -> None:
         """Raises Stuck with what everybody waits for."""
-        self.warps = [Warp(self, number, body) for number in range(threads // WARP)]
-        self.go_on(None)
-        self._over.wait()
-        for warp in self.warps:
-            warp.end()
+        with _on_one_processor():
+            self.warps = [Warp(self, number, body) for number in range(threads // WARP)]
+            self.go_on(None)
+            self._over.wait()
+            for warp in self.warps:
+                warp.end()
         if self.error is not None:
             raise self.error
 
@@ -270,7 +288,20 @@ class _References(ast.NodeTransformer):
 
 def with_references(function: Callable[..., Any]) -> Callable[..., Any]:
     """A macro, or a program, as Python has it, whose variables are numbers; it sees those of the function around it."""
-    (tree,) = ast.parse(textwrap.dedent(inspect.getsource(function))).body
+    code = function.__code__
+    inner = _code_with_references(code.co_filename, code)
+    cells = dict(zip(code.co_freevars, function.__closure__ or (), strict=True))
+    known = {**function.__globals__, "_after": _after, "_Written": _Written}
+    closure = tuple(cells[name] for name in inner.co_freevars)
+    made = types.FunctionType(inner, known, function.__name__, function.__defaults__, closure)
+    made.__annotations__ = function.__annotations__
+    return made
+
+
+@functools.cache  # macros are made anew with every program
+def _code_with_references(file: str, code: types.CodeType) -> types.CodeType:
+    """What a function with this code, of this file, becomes in `with_references`."""
+    (tree,) = ast.parse(textwrap.dedent(inspect.getsource(code))).body
     assert isinstance(tree, ast.FunctionDef)
     tree.decorator_list = []
     tree = _References(tree).visit(tree)
@@ -280,18 +311,13 @@ def with_references(function: Callable[..., Any]) -> Callable[..., Any]:
         tree.body += ast.parse(f"return _Written({{{', '.join(f'{n}: {x}' for n, x in references.items())}}})").body
     for x in tree.args.args:
         x.annotation = None
-    around = ast.parse(f"def around({', '.join(function.__code__.co_freevars)}): pass").body[0]
+    around = ast.parse(f"def around({', '.join(code.co_freevars)}): pass").body[0]
     assert isinstance(around, ast.FunctionDef)
     around.body = [tree]
-    code = compile(ast.fix_missing_locations(ast.Module([around], [])), inspect.getsourcefile(function) or "", "exec")
-    (outer,) = (x for x in code.co_consts if isinstance(x, types.CodeType))
+    module = compile(ast.fix_missing_locations(ast.Module([around], [])), file, "exec")
+    (outer,) = (x for x in module.co_consts if isinstance(x, types.CodeType))
     (inner,) = (x for x in outer.co_consts if isinstance(x, types.CodeType))
-    cells = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
-    known = {**function.__globals__, "_after": _after, "_Written": _Written}
-    closure = tuple(cells[name] for name in inner.co_freevars)
-    made = types.FunctionType(inner, known, function.__name__, function.__defaults__, closure)
-    made.__annotations__ = function.__annotations__
-    return made
+    return inner
 
 
 class Language(types.ModuleType):
