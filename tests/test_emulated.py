@@ -102,6 +102,8 @@ def _emulated(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 PACKED = next(case for case in battery.CASES if str(case) == "packed, long among short-bfloat16")
+PACKED = dataclasses.replace(PACKED, name="emulated, packed, V 128", value_dim=128)
+"""K and V differ, as in tests/test_build.py, which takes the same kernels."""
 LONG = battery.Case("emulated, pieces of more chunks than stages", dtype="bfloat16", tokens=600)
 WIDE = battery.Case("emulated, V 128", dtype="bfloat16", tokens=290, value_dim=128)
 WIDE_NORMALISED = dataclasses.replace(WIDE, name="emulated, K and V 128, normalised", key_dim=128, l2norm=True)
@@ -152,7 +154,7 @@ def test_final_states_in_place_of_initial_ones(rows: str, monkeypatch: pytest.Mo
     cut, two that are not, and an empty one, whose state stays where it is."""
     monkeypatch.setenv(policy.OVERRIDE, rows)
     segments = ((0, 300), (300, 300), (310, 330), (330, 400))
-    case = battery.Case("emulated, in place", dtype="bfloat16", segments=segments, tokens=400)
+    case = battery.Case("emulated, in place", dtype="bfloat16", segments=segments, tokens=400, value_dim=128)
     x = battery.inputs(case)
     operands: Any = [jnp.asarray(y) for y in (*x[:5], x.initial_state, x.segments)]
     forward_pass: Any = functools.partial(cuda.forward, scale=0.1, output_final_state=True)
@@ -172,9 +174,9 @@ def test_gradients_of_initial_states_in_place_of_those_of_final_ones(
     monkeypatch.setenv(policy.OVERRIDE, rows)
     monkeypatch.setattr(one_kernel, "in_one", lambda *_, **__: in_one)
     segments = ((0, 300), (300, 300), (310, 330), (330, 390))
-    dim = 128 if THOROUGH or in_one == "always" else 64  # of which other tests have most kernels
+    key_dim = 128 if THOROUGH or in_one == "always" else 64  # of which other tests have most kernels
     case = battery.Case(
-        "emulated, in place", dtype="bfloat16", segments=segments, tokens=400, key_dim=dim, value_dim=dim
+        "emulated, in place", dtype="bfloat16", segments=segments, tokens=400, key_dim=key_dim, value_dim=128
     )
     x = battery.inputs(case)
     operands: Any = [jnp.asarray(y) for y in (*x[:5], x.initial_state, x.segments)]
@@ -952,10 +954,10 @@ def test_copies_of_the_convolution_are_waited_for(name: str, monkeypatch: pytest
 
 
 @functools.cache
-def _states(value_dim: int) -> tuple[emulator.Emulated, list[str]]:
-    """`states` in blocks of `value_dim` columns, with a variable `removed`, the number of a statement to leave out, and
-    what these are."""
-    source, plan = emulator.lowered("states", states.Config(key_dim=64, value_dim=value_dim, value_tile=value_dim))
+def _states(tile: int) -> tuple[emulator.Emulated, list[str]]:
+    """`states` in blocks of so many of 128 columns, with a variable `removed`, the number of a statement to leave out,
+    and what these are."""
+    source, plan = emulator.lowered("states", states.Config(key_dim=64, value_tile=tile))
     ordering: list[str] = []
 
     def numbered(found: re.Match[str]) -> str:
@@ -967,9 +969,9 @@ def _states(value_dim: int) -> tuple[emulator.Emulated, list[str]]:
     return emulator.Emulated('extern "C" int removed; int removed;\n' + source, plan), ordering
 
 
-def _run_states(removed: tuple[str, int] | None, value_dim: int = 64, tokens: int = 230) -> dict[str, np.ndarray]:
+def _run_states(removed: tuple[str, int] | None, tile: int = 64, tokens: int = 230) -> dict[str, np.ndarray]:
     """Results for one head, without one of the statements that have a text in them (text, which one)."""
-    kernel, ordering = _states(value_dim)
+    kernel, ordering = _states(tile)
     number = -1 if removed is None else [n for n, text in enumerate(ordering) if removed[0] in text][removed[1]]
     ctypes.c_int.in_dll(kernel.library, "removed").value = number
     random = np.random.default_rng(0)
@@ -980,16 +982,16 @@ def _run_states(removed: tuple[str, int] | None, value_dim: int = 64, tokens: in
 
     arrays = {
         "k": rows(64),
-        "v": rows(value_dim),
+        "v": rows(128),
         "a": rows(64).transpose(1, 0, 2).copy().view(np.int16),
         "gamma": -random.uniform(size=(tokens, heads)).astype(np.float32),
         "beta": random.uniform(size=(tokens, heads)).astype(np.float32),
-        "initial_state": np.zeros((0, heads, 64, value_dim), np.float32),
+        "initial_state": np.zeros((0, heads, 64, 128), np.float32),
         "pieces": np.zeros((0, 4), np.int32),
-        "entering": np.zeros((0, heads, 64, value_dim), np.float32),
+        "entering": np.zeros((0, heads, 64, 128), np.float32),
         "segments": np.array([[0, tokens]], np.int32),
-        "h": np.full((tokens // 64 + 1, heads, 1, value_dim, 64), np.nan, jnp.bfloat16),
-        "vd": np.full((tokens, heads, value_dim), np.nan, jnp.bfloat16),
+        "h": np.full((tokens // 64 + 1, heads, 1, 128, 64), np.nan, jnp.bfloat16),
+        "vd": np.full((tokens, heads, 128), np.nan, jnp.bfloat16),
     }
     kernel(arrays, {"ratio": 1, "first_head": 0, "awaits": states.EVERYTHING}, seed=1, late=400)
     return arrays
@@ -1034,9 +1036,9 @@ have it, what is wrong without it."""
 
 @pytest.mark.parametrize("removed", REMOVED)
 def test_what_orders_accesses_is_missed(removed: str) -> None:
-    value_dim, text, which, wrong = REMOVED[removed]
+    tile, text, which, wrong = REMOVED[removed]
     with pytest.raises(RuntimeError, match=wrong):
-        _run_states((text, which), value_dim)
+        _run_states((text, which), tile)
 
 
 def test_what_orders_threads_is_missed() -> None:

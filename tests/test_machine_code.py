@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib
 import re
 from typing import Any
 
+import emulator
 import machine_code
 import pytest
 from thorough import few, only_thorough
@@ -120,14 +120,10 @@ def _awaited(source: str) -> set[tuple[str, str]]:
     return found
 
 
-def _lowered(name: str, config: Any) -> str:
-    module = importlib.import_module(f"jax_qla.kernels.{name}")
-    return lowering.lower_program(lambda: module.program(config), module.PASS_CONFIGS)[0]
-
-
 def test_what_is_awaited() -> None:
     own = {(f"{name}_free", f"{name}_s") for name in ("do", "vd", "h", "a")}
-    assert _awaited(_lowered("backward", backward.Config())) == {*own, ("keys_free", "q_s"), ("keys_free", "k_s")}
+    source, _ = emulator.lowered("backward", backward.Config())
+    assert _awaited(source) == {*own, ("keys_free", "q_s"), ("keys_free", "k_s")}
 
 
 def _forms() -> list[Any]:
@@ -148,7 +144,7 @@ def test_no_tile_is_read_when_it_is_free(name: str, config: Any) -> None:
     """A warp that arrives at the barrier behind which TMA overwrites a tile has what it loads of it. (What warps of its
     block store goes through the queue that the loads are in, and so comes later; not so what another block stores.)
     Nor does a kernel that may begin before the one before it has ended take what that writes for what nobody does."""
-    source = _lowered(name, config)
+    source, _ = emulator.lowered(name, config)
     cubin, _ = toolchain.compile_cubin(source, lowering.headers(), lines=True)
     lines, awaited = source.splitlines(), _awaited(source)
     if getattr(config, "halve_long", False):
