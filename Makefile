@@ -4,10 +4,10 @@
 #   make demo      sets up .venv and trains a language model on the Python standard library (a large one on a Hopper GPU)
 #   make test      sets up .venv and passes the checks and the tests; what .ci/run calls
 #
-# Beside them: make lint, make docs (into build/docs), make pytest (some tests), make gpu-test and make gpu-sanitize (need
-# a Hopper GPU), make kernels (compiles the TileLang programs that jax_qla/cubins lacks; needs no GPU), make wheel (of
-# those, into dist), make wheel-check (the wheels in empty environments), make sdist, make thorough (the random tests,
-# longer), make versions, make clean. Everything is installed from PyPI into .venv.
+# Beside them: make lint, make docs (into build/docs), make checks (both), make pytest (some tests), make gpu-test and
+# make gpu-sanitize (need a Hopper GPU), make kernels (compiles the TileLang programs that jax_qla/cubins lacks; needs no
+# GPU), make wheel (of those, into dist), make wheel-check (the wheels in empty environments), make sdist, make thorough
+# (the random tests, longer), make versions, make clean. Everything is installed from PyPI into .venv.
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -38,12 +38,12 @@ EXTENSION := pyproject.toml $(wildcard ffi/*)
 
 # One installation at a time into an environment; what takes long has jobs of its own.
 .NOTPARALLEL:
-.PHONY: demo test pytest gpu-test gpu-sanitize thorough lint docs kernels wheel wheel-check sdist versions clean
+.PHONY: demo test checks pytest gpu-test gpu-sanitize thorough lint docs kernels wheel wheel-check sdist versions clean
 
 demo: $(VENV)/demo.stamp $(if $(HOPPER),kernels)
 	$(BIN)/python examples/train_lm.py $(if $(HOPPER),--size large) --output runs/demo-$$(date +%Y%m%d-%H%M%S) $(ARGS)
 
-test: versions lint docs pytest
+test: versions checks pytest
 
 pytest: $(VENV)/test.stamp
 	$(BIN)/python -m pytest --numprocesses $(TEST_JOBS) --dist worksteal $(ARGS)
@@ -66,6 +66,14 @@ lint: $(VENV)/test.stamp
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
+
+# Side by side, and beside them what would take the first seconds of the tests in each of their processes: Python's bytecode
+# of what they import is compiled.
+checks: $(VENV)/test.stamp
+	@$(BIN)/python -m pytest --collect-only --quiet >/dev/null 2>&1 & \
+	$(MAKE) --no-print-directory docs & docs=$$!; \
+	$(MAKE) --no-print-directory lint; lint=$$?; \
+	wait $$docs; docs=$$?; wait; exit $$((lint + docs))
 
 docs: $(VENV)/test.stamp
 	$(BIN)/python -m sphinx --quiet --fail-on-warning --keep-going docs build/docs
