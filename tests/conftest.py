@@ -33,7 +33,10 @@ import thorough
 QUICK = ["--xla_cpu_parallel_codegen_split_count=1"]
 if jax.__version_info__ < (0, 11):  # later releases have one code generator, and no such flag
     QUICK.append("--xla_cpu_use_fusion_emitters=false")
-os.environ["XLA_FLAGS"] = " ".join(dict.fromkeys([*os.environ.get("XLA_FLAGS", "").split(), *QUICK]))
+# On a card a call that has not been put on its stream by then, its kernels' loading included, ends the process, and XLA
+# names the program. What stands still elsewhere pytest's faulthandler_timeout shows (pyproject.toml).
+STUCK = ["--xla_gpu_execution_terminate_timeout=200s"]
+os.environ["XLA_FLAGS"] = " ".join(dict.fromkeys([*os.environ.get("XLA_FLAGS", "").split(), *QUICK, *STUCK]))
 
 # Several processes may test on one card (`pytest -n`), of whose memory JAX would give the first three quarters.
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
