@@ -55,7 +55,8 @@ def why_not(q: jax.Array, k: jax.Array, v: jax.Array) -> str | None:
     """Why this implementation cannot take these operands, in a sentence, or None where it can."""
     for name, x in (("q", q), ("k", k), ("v", v)):
         if jnp.dtype(x.dtype).name not in _DTYPES:
-            return f"implementation 'xla' takes {', '.join(_DTYPES)}, and {name} is {x.dtype}"
+            instead = "; implementation='reference' takes it" if x.dtype == jnp.float64 else ""
+            return f"implementation 'xla' takes {', '.join(_DTYPES)}, and {name} is {x.dtype}{instead}"
     return None
 
 
