@@ -60,7 +60,14 @@ def patient(step: Step) -> bool:
         return not step.config.reverse
     if step.kernel == "forward":
         return step.scalars["awaits"] == forward.PREPARED
+    if step.kernel == "summaries":
+        return not _is_second(step)
     return step.kernel not in _HASTY
+
+
+def _is_second(step: Step) -> bool:
+    """Whether `summaries` stands behind another of the same call, and finds out from gates whether that computes."""
+    return step.scalars["alone"] < 0
 
 
 def uses_early(step: Step, operand: str) -> bool:
@@ -79,7 +86,7 @@ def uses_early(step: Step, operand: str) -> bool:
     if step.kernel == "compose" and not step.config.reverse:
         return operand in ("chains", "initial_state", "bounds")
     if step.kernel == "summaries":
-        return operand == "bounds"
+        return operand == "bounds" or (operand == "gamma" and _is_second(step))
     return not patient(step)
 
 

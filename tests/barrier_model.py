@@ -373,7 +373,7 @@ class Language(types.ModuleType):
         if name in ("jax_qla_slow_first", "jax_qla_long_first", "jax_qla_zero_first"):
             return operands[-1]
         if name == "jax_qla_item":
-            operands[0].numbers = (0, 0, 0)
+            operands[0].numbers = (self._sizes.get("item", 0), 0, 0)
         if name == "jax_qla_in_halves":
             operands[0].numbers = (0, 0, self._sizes["half"])
             return 1

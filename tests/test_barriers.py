@@ -26,7 +26,7 @@ def operands_of(chunks: int, rows: int, ratio: int) -> dict[str, Any]:
     pieces = np.array([[0, end, 0, 0], [0, end, 0, 2]])  # on either side of a cut, for one kernel looks at each
     spans = np.array([[0, chunks]])
     operands: dict[str, Any] = {"ratio": ratio, "heads": ratio, "scale": 1.0, "tokens": end, "cut_beyond": -1}
-    operands |= {"of_pieces": 0, "firsts": -1, "in_place": 0, "together": 1}
+    operands |= {"of_pieces": 0, "firsts": -1, "in_place": 0, "together": 1, "alone": 0}
     numbers = {"segments": segments, "pieces": pieces, "bounds": segments, "spans": spans, "balanced": np.zeros(1)}
     numbers |= {"cuts": np.array([[0, 1]]), "chains": np.array([[0, chunks, 0]])}
     return operands | {key: barrier_model.Value(x.shape, "int32", x) for key, x in numbers.items()}
@@ -135,7 +135,9 @@ WAITING = [
     ("forward", {"l2norm": True, "measures": True}, {"awaits": forward.STATE}),
     ("forward", {"l2norm": True, "measures": True}, {"awaits": forward.PREPARED}),
     ("forward", {"l2norm": True, "measures": True, "value_tile": 64}, {"awaits": forward.PREPARED}),
-    ("summaries", {}, {}),
+    ("summaries", {}, {"alone": 0}),
+    ("summaries", {}, {"alone": 4}),
+    ("summaries", {}, {"alone": -4}),
     ("adjoint_summaries", {}, {}),
     ("compose", {"reverse": False}, {}),
     ("compose", {"reverse": True}, {}),
@@ -217,9 +219,25 @@ def test_who_has_waited_when_nothing_is_cut(
     config = module.Config(**options)
     ran = barrier_model.run(module.program(config), THREADS[kernel], operands_of(2, CHUNK, 1) | tables)
     assert ran.waited == set(range(len(ran.warps)))
-    assert overlap.patient(Step(kernel, config, {})) == (not ran.hasty)
-    assert not {name for name in ran.early if not overlap.uses_early(Step(kernel, config, {}), name)}
+    step = Step(kernel, config, {"alone": 0})
+    assert overlap.patient(step) == (not ran.hasty)
+    assert not {name for name in ran.early if not overlap.uses_early(step, name)}
     assert all(barrier.phase == 0 for barriers in ran.barriers for barrier in barriers)
+
+
+@pytest.mark.parametrize("alone", [4, -4])
+def test_who_has_waited_when_another_launch_summarises(alone: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All blocks of the first, and of the second one for the others; neither writes anything."""
+    module = importlib.import_module("jax_qla.kernels.summaries")
+    ones = ("initial_states", "key_heads", "value_heads", "places", "sequences")
+    barrier_model.replace_tilelang(monkeypatch, dict.fromkeys(ones, 1) | {"tokens": 2 * CHUNK, "parts": 2, "item": -1})
+    config = module.Config()
+    ran = barrier_model.run(module.program(config), THREADS["summaries"], operands_of(2, CHUNK, 1) | {"alone": alone})
+    step = Step("summaries", config, {"alone": alone})
+    assert ran.waited == set(range(len(ran.warps)))
+    assert overlap.patient(step) == (not ran.hasty)
+    assert not {name for name in ran.early if not overlap.uses_early(step, name)}
+    assert ran.used <= {"bounds", "gamma"}
 
 
 @pytest.mark.parametrize(

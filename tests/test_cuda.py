@@ -310,6 +310,29 @@ def test_sequences_in_halves_give_the_same_bits(
     assert all(found[name].tobytes() == expected[name].tobytes() for name in expected)
 
 
+@pytest.mark.parametrize("_pieces", ["128"], ids=["in pieces"], indirect=True)
+@pytest.mark.parametrize("gates", [0.0, "random", -1.0], ids=str)
+@pytest.mark.parametrize("case", [MANY_HEADS, CASES[-1], NORMALISED, LAST_IN_HALVES], ids=str)
+def test_whichever_launch_summarises_has_the_same_bits(
+    case: battery.Case, gates: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where two blocks of `summaries` may share a multiprocessor, where none do, and where gates decide, by whether one
+    head forgets slowly, up to half of them, or all."""
+    case = dataclasses.replace(case, gates=gates)
+    heads = case.value_heads
+    results = []
+    ways = [policy.Summarised("shared", 0), policy.Summarised("alone", 0)]
+    ways += [policy.Summarised("either", slow) for slow in (1, heads // 2, heads)]
+    for found in ways:
+        monkeypatch.setattr(policy, "summarised", lambda *_, found=found: found)
+        stand_in.forget_traces()
+        results.append(battery.run(case, cuda))
+    stand_in.forget_traces()
+    assert np.isfinite(results[0]["final_state"]).all()
+    for others in results[1:]:
+        assert all(others[name].tobytes() == results[0][name].tobytes() for name in others)
+
+
 @pytest.mark.parametrize("_pieces", ["0"], ids=["whole"], indirect=True)
 @pytest.mark.parametrize("function", [cuda, that_recomputes], ids=["Vd kept", "nothing kept"])
 @pytest.mark.parametrize("case", [ONE_LONG, dataclasses.replace(ONE_LONG, l2norm=True, initial_state=False)], ids=str)

@@ -706,11 +706,11 @@ def test_pieces_that_may_be_summarised(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a packed batch all but one of every sequence, or, where there are more sequences than cuts, but one."""
     asked: list[tuple[int, ...]] = []
 
-    def summarised_alone(*sizes: int) -> bool:
-        asked.append(sizes[:2])
-        return False
+    def summarised(*sizes: int) -> policy.Summarised:
+        asked.append(sizes[:3])
+        return policy.Summarised("shared", 0)
 
-    monkeypatch.setattr(policy, "summarised_alone", summarised_alone)
+    monkeypatch.setattr(policy, "summarised", summarised)
     _steps(monkeypatch)
     operands, segments, _ = jax.tree.map(lambda x: x[0], _batched(packed=True, members=1))
     operands, segments = (*operands[:-1], operands[-1][0]), segments[0]
@@ -718,31 +718,41 @@ def test_pieces_that_may_be_summarised(monkeypatch: pytest.MonkeyPatch) -> None:
     options: Any = {"scale": 0.25, "output_final_state": False, "with_residuals": False}
     for rows in (64, 128):  # places for 7 and 4 cuts, of 5 sequences
         jax.eval_shape(functools.partial(kernels.forward, **options, piece_rows=rows), *operands, segments)
-    assert asked == [(2, 0), (3, 2)]
+    assert asked == [(2, 0, 1), (3, 2, 2)]
 
 
-@pytest.mark.parametrize("alone", [False, True], ids=["shared", "alone"])
+@pytest.mark.parametrize(
+    ("sharing", "launches"),
+    [
+        ("shared", [(0, 0)]),
+        ("alone", [(policy.MORE_THAN_HALF, 0)]),
+        ("either", [(policy.MORE_THAN_HALF, 3), (0, -3)]),
+    ],
+)
 @pytest.mark.usefixtures("_in_pieces")
-def test_blocks_that_do_not_share_a_multiprocessor(alone: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those of `summaries`, where the policy says so of the pieces there are, ask for more than half of its memory."""
+def test_blocks_that_do_not_share_a_multiprocessor(
+    sharing: Any, launches: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of `summaries`, where the policy says so of the pieces there are, ask for more than half of its memory; if
+    it says that gates decide, the kernel is launched for both."""
     asked: list[tuple[int, ...]] = []
 
-    def summarised_alone(*sizes: int) -> bool:
+    def summarised(*sizes: int) -> policy.Summarised:
         asked.append(sizes)
-        return alone
+        return policy.Summarised(sharing, 3)
 
-    monkeypatch.setattr(policy, "summarised_alone", summarised_alone)
+    monkeypatch.setattr(policy, "summarised", summarised)
     given = _steps(monkeypatch)
     operands, *_ = jax.tree.map(lambda x: x[0], _batched(packed=False, members=1))
     kernels: Any = cuda
     options: Any = {"scale": 0.25, "output_final_state": False, "with_residuals": False, "piece_rows": 64}
     jax.eval_shape(lambda *x: kernels.forward(*x, None, **options), *operands)
     sizes = (operands[2].shape[2], operands[1].shape[3], operands[2].shape[3])
-    assert asked == [(2 * 3, 2 * 2, *sizes)]  # two sequences of four pieces
-    expected = dict.fromkeys(["prepare", "summaries", "compose", "forward"], 0)
-    assert {step.kernel: step.shared_at_least for step in given} == expected | (
-        {"summaries": policy.MORE_THAN_HALF} if alone else {}
-    )
+    assert asked == [(2 * 3, 2 * 2, 1, *sizes)]  # two sequences of four pieces
+    found = [(step.shared_at_least, step.scalars["alone"]) for step in given if step.kernel == "summaries"]
+    assert found == launches
+    assert [step.kernel for step in given] == ["prepare", *["summaries"] * len(launches), "compose", "forward"]
+    assert not any(step.shared_at_least for step in given if step.kernel != "summaries")
 
 
 @pytest.mark.parametrize(

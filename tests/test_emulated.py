@@ -220,6 +220,28 @@ def test_sequences_that_are_not_cut_have_the_same_bits(
         assert whole.tobytes() == beside.tobytes(), name
 
 
+@pytest.mark.parametrize(
+    ("gates", "slow"), [rarely(0.0, 2), (0.0, 1), rarely(-1.0, 2)], ids=["the first", "the second", "the second too"]
+)
+def test_whichever_launch_summarises_has_the_same_bits(
+    gates: float, slow: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a card (test_cuda.py), of two heads."""
+    case = dataclasses.replace(PACKED, gates=gates)
+    x = battery.inputs(case)
+    operands = (x.q, x.k, x.v, x.g, x.beta, x.initial_state, x.segments)
+    monkeypatch.setenv(policy.OVERRIDE, "128")
+    results = []
+    for found in (policy.Summarised("shared", 0), policy.Summarised("either", slow)):
+        monkeypatch.setattr(policy, "summarised", lambda *_, found=found: found)
+        stand_in.forget_traces()
+        alone: Any = functools.partial(rule, scale=case.key_dim**-0.5, save=False)
+        results.append(jax.jit(alone)(*(jnp.asarray(operand) for operand in operands)))
+    assert np.isfinite(results[0][1]).all()
+    for one, other in zip(*results, strict=True):
+        assert np.asarray(one).tobytes() == np.asarray(other).tobytes()
+
+
 MEASURED = dataclasses.replace(
     WIDE_NORMALISED, name="emulated, lengths", segments=((2, 40), (45, 45), (45, 280)), poisoned=True
 )

@@ -99,9 +99,10 @@ extern "C" bool slow_first(const float* sums, int* order, int heads) {
   return by_a_warp<1>(order, heads, 1, [=](int index, int* found) { *found = jax_qla_slow_first(sums, heads, index); });
 }
 // Head, piece and tile of every block of `summaries`.
-extern "C" bool items(const float* sums, int* all, int heads, int pieces, int value_tiles, int map_tiles) {
+extern "C" bool items(const float* sums, int* all, int heads, int pieces, int value_tiles, int map_tiles, int alone) {
   return by_a_warp<3>(all, heads * pieces * (value_tiles + map_tiles), 1, [=](int index, int* found) {
-    jax_qla_item(found, sums, heads, pieces, value_tiles, map_tiles, index);
+    found[1] = found[2] = 0;
+    jax_qla_item(found, sums, heads, pieces, value_tiles, map_tiles, index, alone);
   });
 }
 """
@@ -181,8 +182,22 @@ def test_blocks_that_find_nothing_to_do_begin_last(
     for share in (0.0, 0.3, 1.0):
         sums = np.where(random.random(heads) < share, 0.9, 1.1).astype(np.float32) * common.SLOW
         found = np.full((heads * pieces * tiles, 3), -1, np.int32)
-        assert tables_code.items(*device_code.pointers(sums, found), heads, pieces, value_tiles, map_tiles)
+        assert tables_code.items(*device_code.pointers(sums, found), heads, pieces, value_tiles, map_tiles, 0)
         slow, others = (np.flatnonzero(which).tolist() for which in (sums > common.SLOW, sums <= common.SLOW))
         groups = ((slow, range(tiles)), (others, range(value_tiles)), (others, range(value_tiles, tiles)))
         expected = [(h, p, t) for of, which in groups for h in of for p in range(pieces) for t in which]
         assert [tuple(item) for item in found.tolist()] == expected
+
+
+@pytest.mark.parametrize("slow", [0, 1, 4, 5, 33])
+def test_one_of_two_launches_summarises(slow: int, tables_code: ctypes.CDLL) -> None:
+    """With 1 to 4 heads that are slow the first, else the other: all blocks of one have an item, none of the other."""
+    sums = np.full(33, 1.1 * common.SLOW, np.float32)
+    sums[np.random.default_rng(slow).permutation(33)[:slow]] = 0.9 * common.SLOW
+    found = np.full((3, 33 * 2 * 4, 3), -7, np.int32)
+    for alone, items in zip((0, 4, -4), found, strict=True):
+        assert tables_code.items(*device_code.pointers(sums, items), 33, 2, 2, 2, alone)
+    computes, leaves = (1, 2) if 1 <= slow <= 4 else (2, 1)
+    np.testing.assert_array_equal(found[computes], found[0])
+    assert (found[leaves, :, 0] == -1).all()
+    assert (found[0] >= 0).all()

@@ -65,6 +65,8 @@ class Call:
         self.shard = shard
         """How the sequences, of a dense batch, are cut if their pieces have been summarised before."""
         self.cut = rows is not None or shard is not None
+        self.rows = rows if shard is None else shard.rows
+        """Of a piece, at the most; None for whole sequences."""
         self.parts = self.sequences
         self.between = 0
         """Rows of what lies between pieces: cuts, or all pieces of a shard."""

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 
 from jax_qla import launch, policy
 from jax_qla.cuda.call import Call
-from jax_qla.cuda.steps import OF_GRADIENTS, compose_step, entering_states, kernel_step, prepare_step, summaries_step
+from jax_qla.cuda.steps import OF_GRADIENTS, compose_step, entering_states, kernel_step, prepare_step, summaries_steps
 from jax_qla.kernels import adjoint_summaries as adjoint_summaries_kernel
 from jax_qla.kernels import states as states_kernel
 from jax_qla.kernels import states_from_vd as states_from_vd_kernel
@@ -66,7 +66,7 @@ def summary(
         steps = []
     of_maps = {"response": "nothing", "initial_state": "identity", "entering": "products"}
     steps += [
-        summaries_step(call, cut),
+        *summaries_steps(call, cut),
         compose_step(call, "entered"),
         compose_step(call, "left", rename=of_maps, value_dim=call.key_dim, reverse=True),
     ]
@@ -108,7 +108,7 @@ def state_gradient(
     outputs = {"adjoint_response": shapes["response"], "leaving": shapes["response"]}
     steps = []
     if pieces is None:
-        steps.append(summaries_step(call, cut))
+        steps += summaries_steps(call, cut)
         outputs |= shapes
     else:
         inputs |= pieces._asdict()

@@ -104,10 +104,12 @@ def entering_states(
         return steps, {"entering": states} | ({"leaving": states} if adjoint else {})
     outputs["response"] = states
     outputs["entering"] = states if adjoint else call.with_firsts(states)
-    steps = [summaries_step(call), compose_step(call)]
+    steps = summaries_steps(call)
     if adjoint:
         outputs |= {"adjoint_response": states, "leaving": call.with_firsts(states)}
-        steps.insert(1, kernel_step(call, adjoint_summaries_kernel, scale=scale))
+        steps.append(kernel_step(call, adjoint_summaries_kernel, scale=scale))
+    steps.append(compose_step(call))
+    if adjoint:
         steps.append(compose_step(call, rename=OF_GRADIENTS, reverse=True))
     return steps, outputs
 
@@ -128,21 +130,31 @@ def leaving_gradients(
     return steps, {"adjoint_response": states, "leaving": call.with_firsts(states)}
 
 
-def summaries_step(call: Call, shard: policy.Cut | None = None) -> Step:
-    """`summaries` of all pieces but those that sequences end with, or of all of a `shard`."""
+def summaries_steps(call: Call, shard: policy.Cut | None = None) -> list[Step]:
+    """`summaries` of all pieces but those that sequences end with, or of all of a `shard`: once, or twice where the
+    device finds out how its blocks are to share multiprocessors."""
     if shard is None:
+        assert call.rows is not None
         # Of places for more sequences than there can be pieces it is supposed that one is taken.
         sequences = call.sequences if call.sequences < call.recurrences else 1
-        responses, rename = call.between - (sequences if call.packed else 0), {}
+        rows, responses, rename = call.rows, call.between - (sequences if call.packed else 0), {}
         transitions = max(responses - sequences, 0)  # none of those that sequences begin with
     else:
-        responses = transitions = shard.pieces * call.sequences
+        rows, responses = shard.rows, shard.pieces * call.sequences
+        transitions = responses
         rename = {"pieces": "shard_pieces", "cuts": "shard_cuts"}
-    step = kernel_step(call, summaries_kernel, rename=rename)
     sizes = (call.value_heads, call.key_dim, call.value_dim)
-    if policy.summarised_alone(responses, transitions, *sizes):
-        return dataclasses.replace(step, shared_at_least=policy.MORE_THAN_HALF)
-    return step
+    found = policy.summarised(responses, transitions, -(-rows // CHUNK), *sizes)
+    if call.split:  # of which a multiprocessor has room for one block in any case
+        found = policy.Summarised("alone", 0)
+    steps = []
+    if found.sharing != "shared":
+        step = kernel_step(call, summaries_kernel, rename=rename, alone=found.slow if found.sharing == "either" else 0)
+        steps.append(dataclasses.replace(step, shared_at_least=policy.MORE_THAN_HALF))
+    if found.sharing != "alone":
+        alone = -found.slow if found.sharing == "either" else 0
+        steps.append(kernel_step(call, summaries_kernel, rename=rename, alone=alone))
+    return steps
 
 
 def compose_step(

@@ -15,8 +15,8 @@ FORGOTTEN over the whole piece, M counts as zero, and N is computed from as many
 matter. Heads that do not decay take the exact way. `forgotten` is 1 where no product with M is to be taken: there, and of a sequence's
 first piece. What is found of a piece lies at the cut behind it.
 
-Plan, one block per (cut, value head, tile of 64 columns of [N | M]), two blocks an SM or, where those of heads that do not decay are few, one
-(policy.summarised_alone), three stages of chunk tiles; the recurrence is that of kernels/states.py, in registers and transposed:
+Plan, one block per (cut, value head, tile of 64 columns of [N | M]), two blocks an SM or, where those of heads that do not decay are few, one, three stages
+of chunk tiles; the recurrence is that of kernels/states.py, in registers and transposed:
 
     warpgroup  registers  work
     0          216        64 columns: S^T in float32
@@ -25,7 +25,9 @@ Plan, one block per (cut, value head, tile of 64 columns of [N | M]), two blocks
 
 The blocks of heads that seem to forget slowly begin first (kernels/common.py: SLOW): they take longest, and the card would wait for
 them if others, of which there are more than fit at once, came before. Those that most likely find nothing to do, M of the other heads, come last
-(ITEM_PRELUDE). The loads have a warp to themselves: when the gates' warpgroup issued them, each chunk's gates waited for the next chunk's loads.
+(ITEM_PRELUDE). Two of those that take longest take 1.4 times as long on one SM, and nothing but its shared memory says how many blocks an SM takes. So where
+it depends on the gates which is better, this is launched for both: `alone` says of how many such heads each launch computes anything, and of how many it leaves
+(policy.summarised). The loads have a warp to themselves: when the gates' warpgroup issued them, each chunk's gates waited for the next chunk's loads.
 
 M leaves as the sum of two bf16 numbers, 16 bits of mantissa, in the order in which kernels/compose.py reads it (kernels/specification.py: map_blocks).
 """
@@ -56,10 +58,13 @@ __all__ = ["PASS_CONFIGS", "Config", "program", "specification"]
 ITEM_PRELUDE = r"""
 // What the block that is launched as the `index`-th computes: head, which of so many pieces, and tile of 64 columns, of which a piece has `value_tiles` of N and then
 // `map_tiles` of M. First come heads that are slow by `sums` (more than kSlow), whose blocks take longest; then N of the others; and last their M,
-// of which nothing is computed as a rule. To be called by whole warps.
-__device__ __forceinline__ void jax_qla_item(int* item, const float* sums, int heads, int pieces, int value_tiles, int map_tiles, int index) {
+// of which nothing is computed as a rule. The head is -1, and nothing else is said, if this launch leaves all to another: with `alone` > 0 it computes only if
+// 1 to `alone` heads are slow, with `alone` < 0 only if not 1 to -`alone` are, with 0 in any case. To be called by whole warps.
+__device__ __forceinline__ void jax_qla_item(int* item, const float* sums, int heads, int pieces, int value_tiles, int map_tiles, int index, int alone) {
   const auto is_slow = [&](int head) { return sums[head] > kSlow; };
   const int slow = jax_qla_count(heads, is_slow);
+  item[0] = -1;
+  if (alone != 0 && (slow > 0 && slow <= abs(alone)) != (alone > 0)) return;
   const int exact = slow * pieces * (value_tiles + map_tiles), responses = (heads - slow) * pieces * value_tiles;
   const bool forgets = index >= exact, map = index >= exact + responses;
   const int rank = index - (map ? exact + responses : forgets ? exact : 0);
@@ -134,6 +139,7 @@ def program(config: Config):
         forgotten: T.Tensor((places, value_heads), "int32"),
         ratio: T.int32,
         cut_beyond: T.int32,  # rows, or -1 (kernels/uncut.py)
+        alone: T.int32,  # of how many slow heads this launch computes anything (ITEM_PRELUDE), or 0: always
     ):
         with T.Kernel(
             places * tiles * value_heads,
@@ -142,7 +148,9 @@ def program(config: Config):
         ) as block:
             T.annotate_min_blocks_per_sm(2)
             leave_if_uncut(bounds, sequences, cut_beyond, block == 0)
-            T.pdl_sync()  # `prepare` has ended
+            # `prepare` has ended; and so it has where this is launched for the second time, which the first allowed when it knew that
+            if alone >= 0:
+                T.pdl_sync()
             T.pdl_trigger()  # what follows waits by itself
             head = T.alloc_var("int32")
             cut = T.alloc_var("int32")
@@ -164,8 +172,15 @@ def program(config: Config):
                 value_tiles,
                 tiles - value_tiles,
                 block,
+                alone,
             )
             head = item[0]
+            if head < 0:
+                if alone < 0 and block == 0:
+                    T.pdl_sync()  # one block is enough
+                T.thread_return()
+            if alone < 0:
+                T.pdl_sync()
             cut = item[1]
             piece = cuts[cut, 0]
             if piece < 0:

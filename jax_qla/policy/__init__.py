@@ -41,6 +41,7 @@ from jax_qla.policy.blocks import (
     NO_HALVES,
     Composed,
     Halves,
+    Summarised,
     composed,
     gradients_in_place,
     halves,
@@ -49,7 +50,7 @@ from jax_qla.policy.blocks import (
     neighbours,
     prepared_together,
     room_for_both,
-    summarised_alone,
+    summarised,
     value_tile,
     whole_heads,
 )
@@ -81,6 +82,7 @@ __all__ = [
     "Halves",
     "HeadGroups",
     "InOne",
+    "Summarised",
     "backward_rows",
     "balance",
     "composed",
@@ -101,7 +103,7 @@ __all__ = [
     "room_for_both",
     "rows_override",
     "shard_cut",
-    "summarised_alone",
+    "summarised",
     "value_tile",
     "whole_heads",
 ]

@@ -7,7 +7,7 @@ to let as many multiprocessors as possible work until the end.
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from jax_qla.kernels.compose import COLUMNS
 from jax_qla.policy import card, costs
@@ -37,9 +37,12 @@ _PREPARED_ALONE = 2
 """Blocks of kernels/prepare.py that a multiprocessor gets up to which they take less time with half as many heads each
 (docs/performance_versions.md)."""
 
-_FEW_LONG = 100
-"""Long blocks of kernels/summaries.py up to which each takes less time with a multiprocessor to itself
-(docs/performance_versions.md)."""
+_SHARED = 1.38
+"""Times as long as alone that a block of kernels/summaries.py takes where two share a multiprocessor, ..."""
+
+_LAUNCHED_TWICE = 12
+"""... and chunks of a piece from which on that is worth a launch more, if gates decide about it
+(docs/performance_policy.md, "Blocks that share a multiprocessor")."""
 
 
 def value_tile(recurrences: int, value_dim: int) -> int:
@@ -139,19 +142,45 @@ def neighbours(kernel: str, value_tile: int, value_dim: int) -> int:
     return 2 if kernel in (("states", "states_from_vd", "state_gradients") if halves else ("forward",)) else 1
 
 
-def summarised_alone(responses: int, transitions: int, heads: int, key_dim: int, value_dim: int) -> bool:
-    """Whether each block of kernels/summaries.py is to have a multiprocessor to itself.
+class Summarised(NamedTuple):
+    """How blocks of kernels/summaries.py share multiprocessors."""
 
-    Two that share one take 1.4 times as long as one. Where the long ones, of heads that do not decay, are so few that
-    each can have one for itself, they should: they are what is waited for. (If no head decays, there are four times as
-    many as expected here; by count a call then takes 6 to 8 % longer than if they shared.)
+    sharing: Literal["alone", "shared", "either"]
+    """Whether each has one to itself, two may share one, or the device finds out: then the kernel is launched twice."""
+    slow: int
+    """Heads that do not decay, one at the least, up to which blocks should have one each."""
+
+
+def summarised(responses: int, transitions: int, length: int, heads: int, key_dim: int, value_dim: int) -> Summarised:
+    """How blocks of kernels/summaries.py are to share multiprocessors.
+
+    Two that share one take 1.38 times as long as one. So where the long ones, of heads that do not decay, are so few
+    that each can have one to itself, and all others end soon enough, they should.
 
     Args:
         responses, transitions: pieces of which N, and M, may be wanted.
-        heads: value heads, of which a quarter is taken not to decay.
+        length: chunks of a piece.
+        heads: value heads, of which a quarter is supposed not to decay.
         key_dim, value_dim: K and V.
     """
-    return heads / 4 * (responses * value_dim + transitions * key_dim) / 64 <= _FEW_LONG
+    quick = responses * value_dim // 64
+    slow = quick + transitions * key_dim // 64
+    if heads * slow <= card.MULTIPROCESSORS:
+        return Summarised("alone", heads)
+
+    def end_sooner_alone(count: int) -> bool:
+        """Whether all blocks do, if so many heads do not decay."""
+        blocks = count * slow, (heads - count) * quick
+        alone, last = float(length), min(length, costs.FORGETFUL)
+        if sum(blocks) > card.MULTIPROCESSORS:  # short ones come one after the other, and the last may begin late
+            steps = blocks[0] * length + blocks[1] * last
+            alone = max(alone, steps / card.MULTIPROCESSORS + last)
+        return blocks[0] <= card.MULTIPROCESSORS and alone <= _SHARED * length
+
+    most = max((n for n in range(1, heads + 1) if end_sooner_alone(n)), default=0)
+    if 4 * most < heads:
+        return Summarised("shared", most)
+    return Summarised("alone" if length < _LAUNCHED_TWICE else "either", most)
 
 
 class Composed(NamedTuple):

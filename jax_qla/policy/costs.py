@@ -45,7 +45,7 @@ _SHARED_STEP = 1.5
 """... and of two blocks that share a multiprocessor all the time (ibid.)."""
 _ADJOINT_STEP = 1.9
 """us of a chunk step of kernels/adjoint_summaries.py, of which a multiprocessor runs one block (fc09707)."""
-_FORGETFUL = 6
+FORGETFUL = 6
 """Chunks that are summarised of a head that decays, since what came before them is forgotten (a146742)."""
 
 
@@ -63,7 +63,7 @@ class SummaryBlocks(NamedTuple):
     @property
     def steps(self) -> float:
         """Chunk steps of all blocks together."""
-        return self.whole * self.length + self.short * min(self.length, _FORGETFUL)
+        return self.whole * self.length + self.short * min(self.length, FORGETFUL)
 
 
 def summary_blocks(length: int, cuts: int, slow: float, decaying: float) -> SummaryBlocks:
