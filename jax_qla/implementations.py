@@ -26,6 +26,9 @@ from jax_qla.varying import match_varying
 NAMES = ("cuda", "xla", "reference")
 """All implementations."""
 
+_MODULES = {"cuda": "cuda.rule"}
+"""Those of implementations that are not called like their module."""
+
 _AUTOMATIC = ("cuda", "xla")
 """What `implementation=None` stands for."""
 
@@ -61,8 +64,9 @@ class RecurrentCall(NamedTuple):
 
 
 def load(name: str) -> ModuleType:
-    """The module `jax_qla.<name>` of an implementation; imported when first needed, for it may import this one."""
-    return importlib.import_module(f"jax_qla.{name}")
+    """The module of an implementation of the gated delta rule, or `jax_qla.<name>` of kernels around it ("cuda.conv1d",
+    "cuda.norm"); imported when first needed, for it may import this one."""
+    return importlib.import_module(f"jax_qla.{_MODULES.get(name, name)}")
 
 
 def by_platform(choice: Choice, function: Callable[[str], Callable[..., Any]], *operands: Any) -> Any:

@@ -1,4 +1,4 @@
-"""A stand-in for `jax_qla.cuda`, for tests of what surrounds the kernels on machines that have none."""
+"""A stand-in for `jax_qla.cuda.rule`, for tests of what surrounds the kernels on machines that have none."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from unittest import mock
 import jax
 import jax.numpy as jnp
 
-from jax_qla import cuda, decode, dispatch, reference, sharding, xla
+from jax_qla import decode, dispatch, reference, sharding, xla
 from jax_qla.l2norm import normalize
 from jax_qla.varying import match_varying
 
@@ -63,7 +63,7 @@ def _summary(*operands: Any, **options: Any) -> Any:
 def launch_zeros(
     steps: Any, inputs: Any, outputs: Any, aliases: Any = None, within: Any = None
 ) -> dict[str, jax.Array]:
-    """In place of `launch.launch`, for tests of the real `jax_qla.cuda`: results of the right shapes."""
+    """In place of `launch.launch`, for tests of the real `jax_qla.cuda.rule`: results of the right shapes."""
     del steps, aliases
     wanted = {name: x for name, x in outputs.items() if name not in (within or {})}
     zeros = {name: jnp.zeros(x.shape, x.dtype) for name, x in wanted.items()}
@@ -89,10 +89,9 @@ def forget_traces() -> None:
 
 @contextlib.contextmanager
 def kernels(objection: str | None = None) -> Iterator[None]:
-    """`jax_qla.cuda` replaced by a module that takes everything but, as the kernel, packed calls token by token; or
-    nothing because of `objection`."""
-    module = types.ModuleType("jax_qla.cuda")
-    module.__path__ = list(cuda.__path__)  # the kernels of a layer are what they are
+    """`jax_qla.cuda.rule` replaced by a module that takes everything but, as the kernel, packed calls token by token;
+    or nothing because of `objection`."""
+    module = types.ModuleType("jax_qla.cuda.rule")
     functions: dict[str, Any] = {
         "L2NORM_DTYPES": (),
         "forward": _forward,

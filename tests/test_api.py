@@ -644,7 +644,7 @@ def test_choice_on_another_card() -> None:
 
 
 def test_choice_without_the_extension() -> None:
-    with mock.patch.dict("sys.modules", {"jax_qla.cuda": None}), on_hopper():
+    with mock.patch.dict("sys.modules", {"jax_qla.cuda.rule": None}), on_hopper():
         name, reason = jax_qla.which_implementation(*SHAPES)
         assert name == "xla"
         assert "its modules cannot be imported" in reason

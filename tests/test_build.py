@@ -22,7 +22,8 @@ import programs
 import pytest
 from thorough import every_value, rarely
 
-from jax_qla import cuda, launch, policy, store
+from jax_qla import launch, policy, store
+from jax_qla.cuda import rule
 from jax_qla.kernels import build, compose, lowering, prepare, toolchain
 from jax_qla.kernels.packaged import PACKAGED
 
@@ -322,7 +323,7 @@ def test_command_line_without_compilers(monkeypatch: pytest.MonkeyPatch, capsys:
 def test_kernels_fit_the_calls_of_the_implementation(
     packed: bool, pieces: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What `jax_qla.cuda` passes is what the kernels take: names, dtypes, shapes and scalars, forward and backward.
+    """What `rule` passes is what the kernels take: names, dtypes, shapes and scalars, forward and backward.
 
     The kernels are lowered, not compiled, for one combination of K, V, dtype and tile; a build of the wheel lowers all.
     """
@@ -338,13 +339,13 @@ def test_kernels_fit_the_calls_of_the_implementation(
 
     def both(q: Any, v: Any, g: Any, state: Any, segments: Any) -> Any:
         options: dict[str, Any] = {"output_final_state": True, "with_residuals": True, "piece_rows": rows}
-        o, final_state, residuals = cuda.forward(q, q, v, g, g, state, segments, scale=0.1, **options)
+        o, final_state, residuals = rule.forward(q, q, v, g, g, state, segments, scale=0.1, **options)
         assert final_state is not None
         assert residuals is not None
         assert (residuals.between is None) == (not pieces)
-        gradients = cuda.backward(q, q, v, g, g, state, segments, residuals, o, final_state, piece_rows=rows, scale=0.1)
+        gradients = rule.backward(q, q, v, g, g, state, segments, residuals, o, final_state, piece_rows=rows, scale=0.1)
         residuals = residuals._replace(between=None)
-        without = cuda.backward(q, q, v, g, g, None, segments, residuals, o, None, scale=0.1)
+        without = rule.backward(q, q, v, g, g, None, segments, residuals, o, None, scale=0.1)
         return o, final_state, residuals[:2], gradients, without
 
     o, final_state, (a, gamma), gradients, without = jax.eval_shape(both, q, v, g, state, segments)
@@ -381,9 +382,9 @@ def test_counts_of_chunks_begin_at_zero(key_heads: int, counted: int, monkeypatc
 
     def both(q: Any, v: Any, g: Any) -> Any:
         options: dict[str, Any] = {"output_final_state": False, "with_residuals": True, "keep": "vd", "scale": 0.1}
-        o, _, residuals = cuda.forward(q, q, v, g, g, None, None, **options)
+        o, _, residuals = rule.forward(q, q, v, g, g, None, None, **options)
         assert residuals is not None
-        return cuda.backward(q, q, v, g, g, None, None, residuals, o, None, scale=0.1)
+        return rule.backward(q, q, v, g, g, None, None, residuals, o, None, scale=0.1)
 
     lowered = jax.jit(both).trace(q, v, g).lower(lowering_platforms=("cuda",)).as_text()
     (call,) = (line for line in lowered.splitlines() if "states_from_vd_kernel,backward_kernel" in line)
@@ -433,7 +434,7 @@ def test_decoding_kernel_fits_its_call(
     state = None if state_dtype is None else shape(state_dtype, 3, 6, 64, 128)
 
     def function(q: Any, v: Any, g: Any, state: Any) -> Any:
-        return cuda.recurrent(q, q, v, g, g, state, scale=0.1, output_final_state=output_final_state)
+        return rule.recurrent(q, q, v, g, g, state, scale=0.1, output_final_state=output_final_state)
 
     o, final_state = jax.eval_shape(function, q, v, g, state)
     assert (o.dtype, o.shape) == (v.dtype, v.shape)

@@ -20,8 +20,9 @@ from kernel_operands import RESULTS, named
 from thorough import every_value, only_thorough, rarely
 
 import jax_qla
-from jax_qla import MeshAxes, api, cuda, implementations, overlap, policy, sharding, vjp, xla
+from jax_qla import MeshAxes, api, implementations, overlap, policy, sharding, vjp, xla
 from jax_qla import segments as tables
+from jax_qla.cuda import rule
 from jax_qla.implementations import Choice
 from jax_qla.kernels import forward as forward_kernel
 from jax_qla.kernels.common import ALWAYS, BALANCED, UNBALANCED
@@ -244,7 +245,7 @@ def test_forward_and_backward(
     state, d_final = (x["initial_state"], x["d_final_state"]) if states else (None, None)
 
     def both(of_kernels: bool, segments: Any) -> Any:
-        module: Any = cuda if of_kernels else xla
+        module: Any = rule if of_kernels else xla
         options = {"output_final_state": states, "with_residuals": True, "piece_rows": piece_rows, "scale": 0.25}
         o, final, residuals = module.forward(*operands, state, segments, **options, keep=keep)
         assert (residuals.between is None) == (piece_rows is None)
@@ -279,7 +280,7 @@ def test_groups_of_heads(rows: str, packed: bool, keep: str, monkeypatch: pytest
     monkeypatch.setenv(policy.OVERRIDE, rows)
     x, segments = _case(packed)
     operands: Any = [x[name] for name in ("q", "k", "v", "g", "beta", "initial_state")]
-    module: Any = cuda
+    module: Any = rule
     sizes = (TOKENS, len(PACKED) if packed else 2, 4, 16, 8)
     of_kernels: Any = {"ratio": 2, "split": False, "packed": packed, "with_states": keep == "states"}
     piece_rows = policy.kept_rows(*sizes, **of_kernels) if keep != "nothing" else None
@@ -341,7 +342,7 @@ def test_high_precision(rows: str, packed: bool, monkeypatch: pytest.MonkeyPatch
     wide = {name: rows.astype(jnp.float32) for name, rows in low.items()}
     right = states(xla, None, wide)[1:]
     for precision, parts in ((None, 1), ("default", 1), ("high", 2)):
-        shape, *found = states(cuda, precision, low)
+        shape, *found = states(rule, precision, low)
         assert tuple(map(int, shape)) == (*(x["v"].shape[axis] for axis in (2, 0, 1)), 64 * parts)
         for a, b in zip(found, right, strict=True):
             error = float(jnp.linalg.norm(a - b) / jnp.linalg.norm(b))
@@ -357,9 +358,9 @@ def _rule(
     keep: Keep = "nothing",
 ) -> Any:
     """o and final states, differentiable, of the operands of `sharding.forward` up to segments."""
-    rule: Any = vjp.gated_delta_rule
+    function: Any = vjp.gated_delta_rule
     options: dict[str, Any] = {"layout": layout, "l2norm": l2norm, "precision": precision, "keep": keep}
-    return rule(vjp.Options(choice, 0.25, output_final_state=True, **options), *operands)
+    return function(vjp.Options(choice, 0.25, output_final_state=True, **options), *operands)
 
 
 def _batched(
@@ -381,7 +382,7 @@ def _batched(
 
 
 def _of_kernels(packed: bool) -> tuple[tuple[jax.Array, ...], jax.Array | None]:
-    """Operands and segments of `cuda.forward`."""
+    """Operands and segments of `rule.forward`."""
     operands, segments, _ = jax.tree.map(lambda x: x[0], _batched(packed, 1))
     if packed:  # the batch has one row
         return (*operands[:-1], operands[-1][0]), segments[0]
@@ -429,7 +430,7 @@ def test_what_is_kept_is_each_members_own(
     """Under `jax.vmap` or not, the residuals of one member are right for another's way of computing gradients. Chunk
     states of all members lie side by side where their tokens are a multiple of a chunk and no packed batch is cut. With
     these or Vd, the kernels normalise q and k, whose lengths are kept too."""
-    monkeypatch.setattr(cuda, "L2NORM_DTYPES", ("float32",))
+    monkeypatch.setattr(rule, "L2NORM_DTYPES", ("float32",))
     operands, segments, cotangents = _batched(packed, MEMBERS, tokens)
     calls = _recorded(monkeypatch)
     l2norm = keep != "nothing"
@@ -541,7 +542,7 @@ def _normalised_by_xla(packed: bool, dtype: str, precision: str | None = None) -
 @pytest.mark.usefixtures("_chain")
 def test_kernels_that_normalise(packed: bool, measures: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Their specifications in float32, of q and k as given, against q and k normalised before and gradients after."""
-    monkeypatch.setattr(cuda, "L2NORM_DTYPES", ("float32",))
+    monkeypatch.setattr(rule, "L2NORM_DTYPES", ("float32",))
     monkeypatch.setattr(policy, "measured_by_forward", lambda *heads: measures)
     operands, segments, cotangents = _to_be_normalised(packed, "float32")
     found = _with_l2norm(OF_KERNELS, operands, segments, cotangents)
@@ -714,7 +715,7 @@ def test_pieces_that_may_be_summarised(monkeypatch: pytest.MonkeyPatch) -> None:
     _steps(monkeypatch)
     operands, segments, _ = jax.tree.map(lambda x: x[0], _batched(packed=True, members=1))
     operands, segments = (*operands[:-1], operands[-1][0]), segments[0]
-    kernels: Any = cuda
+    kernels: Any = rule
     options: Any = {"scale": 0.25, "output_final_state": False, "with_residuals": False}
     for rows in (64, 128):  # places for 7 and 4 cuts, of 5 sequences
         jax.eval_shape(functools.partial(kernels.forward, **options, piece_rows=rows), *operands, segments)
@@ -744,7 +745,7 @@ def test_blocks_that_do_not_share_a_multiprocessor(
     monkeypatch.setattr(policy, "summarised", summarised)
     given = _steps(monkeypatch)
     operands, *_ = jax.tree.map(lambda x: x[0], _batched(packed=False, members=1))
-    kernels: Any = cuda
+    kernels: Any = rule
     options: Any = {"scale": 0.25, "output_final_state": False, "with_residuals": False, "piece_rows": 64}
     jax.eval_shape(lambda *x: kernels.forward(*x, None, **options), *operands)
     sizes = (operands[2].shape[2], operands[1].shape[3], operands[2].shape[3])
@@ -768,7 +769,7 @@ def test_blocks_that_do_not_share_a_multiprocessor(
 def test_neighbours(sequences: int, keep: str, expected: Mapping[str, int], monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks that load the same, and those of the value heads of a key head, whose gradients `backward` sums."""
     given = _steps(monkeypatch)
-    kernels: Any = cuda
+    kernels: Any = rule
     ratio = expected.get("backward", 1)
     x, gate = (jax.ShapeDtypeStruct((sequences, 64, 4, *rest), jnp.bfloat16) for rest in ((128,), ()))
     key = jax.ShapeDtypeStruct((sequences, 64, 4 // ratio, 128), jnp.bfloat16)
@@ -798,7 +799,7 @@ def test_recurrence_and_gradients_in_one(
     monkeypatch.setenv(policy.GROUPS_OVERRIDE, str(groups))
     x, segments = _case(packed)
     operands: Any = [x[name] for name in ("q", "k", "v", "g", "beta", "initial_state")]
-    module: Any = cuda
+    module: Any = rule
     options = {"output_final_state": True, "with_residuals": True, "scale": 0.25}
     residuals = module.forward(*operands, segments, **options)[2]
     given = _steps(monkeypatch)
@@ -826,7 +827,7 @@ def test_gradients_of_uneven_sequences_in_groups(rows: str, monkeypatch: pytest.
     monkeypatch.setenv(policy.OVERRIDE, rows)
     x, segments = _case(True)
     operands: Any = [x[name] for name in ("q", "k", "v", "g", "beta", "initial_state")]
-    module: Any = cuda
+    module: Any = rule
     options = {"output_final_state": True, "with_residuals": True, "scale": 0.25}
     residuals = module.forward(*operands, segments, **options, keep="vd")[2]
     given = _steps(monkeypatch)
@@ -896,7 +897,7 @@ def test_temporary_memory(
     piece_rows = policy.kept_rows(tokens, sequences, value_heads, 128, 128, **of_kernels)
 
     def both(k: Any, v: Any, gates: Any, state: Any, segments: Any) -> Any:
-        module: Any = cuda
+        module: Any = rule
         options: Any = {"scale": 1.0, "piece_rows": piece_rows}
         kept: Any = {"output_final_state": given, "with_residuals": True, "keep": "vd"}
         state = state if given else None
@@ -921,7 +922,7 @@ def test_heads_in_halves(packed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(policy.OVERRIDE, "0")
     given = _steps(monkeypatch)
     operands, segments = _of_kernels(packed)
-    kernels: Any = cuda
+    kernels: Any = rule
     forward = functools.partial(kernels.forward, scale=0.25, output_final_state=True, with_residuals=False)
     expected = forward(*operands, segments)
     assert [step.kernel for step in given] == ["prepare", "forward"]
@@ -958,7 +959,7 @@ def test_final_state_takes_the_memory_of_the_initial_one(
 
     monkeypatch.setattr("jax_qla.launch.launch", recording)
     operands, segments = _of_kernels(packed)
-    kernels: Any = cuda
+    kernels: Any = rule
 
     def forward(*operands: Any, **options: Any) -> Any:
         return kernels.forward(*operands, segments, scale=0.25, **options)
@@ -990,7 +991,7 @@ def test_gradient_of_the_initial_state_takes_the_memory_of_the_final_ones(
         return launch_specifications(steps, inputs, outputs, aliases, within)
 
     operands, segments = _of_kernels(packed)
-    kernels: Any = cuda
+    kernels: Any = rule
     forward = functools.partial(kernels.forward, scale=0.25, output_final_state=True, with_residuals=True)
     o, final, residuals = forward(*operands, segments)
     monkeypatch.setattr("jax_qla.launch.launch", recording)
@@ -1021,7 +1022,7 @@ def _counted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         return dataclasses.replace(implementations.choose(*operands, **options), elsewhere="cuda")
 
     monkeypatch.setattr("jax_qla.launch.launch", counting)
-    monkeypatch.setattr(cuda, "why_not", lambda *_, **__: None)
+    monkeypatch.setattr(rule, "why_not", lambda *_, **__: None)
     monkeypatch.setattr(api, "choose", choose)
     monkeypatch.setattr(jax, "device_count", lambda: 1)
     monkeypatch.setenv(policy.OVERRIDE, "192")
@@ -1073,18 +1074,18 @@ def test_pieces_that_a_call_asks_for(packed: bool, monkeypatch: pytest.MonkeyPat
     """Forward and backward, one call after the other with nothing forgotten in between; and of a batch."""
     counts = _counted(monkeypatch)
     x, _ = _case(packed)
-    monkeypatch.setattr(cuda, "HEAD_DIMS", (x["k"].shape[-1], x["v"].shape[-1]))
+    monkeypatch.setattr(rule, "HEAD_DIMS", (x["k"].shape[-1], x["v"].shape[-1]))
     rows: Any = [x[name] for name in ("q", "k", "v", "g", "beta")]
     where: Any = {"cu_seqlens": jnp.asarray([0, 5, 5, 300, 364, 400], jnp.int32)} if packed else {}
     sequences = x["initial_state"].shape[0]
 
-    def rule(*operands: Any, **options: Any) -> Any:
+    def o_of(*operands: Any, **options: Any) -> Any:
         call: Any = jax_qla.chunk_gated_delta_rule
         return call(*operands, initial_state=x["initial_state"], **where, **options)[0]
 
     @functools.partial(jax.jit, static_argnames=("piece_rows", "implementation"))
     def both(*operands: Any, **options: Any) -> Any:
-        o, transpose = jax.vjp(functools.partial(rule, **options), *operands)
+        o, transpose = jax.vjp(functools.partial(o_of, **options), *operands)
         return o, *transpose(x["do"])
 
     stand_in.forget_traces()
@@ -1102,7 +1103,7 @@ def test_pieces_that_a_call_asks_for(packed: bool, monkeypatch: pytest.MonkeyPat
             continue
         counts.clear()
         batched = [jnp.stack([a] * MEMBERS) for a in rows]
-        of_batch = jax.jit(jax.vmap(functools.partial(rule, piece_rows=piece_rows)))
+        of_batch = jax.jit(jax.vmap(functools.partial(o_of, piece_rows=piece_rows)))
         o = of_batch(*batched) if piece_rows else jax.eval_shape(of_batch, *batched)
         # Packed members become one longer row, which has no room to spare for each of them.
         room = MEMBERS * cuts if not packed else -(-MEMBERS * TOKENS // piece_rows) if cuts else 0
@@ -1123,11 +1124,11 @@ def test_pieces_of_a_shard_that_a_call_asks_for(monkeypatch: pytest.MonkeyPatch)
     mesh = jax.make_mesh((2,), ("seq",), axis_types=(AxisType.Auto,))
 
     def gradients(piece_rows: int) -> Any:
-        rule = functools.partial(
+        whole = functools.partial(
             jax_qla.chunk_gated_delta_rule, mesh_axes=MeshAxes(sequence="seq"), piece_rows=piece_rows
         )
         spread: Any = jax.shard_map(
-            lambda *x: rule(*x)[0], mesh=mesh, in_specs=P(None, "seq"), out_specs=P(None, "seq")
+            lambda *x: whole(*x)[0], mesh=mesh, in_specs=P(None, "seq"), out_specs=P(None, "seq")
         )
         return jax.value_and_grad(lambda *x: jnp.sum(spread(*x) * x[2]), argnums=tuple(range(5)))
 
@@ -1165,7 +1166,7 @@ def _of_two(packed: bool, l2norm: bool) -> tuple[Any, ...]:
 def test_devices_keep_their_own_pieces(packed: bool, keep: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Batch and heads over a mesh with named axes: cut as each device's part is, and summarised once. With chunk states
     the kernels normalise q and k, whose lengths are kept too."""
-    monkeypatch.setattr(cuda, "L2NORM_DTYPES", ("float32",))
+    monkeypatch.setattr(rule, "L2NORM_DTYPES", ("float32",))
     options: dict[str, Any] = {"keep": keep, "l2norm": keep == "states"}
     calls = _recorded(monkeypatch)
     operands, segments, cotangents = _two(packed)
@@ -1206,7 +1207,7 @@ def test_of_a_shard(cut_rows: str, packed: bool, keep: str, states: bool, monkey
     """What is computed of a shard before its first state is known; and of a dense one the rest, given what it found."""
     _launch_nothing(monkeypatch)
     monkeypatch.setenv(policy.OVERRIDE, cut_rows)
-    kernels: Any = cuda
+    kernels: Any = rule
     plain: Any = xla
     batch, tokens = (1, 600) if packed else (3, 200)
     segments = jnp.asarray(PARTS, jnp.int32) if packed else None
@@ -1323,7 +1324,7 @@ def test_sequence_over_devices(
     """
     _launch_nothing(monkeypatch)
     monkeypatch.setenv(policy.OVERRIDE, cut_rows)
-    monkeypatch.setattr(cuda, "L2NORM_DTYPES", ("float32",))
+    monkeypatch.setattr(rule, "L2NORM_DTYPES", ("float32",))
     rows, state, segments, cotangents, expected = _over_devices(packed, l2norm)
 
     def apply(layout: Layout, segments: Any, *operands: Any) -> Any:
@@ -1371,8 +1372,8 @@ def test_of_a_shard_nothing_is_computed_twice(devices: int, keep: Keep, monkeypa
     def gradients(*rows: Any) -> Any:
         layout = resolve(MeshAxes(sequence="seq"), rows, sharding.OPERANDS)
         options = vjp.Options(OF_KERNELS, 0.25, output_final_state=False, layout=layout, keep=keep)
-        rule: Any = vjp.gated_delta_rule
-        return jax.grad(lambda *rows: rule(options, *rows, None, None)[0].sum(), argnums=tuple(range(5)))(*rows)
+        function: Any = vjp.gated_delta_rule
+        return jax.grad(lambda *rows: function(options, *rows, None, None)[0].sum(), argnums=tuple(range(5)))(*rows)
 
     stand_in.forget_traces()
     jax.eval_shape(gradients, *rows)

@@ -23,13 +23,12 @@ import programs
 import pytest
 import stand_in
 import test_recurrent_cuda as decoding
-from test_cuda import HIGH, IDENTICAL, LIMITS, MISSED, that_keeps, that_recomputes
-from test_cuda import cuda as rule
+from test_cuda import HIGH, IDENTICAL, LIMITS, MISSED, cuda, that_keeps, that_recomputes
 from thorough import THOROUGH, only_thorough, rarely
 
-from jax_qla import cuda, implementations, policy, store
+from jax_qla import implementations, policy, store
 from jax_qla import segments as tables
-from jax_qla.cuda import conv1d, norm
+from jax_qla.cuda import conv1d, norm, rule
 from jax_qla.implementations import Choice
 from jax_qla.kernels import (
     backward,
@@ -137,7 +136,7 @@ def test_whole_and_in_pieces(
     monkeypatch.setattr(policy, "room_for_both", lambda blocks: room)
     monkeypatch.setattr(policy, "prepared_together", lambda *sizes: together)
     stand_in.forget_traces()
-    battery.check(case, rule, LIMITS)
+    battery.check(case, cuda, LIMITS)
     assert used.count("compose") == (2 if rows else 0)
 
 
@@ -145,7 +144,7 @@ def test_whole_and_in_pieces(
 def test_a_gate_that_is_not_a_number(rows: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """It was taken for one that forgets everything."""
     monkeypatch.setenv(policy.OVERRIDE, rows)
-    battery.check_not_a_number(dataclasses.replace(PACKED, gates="not a number"), rule)
+    battery.check_not_a_number(dataclasses.replace(PACKED, gates="not a number"), cuda)
 
 
 @pytest.mark.parametrize("rows", [rarely("0"), rarely("64"), "128"])
@@ -157,7 +156,7 @@ def test_final_states_in_place_of_initial_ones(rows: str, monkeypatch: pytest.Mo
     case = battery.Case("emulated, in place", dtype="bfloat16", segments=segments, tokens=400, value_dim=128)
     x = battery.inputs(case)
     operands: Any = [jnp.asarray(y) for y in (*x[:5], x.initial_state, x.segments)]
-    forward_pass: Any = functools.partial(cuda.forward, scale=0.1, output_final_state=True)
+    forward_pass: Any = functools.partial(rule.forward, scale=0.1, output_final_state=True)
     apart = forward_pass(*operands, with_residuals=True)
     in_place = forward_pass(*operands, with_residuals=False)
     for a, b in zip(in_place[:2], apart[:2], strict=True):
@@ -180,7 +179,7 @@ def test_gradients_of_initial_states_in_place_of_those_of_final_ones(
     )
     x = battery.inputs(case)
     operands: Any = [jnp.asarray(y) for y in (*x[:5], x.initial_state, x.segments)]
-    kernels: Any = cuda
+    kernels: Any = rule
     o, final, residuals = kernels.forward(*operands, scale=0.1, output_final_state=True, with_residuals=True, keep="vd")
     used = _used(monkeypatch)
     found = []
@@ -211,7 +210,7 @@ def test_sequences_that_are_not_cut_have_the_same_bits(
     for rows in ("0", str(pieces)):
         monkeypatch.setenv(policy.OVERRIDE, rows)
         stand_in.forget_traces()
-        results.append(battery.run(case, rule))
+        results.append(battery.run(case, cuda))
     uncut = [n for n, (start, end) in enumerate(case.segments) if end - start <= 128 or not some]
     rows_of = np.concatenate([np.arange(*case.segments[n]) for n in uncut])
     assert 0 < len(uncut) < len(case.segments) or not some
@@ -259,7 +258,7 @@ def _by_forward(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.usefixtures("_by_forward")
 def test_lengths_of_queries_by_forward() -> None:
     x, expected = battery.inputs(MEASURED), battery.reference(MEASURED)
-    alone: Any = functools.partial(rule, scale=MEASURED.key_dim**-0.5, l2norm=True)
+    alone: Any = functools.partial(cuda, scale=MEASURED.key_dim**-0.5, l2norm=True)
     operands = (x.q, x.k, x.v, x.g, x.beta, x.initial_state, x.segments)
     found = jax.jit(alone)(*(jnp.asarray(operand) for operand in operands))
     for name, result in zip(("o", "final_state"), found, strict=True):
@@ -273,7 +272,7 @@ def test_lengths_of_queries_by_forward() -> None:
 @pytest.mark.usefixtures("_by_forward")
 def test_lengths_of_queries_kept_by_forward(rows: int, save: bool | None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(policy.OVERRIDE, str(rows))
-    battery.check(MEASURED, functools.partial(rule, save=save), LIMITS)
+    battery.check(MEASURED, functools.partial(cuda, save=save), LIMITS)
 
 
 IN_ONE = [
@@ -308,7 +307,7 @@ def test_recurrence_and_gradients_in_one(case: battery.Case, monkeypatch: pytest
     """Blocks of one and of two value heads of a key head, which then read each other's shared memory."""
     monkeypatch.setenv(policy.IN_ONE_OVERRIDE, "1")
     used = _used(monkeypatch)
-    battery.check(case, rule, LIMITS)
+    battery.check(case, cuda, LIMITS)
     assert "backward" in used
     assert not {"state_gradients", "gradients"} & set(used)
 
@@ -400,7 +399,7 @@ def test_packed_sequences_in_one_if_balanced(balanced: bool, monkeypatch: pytest
             written[kernel.plan["name"]] = not np.array_equal(before.view(np.int16), arrays["dv"].view(np.int16))
 
     monkeypatch.setattr(emulator.Emulated, "__call__", recording)
-    battery.check(case, rule, LIMITS)
+    battery.check(case, cuda, LIMITS)
     assert written.pop("backward_kernel") is balanced
     assert written.pop("state_gradients_kernel") is not balanced
     assert set(written) == {"gradients_kernel"}
@@ -417,7 +416,7 @@ def test_a_shard_in_one(value_heads: int, monkeypatch: pytest.MonkeyPatch) -> No
     state, do, d_final = (jnp.asarray(y) for y in (x.initial_state, x.do, x.d_final_state))
     cut = policy.shard_cut(200, 1, value_heads, 128, 128)
     assert cut.pieces == 4
-    kernels: Any = cuda
+    kernels: Any = rule
     used = _used(monkeypatch)
 
     def gradients(chosen: str) -> list[np.ndarray]:
@@ -447,7 +446,7 @@ def test_heads_with_keys_of_their_own(precision: str | None, monkeypatch: pytest
 
     monkeypatch.setattr(emulator, "emulated", of_own_keys)
     case = next(case for case in battery.CASES if str(case) == "ratio 1, K 64, V 128, batch 2-bfloat16")
-    battery.check(case, functools.partial(rule, precision=precision), HIGH if precision else LIMITS)
+    battery.check(case, functools.partial(cuda, precision=precision), HIGH if precision else LIMITS)
 
 
 @only_thorough
@@ -459,7 +458,7 @@ def test_dg_over_draws(precision: str | None, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setenv(policy.OVERRIDE, "0")
     case = next(case for case in battery.CASES if str(case) == "packed, all but one empty-bfloat16")
     anything = battery.Limits(o=1, final_state=1, gradients=1, head=100, position=100, of_terms=precision is None)
-    function = functools.partial(rule, precision=precision)
+    function = functools.partial(cuda, precision=precision)
     draws = [battery.check(dataclasses.replace(case, name=f"draw {n}"), function, anything) for n in range(16)]
     found = {name: float(np.mean([draw[name].whole for draw in draws])) for name in draws[0]}
     limits = {
@@ -584,7 +583,7 @@ def test_sequences_that_take_another_dimension_of_the_grid(in_one: str, monkeypa
     segments = ((0, 130), (130, 130), (140, 200), (200, 290), (290, 290))
     sizes: Any = {"dtype": "bfloat16", "tokens": 290, "key_dim": 128, "value_dim": 128}
     case = battery.Case("another dimension of the grid", segments=segments, **sizes)
-    for function in (rule, that_recomputes):
+    for function in (cuda, that_recomputes):
         stand_in.forget_traces()
         battery.check(case, function, LIMITS)
     wanted = {"backward" if in_one == "1" else "state_gradients"}
@@ -741,9 +740,9 @@ def test_battery(case: battery.Case, rows: str, precision: str | None, monkeypat
         pytest.skip("limits not reached")
     monkeypatch.setenv(policy.OVERRIDE, rows)
     if precision:
-        battery.check(case, functools.partial(rule, precision=precision), HIGH)
+        battery.check(case, functools.partial(cuda, precision=precision), HIGH)
     else:
-        battery.check(case, rule, IDENTICAL if case.keys.startswith("identical") else LIMITS)
+        battery.check(case, cuda, IDENTICAL if case.keys.startswith("identical") else LIMITS)
 
 
 @functools.cache
@@ -857,7 +856,7 @@ def test_balanced_sequences(count: int) -> None:
 @only_thorough
 @pytest.mark.parametrize(
     ("case", "function"),
-    [(WIDE, rule), (WIDE, that_keeps), (WIDE, that_recomputes), (WIDE_NORMALISED, rule)],
+    [(WIDE, cuda), (WIDE, that_keeps), (WIDE, that_recomputes), (WIDE_NORMALISED, cuda)],
     ids=["Vd kept", "states kept", "anew", "normalised"],
 )
 def test_two_warpgroups_of_state(
@@ -895,7 +894,7 @@ def test_halves_of_long_sequences(keep: Any, l2norm: bool, rows: str, monkeypatc
         options: dict[str, Any] = {"scale": case.key_dim**-0.5, "output_final_state": True, "l2norm": l2norm}
         options |= {"with_residuals": keep != "nothing", "keep": keep}
         q, k, v, g, beta = x[:5]
-        o, state, residuals = cuda.forward(q, k, v, g, beta, x.initial_state, x.segments, **options)
+        o, state, residuals = rule.forward(q, k, v, g, beta, x.initial_state, x.segments, **options)
         return [np.asarray(y, np.float32) for y in (o, state, *([] if residuals is None else [residuals.vd]))]
 
     results = found()
@@ -929,7 +928,7 @@ def test_states_are_computed_again(
     monkeypatch.setenv(policy.GROUPS_OVERRIDE, "2")
     monkeypatch.setenv(policy.IN_ONE_OVERRIDE, in_one)
     sizes: Any = {"tokens": 330, "key_heads": 2, "value_heads": 4, "key_dim": 128, "value_dim": 128}
-    battery.check(battery.Case("in groups", dtype="bfloat16", **sizes), functools.partial(rule, save=save), LIMITS)
+    battery.check(battery.Case("in groups", dtype="bfloat16", **sizes), functools.partial(cuda, save=save), LIMITS)
     assert used.count(kernel) == 2
     assert ("backward" in used) == (in_one == "1")
     assert len({"states", "states_from_vd"} & set(used)) == 1
@@ -946,7 +945,7 @@ def test_states_are_computed_again(
 )
 def test_decoding(case: decoding.Case) -> None:
     scale = case.key_dim**-0.5
-    decoding.check(case, functools.partial(cuda.recurrent, scale=scale, output_final_state=True))
+    decoding.check(case, functools.partial(rule.recurrent, scale=scale, output_final_state=True))
 
 
 @pytest.mark.parametrize("case", [*convolution_cases.SMALL[:2], *map(rarely, convolution_cases.SMALL[2:])], ids=str)

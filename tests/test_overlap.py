@@ -14,7 +14,8 @@ import stand_in
 from kernel_operands import RESULTS, named
 from thorough import rarely
 
-from jax_qla import cuda, overlap, policy
+from jax_qla import overlap, policy
+from jax_qla.cuda import rule
 from jax_qla.kernels import compose as compose_kernel
 from jax_qla.kernels import state_gradients as state_gradients_kernel
 from jax_qla.kernels import states as states_kernel
@@ -137,7 +138,7 @@ def test_no_call_has_kernels_in_conflict(
 ) -> None:
     """Of whole sequences and of pieces, of all heads at once and of groups, with all that may be given and kept."""
     calls = launched(monkeypatch)
-    module: Any = cuda
+    module: Any = rule
     shape: Any = jax.ShapeDtypeStruct
     q = shape((batch, tokens, key_heads, 128), jnp.bfloat16)
     v, gates = shape((batch, tokens, value_heads, 128), jnp.bfloat16), shape((batch, tokens, value_heads), jnp.float32)
@@ -177,7 +178,7 @@ def test_what_is_in_conflict_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     shape: Any = jax.ShapeDtypeStruct
     q, v = (shape((1, 8192, heads, 128), jnp.bfloat16) for heads in (2, 8))
     gates, state = shape((1, 8192, 8), jnp.float32), shape((1, 8, 128, 128), jnp.float32)
-    module: Any = cuda
+    module: Any = rule
     options: Any = {"scale": 1.0, "output_final_state": True, "with_residuals": False}
     jax.eval_shape(functools.partial(module.forward, **options), q, q, v, gates, gates, state, None)
     (call,) = calls
@@ -198,7 +199,7 @@ def test_what_launches_have_of_other_heads_makes_none_wait(measures: bool, monke
     q, v = (shape((3, 8192, heads, 128), jnp.bfloat16) for heads in (64 if measures else 32, 64))
     gates, state = shape((3, 8192, 64), jnp.float32), shape((3, 64, 128, 128), jnp.float32)
     options: Any = {"scale": 1.0, "output_final_state": True, "with_residuals": True, "l2norm": True}
-    module: Any = cuda
+    module: Any = rule
     jax.eval_shape(functools.partial(module.forward, **options), q, q, v, gates, gates, state, None)
     (call,) = calls
     assert [step.kernel for step in call.steps] == ["prepare", "forward", "forward"]

@@ -19,10 +19,14 @@ import pytest
 
 
 def import_and_fork() -> None:
-    """Prints what an import brings with it; then forks, and prints what child and parent compute."""
+    """Prints what imports bring that they do not need, also those of the convolution's and the norm's kernels, by
+    which the rule's are not to come; then forks, and prints what child and parent compute."""
     import jax_qla
+    from jax_qla.cuda import conv1d, norm
 
-    heavy = sorted({"torch", "tilelang", "tvm", "flax", "equinox"} & set(sys.modules))
+    del conv1d, norm
+    of_the_rule = {"jax_qla.cuda.rule", "jax_qla.kernels.packaged"}
+    heavy = sorted({"torch", "tilelang", "tvm", "flax", "equinox", *of_the_rule} & set(sys.modules))
     mapped = Path("/proc/self/maps").read_text()
     import jax
 

@@ -23,8 +23,8 @@ import jax.numpy as jnp
 import pytest
 
 import jax_qla
-from jax_qla import _ffi, cuda, implementations, policy, store
-from jax_qla.cuda import support
+from jax_qla import _ffi, implementations, policy, store
+from jax_qla.cuda import rule, support
 from jax_qla.kernels.packaged import PACKAGED
 from jax_qla.residuals import KEPT, splits
 
@@ -595,7 +595,7 @@ def test_a_broken_cache_is_a_reason(builds: Builds, cache: Path) -> None:
 
 @pytest.mark.parametrize("piece_rows", ["0", "64"], ids=["whole", "in pieces"])
 def test_every_kernel_that_a_call_can_ask_for_is_packaged(piece_rows: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """For all sizes, dtypes and tiles, by the steps that `jax_qla.cuda` makes."""
+    """For all sizes, dtypes and tiles, by the steps that `rule` makes."""
     asked: set[tuple[str, Any]] = set()
 
     def launch(steps: Any, inputs: Any, outputs: Any, aliases: Any = None, within: Any = None) -> Any:
@@ -605,9 +605,9 @@ def test_every_kernel_that_a_call_can_ask_for_is_packaged(piece_rows: str, monke
     monkeypatch.setattr("jax_qla.launch.launch", launch)
     monkeypatch.setenv(policy.OVERRIDE, piece_rows)
     shape: Any = jax.ShapeDtypeStruct
-    for key_dim, value_dim, dtype in itertools.product(cuda.HEAD_DIMS, cuda.HEAD_DIMS, cuda.DTYPES):
+    for key_dim, value_dim, dtype in itertools.product(rule.HEAD_DIMS, rule.HEAD_DIMS, rule.DTYPES):
         # Whether q and k are normalised, and value heads of a key head, by which it depends who then measures them.
-        ways = ((False, 1), (True, 1), (True, 2)) if dtype in cuda.L2NORM_DTYPES else ((False, 1),)
+        ways = ((False, 1), (True, 1), (True, 2)) if dtype in rule.L2NORM_DTYPES else ((False, 1),)
         precisions = (None, "high")
         for heads, packed, (l2norm, ratio), precision, keep in itertools.product(
             (1, 33, 66, 67, 1000), (False, True), ways, precisions, KEPT
@@ -623,9 +623,9 @@ def test_every_kernel_that_a_call_can_ask_for_is_packaged(piece_rows: str, monke
 
             def both(k: Any, v: Any, g: Any, segments: Any, common: dict[str, Any] = common, keep: Any = keep) -> Any:
                 options = common | {"output_final_state": True, "with_residuals": True, "keep": keep}
-                o, final_state, residuals = cuda.forward(k, k, v, g, g, None, segments, **options)
+                o, final_state, residuals = rule.forward(k, k, v, g, g, None, segments, **options)
                 assert residuals is not None
-                return cuda.backward(k, k, v, g, g, None, segments, residuals, o, final_state, **common)
+                return rule.backward(k, k, v, g, g, None, segments, residuals, o, final_state, **common)
 
             jax.eval_shape(both, k, v, g, segments)
     of_pieces = {"layout", "summaries", "adjoint_summaries", "compose"} if piece_rows == "0" else set()
@@ -634,7 +634,7 @@ def test_every_kernel_that_a_call_can_ask_for_is_packaged(piece_rows: str, monke
 
 
 def test_every_decoding_kernel_that_a_call_can_ask_for_is_packaged(monkeypatch: pytest.MonkeyPatch) -> None:
-    """For all sizes and dtypes, by the step that `jax_qla.cuda` makes, which is what it looks for before."""
+    """For all sizes and dtypes, by the step that `rule` makes, which is what it looks for before."""
     asked: set[tuple[str, Any]] = set()
     looked_for: list[tuple[str, Any]] = []
 
@@ -649,15 +649,15 @@ def test_every_decoding_kernel_that_a_call_can_ask_for_is_packaged(monkeypatch: 
 
     monkeypatch.setattr("jax_qla.launch.launch", launch)
     shape: Any = jax.ShapeDtypeStruct
-    sizes = itertools.product((1, 2), cuda.HEAD_DIMS, cuda.HEAD_DIMS, cuda.DTYPES, ("float32", "bfloat16"))
+    sizes = itertools.product((1, 2), rule.HEAD_DIMS, rule.HEAD_DIMS, rule.DTYPES, ("float32", "bfloat16"))
     for tokens, key_dim, value_dim, dtype, state_dtype in sizes:
         k, v = shape((1, tokens, 2, key_dim), dtype), shape((1, tokens, 2, value_dim), dtype)
         g, state = shape((1, tokens, 2), jnp.float32), shape((1, 2, key_dim, value_dim), state_dtype)
-        function = functools.partial(cuda.recurrent, scale=1.0, output_final_state=True)
+        function = functools.partial(rule.recurrent, scale=1.0, output_final_state=True)
         jax.eval_shape(function, k, k, v, g, g, state)
         looked_for.clear()
         call = implementations.RecurrentCall(packed=False, state_dtype=state_dtype)
-        cuda.why_not_recurrent(k, k, v, call=call, build=False)
+        rule.why_not_recurrent(k, k, v, call=call, build=False)
         assert len(looked_for) == 1
         assert looked_for[0] in asked
     assert asked == {(name, config) for name, config in PACKAGED if name == "recurrent"}
