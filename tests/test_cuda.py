@@ -333,6 +333,24 @@ def test_whichever_launch_summarises_has_the_same_bits(
         assert all(others[name].tobytes() == results[0][name].tobytes() for name in others)
 
 
+@pytest.mark.parametrize("_pieces", ["1024"], ids=["in pieces"], indirect=True)
+def test_two_launches_agree_on_which_summarises() -> None:
+    """Call by call, where the memory in which both look still has gates of which the other one computes."""
+    tokens, heads = 8192, 8
+    case = battery.Case("two launches", tokens=tokens, key_heads=2, value_heads=heads, key_dim=128, value_dim=128)
+    assert policy.summarised(7, 6, 16, heads, 128, 128).sharing == "either"
+    x = battery.inputs(case)
+    rule: Any = jax.jit(functools.partial(cuda, scale=128**-0.5, save=False))
+    q, k, v, beta, state = (jnp.asarray(x) for x in (x.q, x.k, x.v, x.beta, x.initial_state))
+    # of a quarter of the heads, of none, of all
+    gates = [jnp.broadcast_to(jnp.where(jnp.arange(heads) < n, 0, -1.0), x.g.shape) for n in (2, 0, heads)]
+    first = [rule(q, k, v, g, beta, state, None) for g in gates]
+    differs = jax.jit(lambda x, y: sum(jnp.sum(a != b) for a, b in zip(x, y, strict=True)))
+    wrong = [differs(rule(q, k, v, gates[n % 3], beta, state, None), first[n % 3]) for n in range(600)]
+    assert np.isfinite(np.asarray(first[2][1])).all()
+    assert not any(int(n) for n in wrong)
+
+
 @pytest.mark.parametrize("_pieces", ["0"], ids=["whole"], indirect=True)
 @pytest.mark.parametrize("function", [cuda, that_recomputes], ids=["Vd kept", "nothing kept"])
 @pytest.mark.parametrize("case", [ONE_LONG, dataclasses.replace(ONE_LONG, l2norm=True, initial_state=False)], ids=str)
