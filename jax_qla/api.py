@@ -21,6 +21,7 @@ import jax.numpy as jnp
 
 from jax_qla import decode, policy, reference, sharding, vjp
 from jax_qla.checks import Checked, arrays, check, check_gradient, taking_numpy
+from jax_qla.dispatch import Settings
 from jax_qla.implementations import Choice, RecurrentCall, choose, load
 from jax_qla.mesh import Layout, MeshAxes, align, previous_ids, resolve, segments_of_rows
 from jax_qla.refusal import first_order
@@ -207,11 +208,8 @@ def chunk_gated_delta_rule(
         segments = segments_of_rows(layout, segment_ids, int(max_segments))
 
     options = vjp.Options(
-        choice,
-        checked.scale,
+        Settings(choice, checked.scale, use_qk_l2norm_in_kernel, precision),
         output_final_state,
-        l2norm=use_qk_l2norm_in_kernel,
-        precision=precision,
         layout=layout,
         keep=keeping(save_chunk_states, precision, q.dtype),
     )
@@ -435,11 +433,9 @@ def chunk_gated_delta_rule_fwd(
     forward = functools.partial(
         sharding.forward,
         layout=layout,
-        choice=choice,
-        scale=checked.scale,
+        settings=Settings(choice, checked.scale, precision=precision),
         output_final_state=output_final_state,
         with_residuals=True,
-        precision=precision,
         keep=keeping(save_chunk_states, precision, q.dtype),
     )
     o, final_state, residuals, _ = first_order(forward, _HALVES)(*operands)
@@ -530,9 +526,8 @@ def chunk_gated_delta_rule_bwd(
         )
     if d_final_state is not None and cu_seqlens is not None:
         d_final_state = jnp.expand_dims(d_final_state, 0)
-    backward = functools.partial(
-        sharding.backward, layout=layout, choice=choice, scale=checked.scale, precision=precision
-    )
+    settings = Settings(choice, checked.scale, precision=precision)
+    backward = functools.partial(sharding.backward, layout=layout, settings=settings)
     dq, dk, dv, dg, dbeta, d_initial_state = first_order(backward, _HALVES)(
         *(*operands, given, None, do, d_final_state)
     )
@@ -635,12 +630,12 @@ def recurrent_gated_delta_rule(
 
 def _compute(options: vjp.Options, operands: Sequence[Any]) -> tuple[jax.Array, jax.Array | None]:
     """o and final_state by the chosen implementation, differentiable as that is."""
-    choice = options.choice
+    settings, choice = options.settings, options.settings.choice
 
     def by_recurrence(*operands: Any) -> tuple[jax.Array, jax.Array | None]:
         o, final_state = sharding.without_exchange(
             *(options.layout, reference.recurrence, operands),
-            options=(("scale", options.scale), ("l2norm", options.l2norm)),
+            options=(("scale", settings.scale), ("l2norm", settings.l2norm)),
             output_final_state=options.output_final_state,
             name="implementation='reference'",
             instead="'cuda' or 'xla'",
@@ -652,7 +647,8 @@ def _compute(options: vjp.Options, operands: Sequence[Any]) -> tuple[jax.Array, 
     if choice.elsewhere != "reference":
         return vjp.gated_delta_rule(options, *operands)
     # The kernels where they run and the reference elsewhere: two functions that are differentiated differently.
-    kernels = dataclasses.replace(options, choice=dataclasses.replace(choice, elsewhere=None))
+    by_kernels = dataclasses.replace(settings, choice=dataclasses.replace(choice, elsewhere=None))
+    kernels = dataclasses.replace(options, settings=by_kernels)
     o, final_state = jax.lax.platform_dependent(
         *match_varying(tuple(operands), operands),
         cuda=lambda *operands: vjp.gated_delta_rule(kernels, *operands),

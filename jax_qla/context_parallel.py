@@ -30,7 +30,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_qla import dispatch
-from jax_qla.implementations import Choice
+from jax_qla.dispatch import Settings
 from jax_qla.mesh import Axes, shift
 from jax_qla.residuals import Keep, Pieces, Residuals
 
@@ -233,28 +233,23 @@ def forward(
     segments: jax.Array | None,
     *,
     axes: Axes,
-    choice: Choice,
-    scale: float,
+    settings: Settings,
     output_final_state: bool,
     with_residuals: bool,
     piece_rows: int | None = None,
-    l2norm: bool = False,
-    precision: Any = None,
     keep: Keep = "nothing",
 ) -> tuple[jax.Array, jax.Array | None, Residuals | None, Carry | None]:
     """o, final_state, residuals and, with `axes`, what `backward` needs of the exchange.
 
     Args:
         q, k, v, g, beta, initial_state, segments, axes: see the module; g and beta float32, states float32 or None.
-        choice, scale, output_final_state, with_residuals, piece_rows, l2norm, precision, keep: as in
-            `dispatch.forward`.
+        settings, output_final_state, with_residuals, piece_rows, keep: as in `dispatch.forward`.
     """
-    shared: dict[str, Any] = {"choice": choice, "l2norm": l2norm, "precision": precision}
     states, local_segments = initial_state, segments
     carry = residuals = None
     ends = None
     if axes:
-        carry, residuals = _exchange(q, k, v, g, beta, initial_state, segments, None, axes=axes, **shared)
+        carry, residuals = _exchange(q, k, v, g, beta, initial_state, segments, None, axes=axes, settings=settings)
         states, ends = carry.incoming, _is_last(axes)
         if segments is not None:
             shard = _Shard(segments, v.shape[1], axes)
@@ -264,12 +259,11 @@ def forward(
     pieces = None if carry is None else carry.pieces
     o, final_state, residuals = dispatch.forward(
         *(*rows, states, flat_segments, residuals, pieces),
-        scale=scale,
+        settings=settings,
         output_final_state=output_final_state,
         with_residuals=with_residuals,
         piece_rows=piece_rows,
         keep=keep,
-        **shared,
     )
     (o, of_rows), final_state = _unflatten((o, _of_rows(residuals)), final_state, v, segments)
     if residuals is not None:
@@ -293,10 +287,7 @@ def backward(
     d_final_state: jax.Array | None,
     *,
     axes: Axes,
-    choice: Choice,
-    scale: float,
-    l2norm: bool = False,
-    precision: Any = None,
+    settings: Settings,
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array, jax.Array | None]:
     """dq, dk, dv, dg, dbeta and d_initial_state (None without initial_state).
 
@@ -305,27 +296,26 @@ def backward(
         do: [B, T, Hv, V], d_final_state: of final_state's shape, the same on all shards of a row; None for zero.
         All others: as in `forward`.
     """
-    shared: dict[str, Any] = {"choice": choice, "l2norm": l2norm, "precision": precision}
     states, d_states = initial_state, d_final_state
     shard = pieces = adjoint_response = None
     local_segments = segments
     if axes:
         if carry is None:
             of_summary = residuals and residuals._replace(vd=None, between=None, h=None)
-            carry, _ = _exchange(q, k, v, g, beta, initial_state, segments, of_summary, axes=axes, **shared)
+            carry, _ = _exchange(q, k, v, g, beta, initial_state, segments, of_summary, axes=axes, settings=settings)
         rows: Any = (q, k, v, g, beta)
         if segments is None:
             if d_final_state is not None:
                 d_final_state = _mask(_is_last(axes), d_final_state)
             pieces = carry.pieces
             response, adjoint_response = dispatch.state_gradient(
-                *rows, None, residuals, do, d_final_state, pieces, scale=scale, **shared
+                *rows, None, residuals, do, d_final_state, pieces, settings=settings
             )
             states = carry.incoming
             if pieces is not None and residuals is not None and residuals.h is None:
                 # While the others answer: after the response is known and before what is received is looked at.
                 response, entering = jax.lax.optimization_barrier((response, states))
-                chunk_states = dispatch.chunk_states(*rows, entering, residuals, pieces, **shared)
+                chunk_states = dispatch.chunk_states(*rows, entering, residuals, pieces, settings=settings)
                 residuals = residuals._replace(**chunk_states._asdict())
             outgoing, residuals = response_before(
                 jnp.swapaxes(carry.transition, -1, -2), response, axes, reverse=True, meanwhile=residuals
@@ -341,7 +331,7 @@ def backward(
                 (rows, _of_rows(residuals), do), d_of_continuing, shard.continuing_rows()[:, None]
             )
             response, _ = dispatch.state_gradient(
-                *rows, continuing, flat_residuals, flat_do, d_of_continuing, None, scale=scale, **shared
+                *rows, continuing, flat_residuals, flat_do, d_of_continuing, None, settings=settings
             )
             transposed = jnp.swapaxes(carry.transition, -1, -2)
             outgoing, _ = response_before(transposed, response, axes, reverse=True, packed=True)
@@ -354,8 +344,7 @@ def backward(
     *gradients, d_states = dispatch.backward(
         *(*flat[:5], states, flat_segments, flat_residuals, flat[6], d_states),
         *(pieces, adjoint_response),
-        scale=scale,
-        **shared,
+        settings=settings,
     )
     gradients, d_states = _unflatten(tuple(gradients), d_states, v, segments)
     if initial_state is None:
@@ -376,21 +365,18 @@ def _exchange(
     residuals: Residuals | None,
     *,
     axes: Axes,
-    choice: Choice,
-    l2norm: bool,
-    precision: Any,
+    settings: Settings,
 ) -> tuple[Carry, Residuals | None]:
     """Summarises this shard and receives the state before it; and what the summary knows of the residuals.
 
     Arguments as in `forward`, and `residuals` from it if it has run, of which a summary reads (and "xla" returns, where
     the platform decides) no vd, between nor h.
     """
-    options: dict[str, Any] = {"choice": choice, "l2norm": l2norm, "precision": precision}
     if segments is None:
         # The first shard's response includes the initial state, so what any shard receives does.
         first = None if initial_state is None else _mask(_is_first(axes), initial_state)
         transition, response, residuals, pieces = dispatch.summary(
-            *(q, k, v, g, beta, first, None, residuals), **options
+            *(q, k, v, g, beta, first, None, residuals), settings=settings
         )
         incoming, _ = response_before(transition, response, axes)
         return Carry(incoming if first is None else incoming + first, transition, pieces), residuals
@@ -399,7 +385,7 @@ def _exchange(
     (rows, residuals), first, leaving = flatten(
         ((q, k, v, g, beta), _of_rows(residuals)), first, shard.leaving_rows()[:, None]
     )
-    transition, response, _, _ = dispatch.summary(*rows, first, leaving, residuals, **options)
+    transition, response, _, _ = dispatch.summary(*rows, first, leaving, residuals, settings=settings)
     transition = _mask(shard.covered(), transition)
     incoming, _ = response_before(transition, response, axes, packed=True)
     return Carry(incoming, transition, None), None

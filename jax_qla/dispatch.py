@@ -8,6 +8,7 @@ one, and all refuse to be differentiated: their derivative is `vjp.py`'s busines
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
@@ -18,7 +19,7 @@ import jax.numpy as jnp
 from jax_qla import policy, refusal
 from jax_qla.batching import of_members
 from jax_qla.if_used import computed_if_used
-from jax_qla.implementations import Choice, by_platform, keeps_lengths, load
+from jax_qla.implementations import Choice, by_platform, load
 from jax_qla.kernels.common import CHUNK
 from jax_qla.l2norm import normalize, normalize_gradient
 from jax_qla.residuals import Between, ChunkStates, Keep, Lengths, Pieces, Residuals
@@ -43,12 +44,25 @@ _KINDS = (*(_ROWS,) * 5, _STATES, _SEGMENTS, _KINDS_OF_RESIDUALS)
 """Of the operands that all functions begin with: q, k, v, g, beta, initial_state, segments and residuals."""
 
 
-@functools.partial(
-    jax.jit,
-    static_argnames=(
-        *("choice", "scale", "output_final_state", "with_residuals", "piece_rows", "l2norm", "precision", "keep"),
-    ),
-)
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """What is static in a call, and the same in all the parts of it that the functions here are."""
+
+    choice: Choice
+    """The implementations, neither of which is "reference", and the pieces that were asked for."""
+    scale: float
+    """Factor of q."""
+    l2norm: bool = False
+    """Whether q and k are to be divided by sqrt(|x|^2 + 1e-6), over K."""
+    precision: Any = None
+    """Of the matrix products, as the API has it."""
+
+    def keeps_lengths(self, dtype: Any) -> bool:
+        """Whether residuals of q and k of this dtype have `Lengths`: where "cuda" may run, and normalises them."""
+        return self.l2norm and self.choice.on_cuda == "cuda" and _normalises("cuda", dtype)
+
+
+@functools.partial(jax.jit, static_argnames=("settings", "output_final_state", "with_residuals", "piece_rows", "keep"))
 def forward(
     q: jax.Array,
     k: jax.Array,
@@ -60,13 +74,10 @@ def forward(
     residuals: Residuals | None = None,
     pieces: Pieces | None = None,
     *,
-    choice: Choice,
-    scale: float,
+    settings: Settings,
     output_final_state: bool,
     with_residuals: bool,
     piece_rows: int | None = None,
-    l2norm: bool = False,
-    precision: Any = None,
     keep: Keep = "nothing",
 ) -> tuple[jax.Array, jax.Array | None, Residuals | None]:
     """o, final_state and residuals of the local gated delta rule.
@@ -76,21 +87,19 @@ def forward(
         initial_state: [N, Hv, K, V] float32 or None for zeros; N = B without segments.
         segments: None (dense), or int32 [N, 2] with the start and end row of every sequence; B = 1.
         residuals, pieces: what `summary` has computed of these rows, or None.
-        choice: the implementations, neither of which is "reference", and the pieces that were asked for.
-        scale: factor of q.
+        settings: by which implementations, and how.
         output_final_state: whether to return the final state.
         with_residuals: whether to return what the backward reads.
         piece_rows: from `policy.kept_rows`: sequences are cut so, which `jax.vmap` does not change then, and the
             residuals say what lies between the pieces. None lets the implementation cut, and keeps nothing of it.
-        l2norm: whether q and k are to be divided by sqrt(|x|^2 + 1e-6), over K.
-        precision: of the matrix products, as the API has it.
         keep: what residuals have of vd and h, the latter of the given pieces, of those of `piece_rows`, or of whole
             sequences. Not "vd" where operands are split.
 
     Returns:
         o [B, T, Hv, V] in v's dtype; final_state [N, Hv, K, V] float32 or None; the residuals, or None where they were
-        not asked for or no implementation in `choice` reads them.
+        not asked for or no implementation reads them.
     """
+    choice = settings.choice
     # "xla" recomputes: where it is the only implementation, residuals would be memory for nothing.
     with_residuals = with_residuals and choice.on_cuda == "cuda"
     if not with_residuals:
@@ -98,18 +107,17 @@ def forward(
     if not with_residuals or pieces is not None:
         piece_rows = None
     options: dict[str, Any] = {
-        "scale": scale,
+        "scale": settings.scale,
         "output_final_state": output_final_state,
         "with_residuals": with_residuals,
         "cut": None if pieces is None else _cut(k, v, segments, choice),
         "piece_rows": piece_rows,
-        "precision": precision,
         "asked_rows": choice.piece_rows,
-        "with_lengths": with_residuals and keeps_lengths(choice, q.dtype, l2norm),
+        "with_lengths": with_residuals and settings.keeps_lengths(q.dtype),
     }
 
     def batchable(keep: Keep) -> Callable[..., Any]:
-        local = _local(choice, "forward", _forward_of_nothing, {**options, "keep": keep}, l2norm)
+        local = _local(settings, "forward", _forward_of_nothing, {**options, "keep": keep})
         one_by_one = _one_by_one(v, segments, piece_rows=piece_rows, with_states=keep == "states")
         return _batchable(local, (*_KINDS, _STATES), (_ROWS, _STATES, _KINDS_OF_RESIDUALS), one_by_one=one_by_one)
 
@@ -137,7 +145,7 @@ def kept_if_used(
     return (o, final_state, residuals._replace(vd=vd, h=h), *more)
 
 
-@functools.partial(jax.jit, static_argnames=("choice", "scale", "l2norm", "precision"))
+@functools.partial(jax.jit, static_argnames=("settings",))
 def backward(
     q: jax.Array,
     k: jax.Array,
@@ -152,15 +160,12 @@ def backward(
     pieces: Pieces | None = None,
     adjoint_response: jax.Array | None = None,
     *,
-    choice: Choice,
-    scale: float,
-    l2norm: bool = False,
-    precision: Any = None,
+    settings: Settings,
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array, jax.Array | None]:
     """Cotangents of the operands of `forward` from those of its results.
 
     Args:
-        q, k, v, g, beta, initial_state, segments, choice, scale, l2norm, precision: as in `forward`.
+        q, k, v, g, beta, initial_state, segments, settings: as in `forward`.
         residuals: from `forward`; with `pieces`, perhaps with what `chunk_states` has computed.
         do: [B, T, Hv, V] in v's dtype, or None for zero.
         d_final_state: [N, Hv, K, V] float32, or None for zero. At most one of the two is None.
@@ -170,15 +175,15 @@ def backward(
         dq, dk in q's dtype, dv in v's, dg, dbeta in float32, and d_initial_state in float32, or None without an initial
         state.
     """
+    choice = settings.choice
     piece_rows = None if residuals is None else _rows_of(residuals.between, k, v, segments, choice)
     options = {
-        "scale": scale,
+        "scale": settings.scale,
         "cut": None if pieces is None else _cut(k, v, segments, choice),
         "piece_rows": piece_rows,
-        "precision": precision,
         "asked_rows": choice.piece_rows,
     }
-    local = _local(choice, "backward", _backward_of_nothing, options, l2norm)
+    local = _local(settings, "backward", _backward_of_nothing, options)
     with_states = residuals is not None and residuals.h is not None
     one_by_one = _one_by_one(v, segments, piece_rows=piece_rows, with_states=with_states)
     kinds = (*_KINDS, _ROWS, *(_STATES,) * 3)
@@ -189,7 +194,7 @@ def backward(
     return dq, dk, dv, dg, dbeta, d_initial_state
 
 
-@functools.partial(jax.jit, static_argnames=("choice", "l2norm", "precision"))
+@functools.partial(jax.jit, static_argnames=("settings",))
 def summary(
     q: jax.Array,
     k: jax.Array,
@@ -200,9 +205,7 @@ def summary(
     segments: jax.Array | None,
     residuals: Residuals | None,
     *,
-    choice: Choice,
-    l2norm: bool = False,
-    precision: Any = None,
+    settings: Settings,
 ) -> tuple[jax.Array, jax.Array, Residuals | None, Pieces | None]:
     """What the rows of each sequence do to the state before them: S -> transition S + response, per value head.
 
@@ -217,22 +220,21 @@ def summary(
         transition [N, Hv, K, K] and response [N, Hv, K, V], float32. The response is the final state that follows from
         the initial state; a sequence without rows has the identity and its initial state. Then, of a dense batch,
         residuals and pieces that spare `forward` and `backward` to compute them again; None where they were not asked
-        for or no implementation in `choice` reads them.
+        for or no implementation reads them.
     """
     options = {
-        "cut": _cut(k, v, segments, choice),
-        "with_residuals": choice.on_cuda == "cuda",
-        "precision": precision,
-        "with_lengths": keeps_lengths(choice, q.dtype, l2norm),
+        "cut": _cut(k, v, segments, settings.choice),
+        "with_residuals": settings.choice.on_cuda == "cuda",
+        "with_lengths": settings.keeps_lengths(q.dtype),
     }
-    local = _local(choice, "summary", _summary_of_nothing, options, l2norm)
+    local = _local(settings, "summary", _summary_of_nothing, options)
     batchable = _batchable(local, _KINDS, (_STATES, _STATES, _KINDS_OF_RESIDUALS, _STATES))
     operands = (q, k, v, g, beta, initial_state, segments, residuals)
     transition, response, residuals, pieces = batchable(*match_varying(operands, operands))
     return transition, response, residuals, pieces
 
 
-@functools.partial(jax.jit, static_argnames=("choice", "scale", "l2norm", "precision"))
+@functools.partial(jax.jit, static_argnames=("settings",))
 def state_gradient(
     q: jax.Array,
     k: jax.Array,
@@ -245,10 +247,7 @@ def state_gradient(
     d_final_state: jax.Array | None,
     pieces: Pieces | None,
     *,
-    choice: Choice,
-    scale: float,
-    l2norm: bool = False,
-    precision: Any = None,
+    settings: Settings,
 ) -> tuple[jax.Array, jax.Array | None]:
     """The gradient of the initial states alone, which depends on no state.
 
@@ -261,15 +260,15 @@ def state_gradient(
     Returns:
         float32 [N, Hv, K, V]; and, with `pieces`, what spares `backward` to compute it again.
     """
-    options = {"cut": _cut(k, v, segments, choice), "scale": scale, "precision": precision}
-    local = _local(choice, "state_gradient", _state_gradient_of_nothing, options, l2norm)
+    options = {"cut": _cut(k, v, segments, settings.choice), "scale": settings.scale}
+    local = _local(settings, "state_gradient", _state_gradient_of_nothing, options)
     batchable = _batchable(local, (*_KINDS, _ROWS, _STATES, _STATES), (_STATES, _STATES))
     operands = (q, k, v, g, beta, None, segments, residuals, do, d_final_state, pieces)
     d_initial_state, adjoint_response = batchable(*match_varying(operands, operands))
     return d_initial_state, adjoint_response
 
 
-@functools.partial(jax.jit, static_argnames=("choice", "l2norm", "precision"))
+@functools.partial(jax.jit, static_argnames=("settings",))
 def chunk_states(
     q: jax.Array,
     k: jax.Array,
@@ -280,9 +279,7 @@ def chunk_states(
     residuals: Residuals,
     pieces: Pieces,
     *,
-    choice: Choice,
-    l2norm: bool = False,
-    precision: Any = None,
+    settings: Settings,
 ) -> ChunkStates:
     """What `backward` needs of the forward pass of a dense batch, computed before the gradient of the state after the
     rows is known.
@@ -291,8 +288,8 @@ def chunk_states(
         residuals, pieces: from `summary`, perhaps with vd of `forward`, which is then returned as it is.
         All others: as in `backward`.
     """
-    options = {"cut": _cut(k, v, None, choice), "precision": precision}
-    local = _local(choice, "chunk_states", _chunk_states_of_nothing, options, l2norm)
+    options = {"cut": _cut(k, v, None, settings.choice)}
+    local = _local(settings, "chunk_states", _chunk_states_of_nothing, options)
     one_by_one = _one_by_one(v, None, piece_rows=None, with_states=True)
     batchable = _batchable(local, (*_KINDS, _STATES), (_STATES, _ROWS), one_by_one=one_by_one)
     operands = (q, k, v, g, beta, initial_state, None, residuals, pieces)
@@ -351,31 +348,38 @@ def _rows_of(
 
 
 def _local(
-    choice: Choice, function: str, of_nothing: Callable[..., Any], options: dict[str, Any], l2norm: bool
+    settings: Settings, function: str, of_nothing: Callable[..., Any], options: dict[str, Any]
 ) -> Callable[..., tuple[Any, ...]]:
     """`_on_platform` as a function of the operands; `of_nothing`, of these and the options, where there is no token or
-    no sequence, which no implementation needs to consider."""
+    no sequence, which no implementation needs to consider. The options get the precision, which all functions have."""
+    options = {**options, "precision": settings.precision}
 
     def local(*operands: Any) -> tuple[Any, ...]:
         v, segments = operands[2], operands[6]
         if v.shape[0] * v.shape[1] == 0 or _sequences(v, segments) == 0:
             return tuple(of_nothing(*operands, **options))
-        return tuple(_on_platform(choice, function, operands, options, l2norm))
+        return tuple(_on_platform(settings, function, operands, options))
 
     return local
 
 
-def _on_platform(choice: Choice, function: str, operands: Sequence[Any], options: dict[str, Any], l2norm: bool) -> Any:
-    """Calls `function` of the implementation that `choice` names for the platform this is lowered for."""
+def _on_platform(settings: Settings, function: str, operands: Sequence[Any], options: dict[str, Any]) -> Any:
+    """Calls `function` of the implementation that the choice has for the platform this is lowered for."""
 
     def implementation(name: str) -> Callable[..., Any]:
-        module = load(name)
-        call = functools.partial(getattr(module, function), **options)
-        if l2norm and operands[0].dtype.name in module.L2NORM_DTYPES:
+        call = functools.partial(getattr(load(name), function), **options)
+        if not settings.l2norm:
+            return call
+        if _normalises(name, operands[0].dtype):
             return functools.partial(call, l2norm=True)
-        return functools.partial(_of_normalized, call, with_gradients=function == "backward") if l2norm else call
+        return functools.partial(_of_normalized, call, with_gradients=function == "backward")
 
-    return by_platform(choice, implementation, *operands)
+    return by_platform(settings.choice, implementation, *operands)
+
+
+def _normalises(name: str, dtype: Any) -> bool:
+    """Whether the implementation normalises q and k of this dtype itself."""
+    return jnp.dtype(dtype).name in load(name).L2NORM_DTYPES
 
 
 def _of_normalized(

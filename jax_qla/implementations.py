@@ -16,7 +16,6 @@ from types import ModuleType
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 
 from jax_qla import driver, store
 from jax_qla.refusal import on_cuda_only
@@ -86,11 +85,6 @@ def by_platform(choice: Choice, function: Callable[[str], Callable[..., Any]], *
         only_there = jax.tree.unflatten(tree, [on_cuda_only(first, choice.why_elsewhere), *others])
         return by(choice.on_cuda)(*only_there)
     return jax.lax.platform_dependent(*operands, cuda=by(choice.on_cuda), default=by(choice.elsewhere))
-
-
-def keeps_lengths(choice: Choice, dtype: Any, l2norm: bool) -> bool:
-    """Whether residuals of q and k of this dtype have `Lengths`: where "cuda" may run, and normalises them itself."""
-    return l2norm and choice.on_cuda == "cuda" and jnp.dtype(dtype).name in load("cuda").L2NORM_DTYPES
 
 
 def choose(

@@ -106,7 +106,7 @@ class Residuals(NamedTuple):
     h: jax.Array | None = None
     """As of `ChunkStates`, where the caller wants it kept, of the same pieces or of whole sequences; with vd."""
     lengths: Lengths | None = None
-    """Where "cuda" normalises q and k (`implementations.keeps_lengths`)."""
+    """Where "cuda" normalises q and k (`dispatch.Settings.keeps_lengths`)."""
 
     @staticmethod
     def shapes(v: Any, precision: Any) -> dict[str, jax.ShapeDtypeStruct]:

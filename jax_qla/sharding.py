@@ -17,7 +17,8 @@ import jax
 
 from jax_qla import context_parallel, dispatch, policy
 from jax_qla.context_parallel import Carry
-from jax_qla.implementations import Choice, keeps_lengths
+from jax_qla.dispatch import Settings
+from jax_qla.implementations import Choice
 from jax_qla.mesh import Axes, Layout, described, flattened, mapped, on_each_device, partitioned
 from jax_qla.residuals import Between, Keep, Lengths, Pieces, Residuals, keeping, splits
 from jax_qla.segments import state_count
@@ -47,19 +48,7 @@ def _exchanging(layout: Layout, segments: jax.Array | None) -> Layout:
     return dataclasses.replace(layout, alone=True) if segments is not None and segments.shape[1] == 0 else layout
 
 
-@functools.partial(
-    jax.jit,
-    static_argnames=(
-        "layout",
-        "choice",
-        "scale",
-        "output_final_state",
-        "with_residuals",
-        "l2norm",
-        "precision",
-        "keep",
-    ),
-)
+@functools.partial(jax.jit, static_argnames=("layout", "settings", "output_final_state", "with_residuals", "keep"))
 def forward(
     q: jax.Array,
     k: jax.Array,
@@ -70,12 +59,9 @@ def forward(
     segments: jax.Array | None,
     *,
     layout: Layout,
-    choice: Choice,
-    scale: float,
+    settings: Settings,
     output_final_state: bool,
     with_residuals: bool,
-    l2norm: bool = False,
-    precision: Any = None,
     keep: Keep = "nothing",
 ) -> tuple[jax.Array, jax.Array | None, Residuals | None, Carry | None]:
     """o, final_state, residuals and what the backward needs of the exchange between the shards of the sequence.
@@ -87,29 +73,26 @@ def forward(
     layout = _exchanging(layout, segments)
     # In Auto mode nothing can leave whose size is the number of shards: the backward repeats the exchange.
     with_carry = layout.sequence_is_cut and with_residuals
-    with_residuals = with_residuals and choice.on_cuda == "cuda"
+    with_residuals = with_residuals and settings.choice.on_cuda == "cuda"
     piece_rows = None
     # Nor can what lies between pieces of sequences that the compiler may cut. Those of a dense shard are in the carry.
-    without_h = keeping(None, precision, q.dtype)
+    without_h = keeping(None, settings.precision, q.dtype)
     if not with_residuals:
         keep = "nothing"
     elif layout.automatic and keep == "states":
         keep = without_h
     if with_residuals and not layout.automatic and not (layout.sequence_is_cut and segments is None):
         sizes, of_part = _part(layout, k, v, segments)
-        of_part |= {"split": splits(precision, q.dtype), "asked_rows": choice.piece_rows}
+        of_part |= {"split": splits(settings.precision, q.dtype), "asked_rows": settings.choice.piece_rows}
         piece_rows = policy.kept_rows(*sizes, **of_part, with_states=keep == "states")
     function = functools.partial(
         _forward,
         layout=layout,
-        choice=choice,
-        scale=scale,
+        settings=settings,
         output_final_state=output_final_state,
         with_residuals=with_residuals,
         with_carry=with_carry,
         piece_rows=piece_rows,
-        l2norm=l2norm,
-        precision=precision,
     )
     keeps, operands = functools.partial(function, keep=keep), (q, k, v, g, beta, initial_state, segments)
     if not layout.automatic or keep == "nothing":
@@ -124,20 +107,17 @@ def forward(
 def _forward(
     *operands: Any,
     layout: Layout,
-    choice: Choice,
-    scale: float,
+    settings: Settings,
     output_final_state: bool,
     with_residuals: bool,
     with_carry: bool,
     piece_rows: int | None,
-    l2norm: bool,
-    precision: Any,
     keep: Keep,
 ) -> tuple[jax.Array, jax.Array | None, Residuals | None, Carry | None]:
     """`forward`, once it is known what residuals there are to be, and whether a carry."""
     q, v, segments = operands[0], operands[2], operands[6]
     residual_dims = _residual_dims(
-        keep != "nothing", piece_rows is not None, keep == "states", keeps_lengths(choice, q.dtype, l2norm)
+        keep != "nothing", piece_rows is not None, keep == "states", settings.keeps_lengths(q.dtype)
     )
     carry_dims = _CARRY if with_residuals and segments is None else _CARRY[:2]
     states = _state_dims(segments)
@@ -146,13 +126,10 @@ def _forward(
         o, final_state, residuals, carry = context_parallel.forward(
             *operands,
             axes=() if layout.alone else axes,
-            choice=choice,
-            scale=scale,
+            settings=settings,
             output_final_state=output_final_state,
             with_residuals=with_residuals,
             piece_rows=piece_rows,
-            l2norm=l2norm,
-            precision=precision,
             keep=keep,
         )
         kept = (x[None] for x in jax.tree.leaves(carry)) if with_carry else ()
@@ -238,7 +215,7 @@ def _carry(arrays: Sequence[jax.Array]) -> Carry:
     return Carry(incoming, transition, Pieces(*pieces) if pieces else None)
 
 
-@functools.partial(jax.jit, static_argnames=("layout", "choice", "scale", "l2norm", "precision"))
+@functools.partial(jax.jit, static_argnames=("layout", "settings"))
 def backward(
     q: jax.Array,
     k: jax.Array,
@@ -253,10 +230,7 @@ def backward(
     d_final_state: jax.Array | None,
     *,
     layout: Layout,
-    choice: Choice,
-    scale: float,
-    l2norm: bool = False,
-    precision: Any = None,
+    settings: Settings,
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array, jax.Array | None]:
     """Gradients of `forward`'s operands; d_initial_state is a summand where its final_state is."""
     layout, states = _exchanging(layout, segments), _state_dims(segments)
@@ -264,7 +238,7 @@ def backward(
     kept = None if carry is None else tuple(jax.tree.leaves(carry))
     if residuals is not None and layout.automatic:
         residuals = residuals._replace(between=None, h=None)
-        if splits(precision, q.dtype):  # two numbers are of use with h only
+        if splits(settings.precision, q.dtype):  # two numbers are of use with h only
             residuals = residuals._replace(vd=None)
     residual_dims: tuple[str, ...] = ()
     if residuals is not None:
@@ -274,31 +248,14 @@ def backward(
         carry = None if operands[8] is None else _carry([x[0] for x in operands[8]])
         operands = (*operands[:8], carry, *operands[9:])
         gradients: tuple[Any, ...] = context_parallel.backward(
-            *operands,
-            axes=() if layout.alone else axes,
-            choice=choice,
-            scale=scale,
-            l2norm=l2norm,
-            precision=precision,
+            *operands, axes=() if layout.alone else axes, settings=settings
         )
         return gradients if stateful else gradients[:5]
 
     results = on_each_device(
         layout,
         local,
-        (
-            q,
-            k,
-            v,
-            g,
-            beta,
-            initial_state,
-            segments,
-            residuals,
-            kept,
-            do,
-            d_final_state,
-        ),
+        (q, k, v, g, beta, initial_state, segments, residuals, kept, do, d_final_state),
         (*OPERANDS, states, "bne", residual_dims, _CARRY, "btHv", states),
         (*OPERANDS, states) if stateful else OPERANDS,
         (*(False,) * 5, True)[: 6 if stateful else 5],

@@ -36,7 +36,7 @@ from jax.custom_derivatives import SymbolicZero, custom_vjp_primal_tree_values
 
 from jax_qla import dispatch, sharding
 from jax_qla.context_parallel import Carry
-from jax_qla.implementations import Choice
+from jax_qla.dispatch import Settings
 from jax_qla.mesh import LOCAL, Layout
 from jax_qla.refusal import reverse_mode_only
 from jax_qla.residuals import Keep, Residuals
@@ -69,12 +69,8 @@ CHECKPOINT_NAMES = RESIDUAL_NAMES + CARRY_NAMES + CHUNK_STATE_NAMES + RESULT_NAM
 class Options:
     """What is static in a call."""
 
-    choice: Choice
-    scale: float
+    settings: Settings
     output_final_state: bool
-    l2norm: bool = False
-    """Whether q and k are to be normalised."""
-    precision: Any = None
     layout: Layout = LOCAL
     keep: Keep = "nothing"
     """What to keep of Vd and the states before all chunks."""
@@ -110,12 +106,9 @@ def _forward(options: Options, operands: tuple[Any, ...], *, with_residuals: boo
     return sharding.forward(
         *operands,
         layout=options.layout,
-        choice=options.choice,
-        scale=options.scale,
+        settings=options.settings,
         output_final_state=options.output_final_state,
         with_residuals=with_residuals,
-        l2norm=options.l2norm,
-        precision=options.precision,
         keep=options.keep,
     )
 
@@ -148,10 +141,7 @@ def _gated_delta_rule_bwd(options: Options, saved: Any, cotangents: Any) -> tupl
     gradients = sharding.backward(
         *(*operands, residuals, carry, do, d_final_state),
         layout=options.layout,
-        choice=options.choice,
-        scale=options.scale,
-        l2norm=options.l2norm,
-        precision=options.precision,
+        settings=options.settings,
     )
     return (*gradients, None)  # None: segments have no gradient.
 

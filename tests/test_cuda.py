@@ -22,6 +22,7 @@ from jax.sharding import PartitionSpec as P
 
 import jax_qla
 from jax_qla import implementations, policy, vjp
+from jax_qla.dispatch import Settings
 from jax_qla.residuals import keeping
 
 pytestmark = pytest.mark.gpu
@@ -67,7 +68,7 @@ def cuda(
     """The kernels as a function of the battery's signature; `save` is the API's `save_chunk_states`."""
     choice = implementations.choose(q, k, v, implementation="cuda", precision=precision)
     keep = keeping(save, precision, q.dtype)
-    options = vjp.Options(choice, scale, output_final_state=True, l2norm=l2norm, precision=precision, keep=keep)
+    options = vjp.Options(Settings(choice, scale, l2norm, precision), output_final_state=True, keep=keep)
     if segments is None:
         return vjp.gated_delta_rule(options, q, k, v, g, beta, initial_state, None)
     # vjp wants the sequences of every row of a packed batch; the battery has one row.

@@ -23,6 +23,7 @@ import jax_qla
 from jax_qla import MeshAxes, api, implementations, overlap, policy, sharding, vjp, xla
 from jax_qla import segments as tables
 from jax_qla.cuda import rule
+from jax_qla.dispatch import Settings
 from jax_qla.implementations import Choice
 from jax_qla.kernels import forward as forward_kernel
 from jax_qla.kernels.common import ALWAYS, BALANCED, UNBALANCED
@@ -359,8 +360,8 @@ def _rule(
 ) -> Any:
     """o and final states, differentiable, of the operands of `sharding.forward` up to segments."""
     function: Any = vjp.gated_delta_rule
-    options: dict[str, Any] = {"layout": layout, "l2norm": l2norm, "precision": precision, "keep": keep}
-    return function(vjp.Options(choice, 0.25, output_final_state=True, **options), *operands)
+    settings = Settings(choice, 0.25, l2norm, precision)
+    return function(vjp.Options(settings, output_final_state=True, layout=layout, keep=keep), *operands)
 
 
 def _batched(
@@ -669,7 +670,7 @@ def test_pieces_are_summarised_once(packed: bool, room: bool, monkeypatch: pytes
     waiting: list[str] = []
     calls = _recorded(monkeypatch, waiting)
     operands, segments, (do, _) = jax.tree.map(lambda x: x[0], _batched(packed, 1))
-    options: Any = {"layout": LOCAL, "choice": OF_KERNELS, "scale": 0.25}
+    options: Any = {"layout": LOCAL, "settings": Settings(OF_KERNELS, 0.25)}
     stand_in.forget_traces()
     _, _, residuals, _ = sharding.forward(*operands, segments, **options, output_final_state=False, with_residuals=True)
     before = ["layout"] if packed else []
@@ -1371,7 +1372,7 @@ def test_of_a_shard_nothing_is_computed_twice(devices: int, keep: Keep, monkeypa
     @functools.partial(jax.shard_map, mesh=mesh, in_specs=P(None, "seq"), out_specs=P(None, "seq"), check_vma=False)
     def gradients(*rows: Any) -> Any:
         layout = resolve(MeshAxes(sequence="seq"), rows, sharding.OPERANDS)
-        options = vjp.Options(OF_KERNELS, 0.25, output_final_state=False, layout=layout, keep=keep)
+        options = vjp.Options(Settings(OF_KERNELS, 0.25), output_final_state=False, layout=layout, keep=keep)
         function: Any = vjp.gated_delta_rule
         return jax.grad(lambda *rows: function(options, *rows, None, None)[0].sum(), argnums=tuple(range(5)))(*rows)
 

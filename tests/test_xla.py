@@ -16,6 +16,7 @@ from thorough import rarely
 from traced import equations
 
 from jax_qla import vjp, xla
+from jax_qla.dispatch import Settings
 from jax_qla.implementations import Choice
 from jax_qla.segments import segments_from_cu_seqlens
 
@@ -63,7 +64,7 @@ def chunked_or_normalised(*operands: Any, l2norm: bool = False) -> Any:
     *rows, state, segments, scale = operands
     if segments is not None:  # of every row of a batch; the battery has one
         state, segments = None if state is None else state[None], segments[None]
-    options = vjp.Options(Choice("xla", "xla", "", ""), scale, output_final_state=True, l2norm=True)
+    options = vjp.Options(Settings(Choice("xla", "xla", "", ""), scale, l2norm=True), output_final_state=True)
     rule: Any = vjp.gated_delta_rule
     results = rule(options, *rows, state, segments)
     return results if segments is None else (results[0], results[1][0])
