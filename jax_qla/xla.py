@@ -388,7 +388,7 @@ def forward(
     keep: Keep = "nothing",
     with_lengths: bool = False,
 ) -> tuple[jax.Array, jax.Array | None, Residuals | None]:
-    """The chunked forward pass.
+    """The chunked forward pass, of at least one token and one sequence.
 
     Args:
         q, k: [B, T, Hk, K]. v: [B, T, Hv, V], Hv a multiple of Hk; bfloat16, float16 or float32.
@@ -424,33 +424,29 @@ def forward(
     zero = _zero(q, k, v, g, beta, initial_state)
     first_states = _first_states(initial_state, state_shape, zero)
 
-    final: jax.Array | None
-    if tokens == 0 or sequences == 0:
-        o, final = jnp.zeros_like(v), first_states
-    else:
-        layout = _Layout(batch, tokens, value_heads, segments)
-        whole_q, *rows = map(layout.whole, (q, k, v, g, beta))
+    layout = _Layout(batch, tokens, value_heads, segments)
+    whole_q, *rows = map(layout.whole, (q, k, v, g, beta))
 
-        def group(carry: tuple[jax.Array, Any, jax.Array], at: _Group) -> tuple[Any, None]:
-            state, final, o = carry
-            chunks = _chunks(layout, rows, at, precision)
-            state, states = _scan_states(chunks, state, first_states, at.marks, precision)
-            if final is not None and at.marks is not None and states.after is not None:
-                final = _store(final, at.marks.sequence, at.marks.last, states.after)
-            q = layout.take(whole_q, at, key_heads).astype(jnp.float32)
-            qk = _product("...ik,...jk->...ij", q, chunks.k, precision)[..., None, :, :]
-            of_group = _product("...ij,...jv->...iv", qk * chunks.weight, states.delta, precision)
-            from_state = _product("...ik,...kv->...iv", _of_each(q, states.before), states.before, precision)
-            of_group += chunks.decay[..., None] * from_state
-            return (state, final, layout.put(o, at, scale * of_group)), None
+    def group(carry: tuple[jax.Array, Any, jax.Array], at: _Group) -> tuple[Any, None]:
+        state, final, o = carry
+        chunks = _chunks(layout, rows, at, precision)
+        state, states = _scan_states(chunks, state, first_states, at.marks, precision)
+        if final is not None and at.marks is not None and states.after is not None:
+            final = _store(final, at.marks.sequence, at.marks.last, states.after)
+        q = layout.take(whole_q, at, key_heads).astype(jnp.float32)
+        qk = _product("...ik,...jk->...ij", q, chunks.k, precision)[..., None, :, :]
+        of_group = _product("...ij,...jv->...iv", qk * chunks.weight, states.delta, precision)
+        from_state = _product("...ik,...kv->...iv", _of_each(q, states.before), states.before, precision)
+        of_group += chunks.decay[..., None] * from_state
+        return (state, final, layout.put(o, at, scale * of_group)), None
 
-        packed = segments is not None
-        # What a packed scan starts from is never used: every sequence's first chunk starts anew.
-        final = first_states if packed and output_final_state else None
-        state = first_states[:1] if packed else first_states
-        (state, final, o), _ = jax.lax.scan(group, (state, final, layout.nothing(v, zero)), layout.each)
-        final = final if packed else state
-        o = layout.join(o)
+    packed = segments is not None
+    # What a packed scan starts from is never used: every sequence's first chunk starts anew.
+    final = first_states if packed and output_final_state else None
+    state = first_states[:1] if packed else first_states
+    (state, final, o), _ = jax.lax.scan(group, (state, final, layout.nothing(v, zero)), layout.each)
+    final = final if packed else state
+    o = layout.join(o)
 
     empty = None
     if with_residuals:
@@ -578,52 +574,47 @@ def backward(
     first_states = _first_states(initial_state, state_shape, zero)
     last_dstates = _first_states(d_final_state, state_shape, zero)
 
-    d_initial: jax.Array | None
-    if tokens == 0 or sequences == 0:
-        dq, dk, dv, dg, dbeta = (jnp.zeros_like(x) for x in (q, k, v, g, beta))
-        d_initial = last_dstates
-    else:
-        layout = _Layout(batch, tokens, value_heads, segments)
-        packed = segments is not None
-        do = jnp.zeros_like(v) if do is None else do
-        operands = (q, k, v, g, beta)
-        whole_q, *rows, whole_do = map(layout.whole, (*operands, do))
+    layout = _Layout(batch, tokens, value_heads, segments)
+    packed = segments is not None
+    do = jnp.zeros_like(v) if do is None else do
+    operands = (q, k, v, g, beta)
+    whole_q, *rows, whole_do = map(layout.whole, (*operands, do))
 
-        def group_states(state: jax.Array, at: _Group) -> tuple[jax.Array, jax.Array]:
-            chunks = _chunks(layout, rows, at, precision)
-            return _scan_states(chunks, state, first_states, at.marks, precision)[0], state
+    def group_states(state: jax.Array, at: _Group) -> tuple[jax.Array, jax.Array]:
+        chunks = _chunks(layout, rows, at, precision)
+        return _scan_states(chunks, state, first_states, at.marks, precision)[0], state
 
-        state = first_states[:1] if packed else first_states
-        group_starts = state[None]
-        if layout.groups > 1:  # `jax.disable_jit` has no scan over nothing
-            leading = jax.tree.map(lambda x: x[:-1], layout.each)
-            last_start, group_starts = jax.lax.scan(group_states, state, leading)
-            group_starts = jnp.concatenate([group_starts, last_start[None]])
+    state = first_states[:1] if packed else first_states
+    group_starts = state[None]
+    if layout.groups > 1:  # `jax.disable_jit` has no scan over nothing
+        leading = jax.tree.map(lambda x: x[:-1], layout.each)
+        last_start, group_starts = jax.lax.scan(group_states, state, leading)
+        group_starts = jnp.concatenate([group_starts, last_start[None]])
 
-        def group(carry: tuple[jax.Array, Any, Any], x: tuple[jax.Array, _Group]) -> tuple[Any, None]:
-            dstate, d_initial, filled = carry
-            start, at = x
-            chunks = _chunks(layout, rows, at, precision)
-            _, states = _scan_states(chunks, start, first_states, at.marks, precision)
-            q, do = layout.take(whole_q, at, key_heads), layout.take(whole_do, at, *heads)
-            q, do = q.astype(jnp.float32), do.astype(jnp.float32)
-            dstate, (ddelta, dstates, before) = _scan_dstates(
-                q, chunks, do, dstate, last_dstates, at.marks, scale, precision
-            )
-            if d_initial is not None and at.marks is not None and before is not None:
-                d_initial = _store(d_initial, at.marks.sequence, at.marks.first, before)
-            gradients = _gradients(q, chunks, states, do, ddelta, dstates, scale, precision)
-            filled = [layout.put(x, at, y) for x, y in zip(filled, gradients, strict=True)]
-            return (dstate, d_initial, filled), None
-
-        dstate = last_dstates[:1] if packed else last_dstates
-        d_initial = last_dstates if packed and initial_state is not None else None
-        nothing = [layout.nothing(x, zero) for x in operands]
-        (dstate, d_initial, filled), _ = jax.lax.scan(
-            group, (dstate, d_initial, nothing), (group_starts, layout.each), reverse=True
+    def group(carry: tuple[jax.Array, Any, Any], x: tuple[jax.Array, _Group]) -> tuple[Any, None]:
+        dstate, d_initial, filled = carry
+        start, at = x
+        chunks = _chunks(layout, rows, at, precision)
+        _, states = _scan_states(chunks, start, first_states, at.marks, precision)
+        q, do = layout.take(whole_q, at, key_heads), layout.take(whole_do, at, *heads)
+        q, do = q.astype(jnp.float32), do.astype(jnp.float32)
+        dstate, (ddelta, dstates, before) = _scan_dstates(
+            q, chunks, do, dstate, last_dstates, at.marks, scale, precision
         )
-        d_initial = d_initial if packed else dstate
-        dq, dk, dv, dg, dbeta = map(layout.join, filled)
+        if d_initial is not None and at.marks is not None and before is not None:
+            d_initial = _store(d_initial, at.marks.sequence, at.marks.first, before)
+        gradients = _gradients(q, chunks, states, do, ddelta, dstates, scale, precision)
+        filled = [layout.put(x, at, y) for x, y in zip(filled, gradients, strict=True)]
+        return (dstate, d_initial, filled), None
+
+    dstate = last_dstates[:1] if packed else last_dstates
+    d_initial = last_dstates if packed and initial_state is not None else None
+    nothing = [layout.nothing(x, zero) for x in operands]
+    (dstate, d_initial, filled), _ = jax.lax.scan(
+        group, (dstate, d_initial, nothing), (group_starts, layout.each), reverse=True
+    )
+    d_initial = d_initial if packed else dstate
+    dq, dk, dv, dg, dbeta = map(layout.join, filled)
 
     if initial_state is None or d_initial is None:
         return dq, dk, dv, dg, dbeta, None

@@ -197,18 +197,6 @@ def test_returns_what_was_asked_for(case: battery.Case) -> None:
     assert gradients[5] is None
 
 
-@pytest.mark.parametrize("segments", [None, ((0, 0), (0, 0))])
-def test_no_tokens(segments: Any) -> None:
-    case = battery.Case("no tokens", batch=1 if segments else 2, tokens=0, segments=segments)
-    operands, x = _operands(case), battery.inputs(case)
-    o, final_state, _ = forward(*operands, scale=1.0, output_final_state=True, with_residuals=False)
-    assert o.shape == x.v.shape
-    np.testing.assert_array_equal(final_state, x.initial_state)
-    *gradients, d_initial_state = backward(*operands, None, x.do, x.d_final_state, scale=1.0)
-    assert [y.shape for y in gradients] == [y.shape for y in x[:5]]
-    np.testing.assert_array_equal(d_initial_state, x.d_final_state)
-
-
 def test_lengths_that_lie_give_other_segments_only() -> None:
     """Whatever int32 the lengths hold, the result is that of the segments they are clipped to."""
     operands = _operands(PACKED)
