@@ -64,9 +64,9 @@ class Call:
                 rows = policy.piece_rows(*self.sizes, **options)
         self.shard = shard
         """How the sequences, of a dense batch, are cut if their pieces have been summarised before."""
-        self.cut = rows is not None or shard is not None
         self.rows = rows if shard is None else shard.rows
         """Of a piece, at the most; None for whole sequences."""
+        self.is_cut = self.rows is not None
         self.parts = self.sequences
         self.between = 0
         """Rows of what lies between pieces: cuts, or all pieces of a shard."""
@@ -130,7 +130,7 @@ class Call:
     @property
     def whole(self) -> int:
         """Heads whose blocks of `forward` have `value_tile` columns; those of the others have 64."""
-        if self.cut or self.split:
+        if self.is_cut or self.split:
             return self.value_heads
         return policy.whole_heads(self.sequences, self.value_heads, self.value_dim)
 
@@ -159,7 +159,7 @@ class Call:
 
     def no_pieces(self) -> dict[str, jax.Array]:
         """What kernels that go through sequences have as operands where they have no pieces of these."""
-        if self.cut and self.shard is None:
+        if self.is_cut and self.shard is None:
             return {}
         empty = {"pieces": jnp.zeros((0, 4), jnp.int32), "spans": jnp.zeros((0, 2), jnp.int32)}
         return empty | {"no_states": self.states(None)}
@@ -170,7 +170,7 @@ class Call:
         without = {between: "no_states", "bounds": "spans"}  # which are empty there
         if self.shard is not None:
             return without | {of_sequences: between}
-        return {} if self.cut else without
+        return {} if self.is_cut else without
 
     def prepared_shapes(self, v: jax.Array, precision: Any) -> dict[str, jax.ShapeDtypeStruct]:
         """What `prepare` writes."""

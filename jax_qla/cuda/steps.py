@@ -66,7 +66,7 @@ def forward_steps(call: Call, scale: float, *, keep: Keep = "nothing", measures:
     """The kernel `forward`, of heads whose blocks have all value columns and of others in halves, or of sequences
     of which it halves long ones; `keep`: what it writes of `ChunkStates`; `measures`: whether it finds lengths of
     queries."""
-    awaits, whole = forward_kernel.STATE if call.cut else forward_kernel.PREPARED, call.whole
+    awaits, whole = forward_kernel.STATE if call.is_cut else forward_kernel.PREPARED, call.whole
     may_be_uneven = call.packed and call.sequences > 1 and whole == call.value_heads
     has_halves = call.value_tile > 64 and keep != "states"  # `forward`, in this form
     halves = policy.halves(call.parts, call.value_heads) if may_be_uneven and has_halves else None
@@ -93,7 +93,7 @@ def entering_states(
     Returns:
         The kernels, none where sequences are whole, and the shapes of what they write.
     """
-    if not call.cut:
+    if not call.is_cut:
         return [], {}
     outputs = call.shapes_between()
     states = outputs["entering"]
@@ -118,7 +118,7 @@ def leaving_gradients(
     call: Call, scale: float, *, known: bool = False
 ) -> tuple[list[Step], dict[str, jax.ShapeDtypeStruct]]:
     """Steps and shapes as of `entering_states`, of the gradients alone, where the states are known."""
-    if not call.cut:
+    if not call.is_cut:
         return [], {}
     states = call.shapes_between()["entering"]
     if known:
