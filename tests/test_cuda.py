@@ -338,7 +338,8 @@ def test_whichever_launch_summarises_has_the_same_bits(
 def test_two_launches_agree_on_which_summarises() -> None:
     """Call by call, where the memory in which both look still has gates of which the other one computes."""
     tokens, heads = 8192, 8
-    case = battery.Case("two launches", tokens=tokens, key_heads=2, value_heads=heads, key_dim=128, value_dim=128)
+    sizes: Any = {"tokens": tokens, "key_heads": 2, "value_heads": heads, "key_dim": 128, "value_dim": 128}
+    case = battery.Case("two launches", "bfloat16", **sizes)
     assert policy.summarised(7, 6, 16, heads, 128, 128).sharing == "either"
     x = battery.inputs(case)
     rule: Any = jax.jit(functools.partial(cuda, scale=128**-0.5, save=False))
