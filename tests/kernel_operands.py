@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import inspect
 
@@ -23,9 +24,10 @@ RESULTS = {
 """What each specification returns, by the kernel's names for it."""
 
 
-def named(kernel: str) -> list[str]:
+@functools.cache
+def named(kernel: str) -> tuple[str, ...]:
     """Names of what a kernel reads and writes, of its specification."""
     signature = inspect.signature(importlib.import_module(f"jax_qla.kernels.{kernel}").specification)
     read = [name for name, x in signature.parameters.items() if x.kind != inspect.Parameter.KEYWORD_ONLY]
     unspecified = {"prepare": ["o"]} | {kernel: ["bounds"] for kernel in ("forward", "compose", "summaries")}
-    return [*read, *unspecified.get(kernel, []), *RESULTS[kernel]]
+    return (*read, *unspecified.get(kernel, []), *RESULTS[kernel])

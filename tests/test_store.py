@@ -600,7 +600,7 @@ def test_every_kernel_that_a_call_can_ask_for_is_packaged(piece_rows: str, monke
 
     def launch(steps: Any, inputs: Any, outputs: Any, aliases: Any = None, within: Any = None) -> Any:
         asked.update((step.kernel, step.config) for step in steps)
-        return {name: jnp.zeros(x.shape, x.dtype) for name, x in outputs.items()}
+        return {name: jax.lax.empty(x.shape, x.dtype) for name, x in outputs.items()}  # what is traced fastest
 
     monkeypatch.setattr("jax_qla.launch.launch", launch)
     monkeypatch.setenv(policy.OVERRIDE, piece_rows)
