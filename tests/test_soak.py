@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import json
 import math
@@ -24,6 +25,15 @@ from soak_operations import GatedDeltaRule
 from thorough import THOROUGH, only_thorough
 
 from jax_qla.mesh import axes_of
+
+
+@pytest.fixture(autouse=True)
+def _beside_other_tests(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the tests before these have left in the process is neither looked through nor dropped: that took longer than
+    what is tested here, and the tests after these need it."""
+    gc.freeze()
+    monkeypatch.setattr(jax, "clear_caches", lambda: None)
+
 
 CHILD = """
 import json, os, signal, sys, time

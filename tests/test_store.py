@@ -12,6 +12,7 @@ import multiprocessing
 import os
 import stat
 import sys
+import time
 import types
 from collections.abc import Iterator
 from pathlib import Path
@@ -276,19 +277,30 @@ def _write_much(folder: str, process: int) -> None:
         store.write_manifest(Path(folder), {"key": {**entry, "sha256": hashlib.sha256(bytes(100_000)).hexdigest()}})
 
 
-def test_many_processes_write_at_once(tmp_path: Path) -> None:
-    """A reader sees whole files only."""
-    context = multiprocessing.get_context("spawn")
-    writers = [context.Process(target=_write_much, args=(str(tmp_path), process)) for process in range(3)]
+def _write_much_at_once(folder: str) -> None:
+    """Three processes, of which each has what this one has imported."""
+    context = multiprocessing.get_context("fork")
+    writers = [context.Process(target=_write_much, args=(folder, process)) for process in range(3)]
     for writer in writers:
         writer.start()
-    reads = 0
-    while any(writer.is_alive() for writer in writers):
-        if (tmp_path / "manifest.json").exists():
-            (entry,) = store.read_manifest(tmp_path).values()
-            assert len((tmp_path / f"{entry['sha256']}.cubin").read_bytes()) == 100_000
-            reads += 1
+    for writer in writers:
+        writer.join()
     assert [writer.exitcode for writer in writers] == [0, 0, 0]
+
+
+def test_many_processes_write_at_once(tmp_path: Path) -> None:
+    """A reader sees whole files only."""
+    writing = multiprocessing.get_context("spawn").Process(target=_write_much_at_once, args=(str(tmp_path),))
+    writing.start()
+    reads = 0
+    while writing.is_alive():
+        if not (tmp_path / "manifest.json").exists():
+            time.sleep(0.001)
+            continue
+        (entry,) = store.read_manifest(tmp_path).values()
+        assert len((tmp_path / f"{entry['sha256']}.cubin").read_bytes()) == 100_000
+        reads += 1
+    assert writing.exitcode == 0
     assert reads > 0
     assert len(list(tmp_path.iterdir())) == 2
 
