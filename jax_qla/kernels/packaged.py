@@ -1,6 +1,6 @@
 """The complete list of the kernels that the API can reach on CUDA, hence of what a wheel carries.
 
-Apart from the package's other modules, because it imports every kernel's, which other modules than `jax_qla.cuda` can do
+Apart from the package's other modules, because it imports every kernel's, which other modules than `jax_qla.cuda.rule` can do
 without.
 """
 
