@@ -25,7 +25,7 @@ if "JAX_QLA_EMULATOR_FILES" not in os.environ:
     atexit.register(shutil.rmtree, os.environ["JAX_QLA_EMULATOR_FILES"], ignore_errors=True)
 
 # SciPy's OpenBLAS, which JAX calls for LAPACK on a CPU, has a thread for every core, and they turn while they wait for
-# each other: of tests that solve triangular systems that was half of the time. One thread a process is enough.
+# each other: of test_packed (test_kernels.py) a third of the CPU time. One thread a process is enough.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 # glibc gives memory back to the system as soon as it can, to be given it anew, zeroed: by TileLang, which has a solver
 # for every analysis, some 100,000 pages a kernel. The processes that begin from here on (pytest -n) keep theirs.

@@ -24,7 +24,7 @@ import pytest
 import stand_in
 import test_recurrent_cuda as decoding
 from test_cuda import HIGH, IDENTICAL, LIMITS, MISSED, cuda, that_keeps, that_recomputes
-from thorough import THOROUGH, only_thorough, rarely
+from thorough import THOROUGH, every_value, only_thorough, rarely
 
 from jax_qla import implementations, policy, store
 from jax_qla import segments as tables
@@ -690,6 +690,7 @@ def test_states_from_vd(key_dim: int, value_dim: int, tile: int, dtype: str, in_
         np.testing.assert_allclose(ours, right, atol=3e-2 * np.abs(right).max())
 
 
+@every_value
 @pytest.mark.parametrize("of_pieces", [0, 1])
 @pytest.mark.parametrize("together", [1, 2, 3])
 @pytest.mark.parametrize(("columns", "reverse"), [(16, False), (16, True), (64, True)])
