@@ -13,6 +13,9 @@ writes the same results twice, and a result may lie in an operand's memory. Othe
 before it has ended. What several kernels of a sequence have, each elements of its own, is no reason for these to wait
 for each other (`_apart`).
 
+Of two launches of `summaries` the second looks at the gates before it has waited, and is not patient: the first, which
+is, begins it when all before have ended, and one of them computes nothing.
+
 Where a forward pass finds no sequence to be cut (kernels/uncut.py), `summaries` and `compose` are not patient: they
 have nothing to do, and let `forward` begin, which then uses nothing of theirs nor of `layout`, and waits as without
 pieces.

@@ -140,20 +140,20 @@ def summaries_steps(call: Call, shard: policy.Cut | None = None) -> list[Step]:
         rows, responses, rename = call.rows, call.between - (sequences if call.packed else 0), {}
         transitions = max(responses - sequences, 0)  # none of those that sequences begin with
     else:
-        rows, responses = shard.rows, shard.pieces * call.sequences
-        transitions = responses
+        rows = shard.rows
+        responses = transitions = shard.pieces * call.sequences
         rename = {"pieces": "shard_pieces", "cuts": "shard_cuts"}
     sizes = (call.value_heads, call.key_dim, call.value_dim)
-    found = policy.summarised(responses, transitions, -(-rows // CHUNK), *sizes)
-    if call.split:  # of which a multiprocessor has room for one block in any case
-        found = policy.Summarised("alone", 0)
+    # Of operands that are split a multiprocessor has room for one block in any case.
+    one_each = policy.Summarised("alone", 0)
+    found = one_each if call.split else policy.summarised(responses, transitions, -(-rows // CHUNK), *sizes)
+    alone = found.slow if found.sharing == "either" else 0
     steps = []
     if found.sharing != "shared":
-        step = kernel_step(call, summaries_kernel, rename=rename, alone=found.slow if found.sharing == "either" else 0)
+        step = kernel_step(call, summaries_kernel, rename=rename, alone=alone)
         steps.append(dataclasses.replace(step, shared_at_least=policy.MORE_THAN_HALF))
     if found.sharing != "alone":
-        alone = -found.slow if found.sharing == "either" else 0
-        steps.append(kernel_step(call, summaries_kernel, rename=rename, alone=alone))
+        steps.append(kernel_step(call, summaries_kernel, rename=rename, alone=-alone))
     return steps
 
 
