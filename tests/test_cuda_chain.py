@@ -17,7 +17,7 @@ import stand_in
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from kernel_operands import RESULTS, named
-from thorough import every_value, only_thorough, rarely
+from thorough import THOROUGH, every_value, only_thorough, rarely
 
 import jax_qla
 from jax_qla import MeshAxes, api, implementations, overlap, policy, sharding, vjp, xla
@@ -1097,14 +1097,13 @@ def test_pieces_that_a_call_asks_for(packed: bool, monkeypatch: pytest.MonkeyPat
         cuts = expected.pieces - sequences if expected.rows else 0
         assert (cuts > 0) == (piece_rows > 0)
         counts.clear()
-        if piece_rows == 64:
-            found = both(*rows, piece_rows=piece_rows)
+        if piece_rows == 64 or THOROUGH:
+            for i, (a, b) in enumerate(zip(both(*rows, piece_rows=piece_rows), right, strict=True)):
+                _close(a, b, f"result {i} with {piece_rows} rows")
         else:
             jax.eval_shape(functools.partial(both, piece_rows=piece_rows), *rows)
         assert counts == [cuts, cuts]
         if piece_rows == 64:
-            for i, (a, b) in enumerate(zip(found, right, strict=True)):
-                _close(a, b, f"result {i} with {piece_rows} rows")
             continue
         counts.clear()
         batched = [jnp.stack([a] * MEMBERS) for a in rows]
