@@ -7,7 +7,7 @@
 # Beside them: make lint, make docs (into build/docs), make checks (both), make pytest (some tests), make gpu-test and
 # make gpu-sanitize (need a Hopper GPU), make kernels (compiles the TileLang programs that jax_qla/cubins lacks; needs no
 # GPU), make wheel (of those, into dist), make wheel-check (the wheels in empty environments), make sdist, make thorough
-# (the random tests, longer), make versions, make clean. Everything is installed from PyPI into .venv.
+# (all tests, the random ones longer), make versions, make clean. Everything is installed from PyPI into .venv.
 
 PYTHON ?= python3
 VENV ?= .venv

@@ -86,6 +86,9 @@ def chunk_gated_delta_rule(
     Where k, v, beta or g is not finite (-inf in g is allowed), what follows in that head of the sequence is not finite
     either. Except with "reference", what precedes it in the same chunk need not be finite.
 
+    Source: Yang, Kautz, Hatamizadeh, "Gated Delta Networks" (arXiv 2412.06464); by chunks, Yang et al., "Parallelizing
+    Linear Transformers with the Delta Rule" (arXiv 2406.06484).
+
     Args:
         q, k: [B, T, Hk, K], of one dtype: bfloat16 or float16; float32 too with "xla" and "reference", and float64 with
             "reference".
@@ -555,6 +558,7 @@ def recurrent_gated_delta_rule(
 
     Computes what `chunk_gated_delta_rule` computes, with its conventions. Arithmetic is float32, or float64 with a
     float64 operand. It is differentiable in every mode and order; derivatives are those of the recurrence in plain JAX.
+    Source: Yang, Kautz, Hatamizadeh, "Gated Delta Networks" (arXiv 2412.06464).
 
     The kernel of "cuda" writes the final state into the memory of the initial one. Nothing is copied in a loop that
     carries the state, or under `jax.jit` with the state among `donate_argnums`. Elsewhere XLA copies the state first.

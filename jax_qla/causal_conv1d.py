@@ -4,8 +4,7 @@
 
 Cut along the sequence, a device needs the W - 1 tokens before its own, which it receives from its neighbour: 2 (W - 1)
 D bytes in bfloat16 for each row of the batch, in the backward pass again, and as much for their gradients. Where the
-compiler cuts plain JAX, it exchanges them for each tap: W / 2 times that. Source: Yang, Kautz, Hatamizadeh, "Gated
-Delta Networks" (arXiv 2412.06464), where it follows the projections to q, k and v.
+compiler cuts plain JAX, it exchanges them for each tap: W / 2 times that.
 """
 
 from __future__ import annotations
@@ -60,7 +59,8 @@ def causal_conv1d(
         y_t = activation(bias + sum_{i < W} weight_i x_{t - W + 1 + i})
 
     Sharded as `chunk_gated_delta_rule` is, with channels in place of heads. With "xla" it is differentiable in every
-    mode and order, with "cuda" once in reverse mode.
+    mode and order, with "cuda" once in reverse mode. Source: Yang, Kautz, Hatamizadeh, "Gated Delta Networks" (arXiv
+    2412.06464), where it follows the projections to q, k and v.
 
     Args:
         x: [B, T, D], bfloat16, float16, float32 or float64.

@@ -20,8 +20,8 @@ Where a forward pass finds no sequence to be cut (kernels/uncut.py), `summaries`
 have nothing to do, and let `forward` begin, which then uses nothing of theirs nor of `layout`, and waits as without
 pieces.
 
-What is said of the kernels here, tests/test_barriers.py sees in their programs (but of `backward` and of `gradients` of
-split operands, whose blocks all wait first), and tests/test_overlap.py holds all sequences of calls against it.
+What is said of the kernels here, tests/test_barriers.py sees in their programs (but of `backward`, whose blocks all
+wait first, and of `gradients` of split operands), and tests/test_overlap.py holds all sequences of calls against it.
 """
 
 from __future__ import annotations

@@ -144,7 +144,8 @@ def summaries_steps(call: Call, shard: policy.Cut | None = None) -> list[Step]:
         responses = transitions = shard.pieces * call.sequences
         rename = {"pieces": "shard_pieces", "cuts": "shard_cuts"}
     sizes = (call.value_heads, call.key_dim, call.value_dim)
-    # Of operands that are split a multiprocessor has room for one block in any case.
+    # Of operands that are split a multiprocessor has room for one block where K is 128; of two, where it is 64, nothing
+    # was measured.
     one_each = policy.Summarised("alone", 0)
     found = one_each if call.split else policy.summarised(responses, transitions, -(-rows // CHUNK), *sizes)
     alone = found.slow if found.sharing == "either" else 0

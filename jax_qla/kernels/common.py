@@ -16,7 +16,7 @@ for beta |k|^-2 k k^T = beta k^ k^^T and k (beta |k|^-2) (|k| v) = beta k^ v wit
 keys; Vd and dX between kernels are |k| times less and more. What gradients kernels/gradients.py finds by q and k with the lengths held
 constant become the whole ones by dk - k <k, dk> / |k|^2. `prepare` writes the lengths, which are kept for the backward pass, and all others
 read them with the gates. (Where kernels measured the rows of their own tiles, both passes took 11 to 18 % longer than without
-`l2norm`: docs/performance.md. But `forward` finds those of queries by a product where each value head has a key head of its own.) In bfloat16 only: lengths far from 1 would leave float16's range. (By a run-time flag, calls without it took
+`l2norm`. But `forward` finds those of queries by a product where each value head has a key head of its own.) In bfloat16 only: lengths far from 1 would leave float16's range. (By a run-time flag, calls without it took
 6 to 15 % longer where a block's latency is all that counts.)
 
 With `split`, what meets the inverse of a chunk enters products as the sum of two bf16 numbers, high and low: `a`, X and Vd, of the
@@ -58,8 +58,6 @@ def map_blocks_shape(key_dim: int) -> tuple[int, int]:
 
 
 MIN_LOG_DECAY = -110.0  # exp of it is 0 in float32; clamping keeps the cumulative sums of gates exact
-# A kernel of three warpgroups is launched with 168 registers a thread, so what `set_max_nreg` gives its warpgroups may add up
-# to 504: an increase beyond that waits forever.
 LOG2_E = 1.4426950408889634
 
 PLACES = 32768
@@ -74,7 +72,7 @@ has used them."""
 
 LONG, SHORT = "evict_last", "evict_first"
 """How long the second-level cache is to keep what a kernel reads, and what it writes or nobody reads again, where it waits for memory. Memory that is
-read and written at once is slower than either alone, and a little less so like this (docs/performance.md)."""
+read and written at once is slower than either alone, and a little less so like this (docs/performance_kernels.md, "Memory in the backward pass")."""
 
 L2NORM_EPSILON = 1e-6
 """q and k are divided by sqrt(|x|^2 + this) where a call asks for it."""

@@ -38,7 +38,7 @@ fill more of the card and shorten the step: it splits the state, stores it, meet
 
 Cycles of a step at K = 128, by count. M, 64 KiB: 690 to 880 from the second-level cache by one copy (measured), 512 of shared memory to be
 written there, 512 to be read. The state's tile, read by every warp: 512, 1024 and 2048 for 16, 32 and 64 columns. Products: 96, 192 and 384
-mma.sync a scheduler, 670, 1340 and 2690. To split, store and meet: 150. Measured with 16 columns: 2040, 1.08 us (docs/performance.md).
+mma.sync a scheduler, 670, 1340 and 2690. To split, store and meet: 150. Measured with 16 columns: 2040, 1.08 us.
 """
 
 from dataclasses import dataclass

@@ -1,7 +1,6 @@
 """The forward pass along a sequence: the chunk recurrence of the state, and the outputs.
 
-Per chunk, value head and sequence, with S the state before the chunk (notation of ALGORITHM.md; a is the gated inverse of
-kernels/prepare.py, C the chunk's last row, G_ij = exp(gamma_i - gamma_j) for i >= j):
+Per chunk, value head and sequence, with S the state before the chunk (a and gamma are kernels/prepare.py's, C is the chunk's last row, G_ij = exp(gamma_i - gamma_j) for i >= j):
 
     X  = diag(beta) (V - diag(exp(gamma)) K S)              [64, V]
     Vd = a X                                                [64, V]
@@ -11,7 +10,8 @@ kernels/prepare.py, C the chunk's last row, G_ij = exp(gamma_i - gamma_j) for i 
 Everything is computed transposed, value columns in the rows of the accumulators: S^T, X^T and Vd^T then are, in registers,
 the A operands of the next wgmma, and neither the state nor an intermediate goes through shared memory.
 
-Plan, one block per (sequence, value head, tile of `value_tile` value columns), long sequences first, three stages of chunk tiles:
+Plan, one block per (sequence, value head, tile of `value_tile` value columns), long sequences first, three stages of chunk tiles (two with
+`split` where h is kept and K is 128):
 
     warpgroup      registers  work
     0 (and 1)      208        "state": 64 value columns each: S^T in float32, the five products above that contain S or Vd. 240 where there is one
@@ -25,10 +25,12 @@ Plan, one block per (sequence, value head, tile of `value_tile` value columns), 
     ready[stage]    P         state          P is there, which only the last of the five products needs; in blocks of 128 columns with `measures` lengths of
                                              queries, too
     measured_last   P         state          in blocks of 64 columns those of the last chunk; those of others are there when P is at `gated` for the next
-    free[stage]     state     loads, then    the products of the chunk are done: the stage may be overwritten, and so may its P
-                              with Vd kept P
+    free[stage]     state     loads, P       the products of the chunk are done: the stage may be overwritten, and so may its P, for which only blocks of 128
+                                             columns that keep Vd wait, which have less tiles of P than stages
     taken           state     loads          the initial state has left the second and third stage of K and Q, by way of which a block of 128 columns
                                              takes it
+    o_full[turn]    state     last           O is in its tile, of two in turn; so `vd_full` of Vd
+    o_free[turn]    last      state          and has left, Vd too
 
 The state need not wait for `loaded` itself: P's warpgroup has waited for it before it arrives at `gated`, and what is there for who arrives (which
 releases) is there for who waits (which acquires).
@@ -66,8 +68,8 @@ With `split` X, Vd and `a` are sums of two numbers: Vd takes three products inst
 where X is computed from it, not where O is. A stage has a tile more, for the low part of `a`, and a block 64 value columns.
 
 `keep` says what else the backward pass is to find: nothing; or Vd, as kernels/states.py has it, from which kernels/states_from_vd.py computes the
-states before each chunk, h; or Vd and h. These leave from the registers that products read them from, by way of a tile of 64 columns each a warpgroup,
-Vd, where h is kept too, by that of O, in turn with it. h leaves in halves of K, the first when the state has been rounded, the second while Vd is
+states before each chunk, h; or Vd and h. These leave from the registers that products read them from, by way of a tile of 64 columns each a warpgroup
+(beside one warpgroup of state, of two tiles in turn), Vd, where h is kept too, by that of O, in turn with it. h leaves in halves of K, the first when the state has been rounded, the second while Vd is
 computed. In blocks of 128 columns either leaves room for two tiles of P, not three. At 16, 32, 4x8192 a block that keeps h writes 64 KB a step and
 reads 40: memory binds (450 of some 530 us), which it did not.
 

@@ -36,7 +36,7 @@ it needs first of a head, K, Vd and D, is there before, and what must wait for a
     barrier              arrives   waits              says
     k_loaded[stage]      TMA       0, 1, 2            K of this key head is there
     q_loaded             TMA       0, 1, 2            and Q
-    k_ready[], q_ready   2         0, 1               their rows beyond the sequence are zero: waited for where there are such
+    k_ready[], q_ready   2         0, 1 (q: 0)        their rows beyond the sequence are zero: waited for where there are such
     k_free[], q_free     0, 1      loads              their tiles may be overwritten
     rows_loaded[stage]   TMA       0, 1, 2            this value head's Vd and D are there
     rows_free[stage]     0, 1, 2   loads              and may be overwritten
@@ -58,7 +58,7 @@ With `split` kernels/gradients_split.py has the program.
 M + M^T goes through shared memory as one symmetric tile, so that one product with K gives both. dQ and dK go from registers to memory.
 
 Operations a chunk and head at K = V = 128: 13.6 MFLOP, 2.3 us of an SM's share of 790 TFLOP/s. Bytes: 112 KiB read, and of a key head
-64 KiB read and written: with two value heads 144 KiB, 4.5 us of its share of 4.3 TB/s. docs/performance.md says what binds.
+64 KiB read and written: with two value heads 144 KiB, 4.5 us of its share of 4.3 TB/s. docs/performance_kernels.md says what binds.
 """
 
 from dataclasses import dataclass
@@ -530,6 +530,7 @@ def specification(
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array]:
     """(dq, dk [tokens, Hk, K], dv [tokens, Hv, V], dg, dbeta [tokens, Hv]); rows of no sequence are zero; not a number in other heads than those
     of dh, from `first_head` on. h and vd each have these heads, or all."""
+    del group, only  # results do not go by them
     heads, all_key_heads, all_heads = dh.shape[1], q.shape[1], v.shape[1]
     h, vd = (of_heads(x, first_head, heads) if x.shape[1] == all_heads else x for x in (h, vd))
     q, k = (of_heads(x, first_head // ratio, heads // ratio) for x in (q, k))

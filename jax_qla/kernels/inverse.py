@@ -11,7 +11,7 @@ In shared memory a tile has room for all blocks, (i, j) at 8 i + j. Those above 
 with the inverse its rows of blocks are 1024 bytes apart and its columns 128, and to one with the transpose the other way round.
 
 kernels/specification.py has the same in plain JAX (pack_inverses). Why: where all multiprocessors are busy, memory and the card's power bound what they do, and
-`a` was a fifth of what both kernels of a forward pass move (docs/performance.md).
+`a` was a fifth of what both kernels of a forward pass move (docs/performance_versions.md, "The forward kernel").
 """
 
 from jax_qla.kernels.products import PRODUCTS_PRELUDE

@@ -19,13 +19,13 @@ the depth.
 
 Why that is enough: the error of a is then some 3e-5 |L| (|L|^2 the sum of squares), at most 1.4e-4, and that of rounding it to bf16 4 to 9e-4, in
 products with random numbers; so Vd, for which X is rounded as well and Vd itself, is less accurate by less than a percent (results in the mean of 320
-draws of a batch by 0.0 to 0.2 %, docs/performance.md). Where keys are much alike and little decays, |L|^2 is some hundreds up to 2016, results
+draws of a batch by 0.0 to 0.2 %, docs/performance_versions.md). Where keys are much alike and little decays, |L|^2 is some hundreds up to 2016, results
 cancel, and 16 bits are needed. A row of L that is faint, since its beta is, has not got 11 bits in fp16, and the backward pass needs those. And
 nothing overflows: an element of the inverse is at most some 2e4 where |L|^2 is SMALL (the worst of all L, found by ascent), fp16 ends at 6.5e4. In
 float16 always by splits.
 
 With `split`, where a has 16 bits, a product is of float32 numbers, each the sum of two of tf32 (21 bits), always: 192 mma of half the depth. By splits, the
-errors of the six blocks' products were ten times those of storing a, and most of what was left of identical keys with beta 2 (docs/accuracy.md).
+errors of the six blocks' products were ten times those of storing a, and most of what was left of identical keys with beta 2 (docs/performance_versions.md, "Accuracy and soaks").
 """
 
 from jax_qla.kernels.common import FAINT, STRETCHES

@@ -1,6 +1,6 @@
 """Chunk-local preparation: in-chunk decay and the inverse that turns the delta rule into matrix products.
 
-For every chunk of 64 tokens and every value head h (key head h // r, r = Hv / Hk), in the notation of ALGORITHM.md:
+For every chunk of 64 tokens and every value head h (key head h // r, r = Hv / Hk):
 
     gamma_i = sum_{j <= i} max(g_j, -110)                                       [64]       float32
     L_ij    = beta_i <k_i, k_j> exp(gamma_i - gamma_j)   for i > j, else 0      [64, 64]   float32
@@ -17,7 +17,7 @@ The *gated* matrix is inverted: the gate-free one can overflow where the recurre
 
 Plan, one block per (chunk slot, four value heads side by side), 128 threads, a warp a value head. Within a block this is a chain
 of waits, which other blocks fill: 128 registers let 4 share a multiprocessor (5, of 96, took longer), and what their 35 KiB each leave of
-its memory is first-level cache, which the gates' loads need (docs/performance.md). The four heads have at most two key heads, or, by `keys`, one, with
+its memory is first-level cache, which the gates' loads need (docs/performance_versions.md, "The inverse"). The four heads have at most two key heads, or, by `keys`, one, with
 19 KiB, or one each, which are taken two after two, with 55. Blocks of fewer heads, whose other warps only help with K K^T, are for calls
 of few chunks (policy.prepared_together). Before the rows of a chunk, the rows of `o` that belong to no sequence become zero.
 

@@ -87,7 +87,7 @@ def program(config: Config):
 
     @T.macro
     def fetch(q, k, v, g, beta, n, t, key_head, head, tile, tx, fetched):
-        """One token: q and k of key element `tx`; v of column `tx` of the tile by warp 0, g and beta by the last warp."""
+        """One token: q and k of key element `tx`; v of column `tx` of the tile by the first warps, g and beta by the last."""
         if tx < K:
             fetched[0] = T.cast(q[n, t, key_head, tx], "float32")
             fetched[1] = T.cast(k[n, t, key_head, tx], "float32")

@@ -373,6 +373,7 @@ def specification(
 
     `segments` are sequences or, with `pieces`, `spans` and `leaving`, their pieces; without, these are empty. dh of a slot without rows is not defined.
     """
+    del only  # results do not go by it
     all_heads = do.shape[1]
     heads = all_heads if heads is None else heads
     q, k = (of_heads(x, first_head // ratio, heads // ratio) for x in (q, k))

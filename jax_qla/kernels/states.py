@@ -11,7 +11,7 @@ Plan, one block per (sequence, value head, tile of `value_tile` value columns), 
 Vd^T stay in registers as the A operands of the next wgmma:
 
     warpgroup       registers  work
-    0 (and 1)       216        64 value columns each: S^T in float32; h leaves through a tile of its own while K S runs
+    0 (and 1)       216        64 value columns each: S^T in float32; h leaves through a tile of its own while K S runs. 240 with `split`, where there is one
     then            56         warp 0 loads K and V, 1 the inverses, each by itself; 2 and 3: gates, a thread a row
     last            40         beside one warpgroup of state: warp 0 sends h and Vd, which has tiles of its own (macros().send_results)
     (barriers as in kernels/forward.py, but that `ready`, at which the gates' warps arrive, says what `gated` does there; only they wait for `loaded`;

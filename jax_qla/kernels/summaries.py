@@ -15,8 +15,8 @@ FORGOTTEN over the whole piece, M counts as zero, and N is computed from as many
 matter. Heads that do not decay take the exact way. `forgotten` is 1 where no product with M is to be taken: there, and of a sequence's
 first piece. What is found of a piece lies at the cut behind it.
 
-Plan, one block per (cut, value head, tile of 64 columns of [N | M]), two blocks an SM or, where those of heads that do not decay are few, one, three stages
-of chunk tiles; the recurrence is that of kernels/states.py, in registers and transposed:
+Plan, one block per (cut, value head, tile of 64 columns of [N | M]), two blocks an SM or, where those of heads that do not decay are few, or with `split`, one,
+three stages of chunk tiles; the recurrence is that of kernels/states.py, in registers and transposed:
 
     warpgroup  registers  work
     0          216        64 columns: S^T in float32
