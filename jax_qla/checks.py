@@ -97,11 +97,11 @@ def check(
         ("use_qk_l2norm_in_kernel", use_qk_l2norm_in_kernel),
     ):
         if not isinstance(flag, bool):
-            raise TypeError(f"{name} must be True or False, got {flag!r} of type {type(flag).__name__}")
+            raise TypeError(f"{name} must be True or False, got {flag!r} of type {type_name(flag)}")
     if not isinstance(save_chunk_states, bool | None):
         raise TypeError(
             f"save_chunk_states must be True, False or None, got {save_chunk_states!r} of type "
-            f"{type(save_chunk_states).__name__}"
+            f"{type_name(save_chunk_states)}"
         )
 
     sequences = _check_packing(batch, tokens, cu_seqlens, segment_ids, max_segments)
@@ -127,6 +127,15 @@ def check(
         packed=cu_seqlens is not None or max_segments is not None,
         piece_rows=_check_piece_rows(piece_rows),
     )
+
+
+def type_name(x: Any) -> str:
+    """What a message calls the type of an argument: of arrays one name, for those of NumPy come as JAX's
+    (`taking_numpy`); of others, but Python's own, with the module, for NumPy has a `bool` too."""
+    if isinstance(x, jax.Array):
+        return "array"
+    kind = type(x)
+    return kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
 
 
 def taking_numpy(function: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Result]:
@@ -214,7 +223,7 @@ def _check_piece_rows(piece_rows: Any) -> int | None:
         return None
     if isinstance(piece_rows, bool) or not isinstance(piece_rows, numbers.Integral):
         raise TypeError(
-            f"piece_rows must be None or a Python integer, got {piece_rows!r} of type {type(piece_rows).__name__}"
+            f"piece_rows must be None or a Python integer, got {piece_rows!r} of type {type_name(piece_rows)}"
         )
     if piece_rows < 0 or piece_rows % CHUNK:
         raise ValueError(
@@ -244,7 +253,7 @@ def _check_packing(batch: int, tokens: int, cu_seqlens: Any, segment_ids: Any, m
             raise ValueError(f"max_segments goes with segment_ids, got max_segments={max_segments!r} without them")
         if isinstance(max_segments, bool) or not isinstance(max_segments, numbers.Integral):
             raise TypeError(
-                f"max_segments must be a Python integer, got {max_segments!r} of type {type(max_segments).__name__}"
+                f"max_segments must be a Python integer, got {max_segments!r} of type {type_name(max_segments)}"
             )
         if not 1 <= int(max_segments) <= _INT32_MAX:
             raise ValueError(f"max_segments must be positive, and at most {_INT32_MAX}, got {max_segments}")
@@ -268,7 +277,7 @@ def _check_scale(scale: Any, key_dim: int, dtype: Any) -> float:
         return float(key_dim**-0.5)
     if isinstance(scale, bool) or not isinstance(scale, numbers.Real):
         raise TypeError(
-            f"scale must be a Python number, which is compiled in, got {type(scale).__name__}; multiply q for a scale "
+            f"scale must be a Python number, which is compiled in, got {type_name(scale)}; multiply q for a scale "
             "that is an array"
         )
     try:

@@ -179,10 +179,13 @@ def _first_able(
         why_elsewhere = why(portable[0], {**objections, "cuda": not_cuda})
     else:
         asked = f"implementation={implementation!r}"
-        advice = "use implementation=None to take 'xla' on other platforms"
+        passed_over = [f"{name!r} was passed over: {objections[name]}" for name in names if name not in able]
+        advice = [] if "xla" in names else ["use implementation=None to take 'xla' on other platforms"]
         if piece_rows is not None:
-            asked, advice = f"piece_rows={piece_rows}", "leave it out to take 'xla' on other platforms"
-        why_elsewhere = f"{asked} was asked for, but the program is not lowered for CUDA, and {_ONLY_CUDA}; {advice}"
+            asked, passed_over = f"piece_rows={piece_rows}", []
+            advice = ["leave it out to take 'xla' on other platforms"]
+        reason = f"{asked} was asked for, but the program is not lowered for CUDA, and {_ONLY_CUDA}"
+        why_elsewhere = "; ".join([reason, *passed_over, *advice])
     return Choice(
         on_cuda=able[0],
         elsewhere=portable[0] if portable else None,

@@ -526,6 +526,10 @@ def test_choice_on_cpu() -> None:
         assert jax_qla.which_implementation(*SHAPES, implementation=("cuda", "reference")).name == "reference"
         with pytest.raises(NotImplementedError, match="'cuda' was asked for, but the program is not lowered for CUDA"):
             jax_qla.which_implementation(*SHAPES, implementation="cuda")
+        with pytest.raises(
+            NotImplementedError, match=r"; 'reference' was passed over: precision .*; use implementation="
+        ):
+            jax_qla.which_implementation(*SHAPES, implementation=("cuda", "reference"), precision="high")
 
 
 def test_choice_on_hopper() -> None:

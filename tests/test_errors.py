@@ -86,6 +86,18 @@ CASES: list[tuple[str, dict[str, Any], type[Exception], str]] = [
     ("strings", {"beta": np.full((2, 10, 4), "1")}, TypeError, "beta must be bfloat16 or .*, got <U1"),
     ("final flag", {"output_final_state": 1}, TypeError, "output_final_state must be True or False, got 1 of type int"),
     ("precision list", {"precision": ["high", "high"]}, TypeError, "precision must be a tuple where it is a pair"),
+    (
+        "flag of NumPy",
+        {"output_final_state": np.True_},
+        TypeError,
+        "must be True or False, got .*True_? of type numpy.bool",
+    ),
+    (
+        "flag in an array",
+        {"output_final_state": np.array(True)},
+        TypeError,
+        "must be True or False, got .* of type array",
+    ),
     ("norm flag", {"use_qk_l2norm_in_kernel": "yes"}, TypeError, "use_qk_l2norm_in_kernel must be True or False"),
     ("state rank", {"initial_state": array(4, 64, 64)}, ValueError, r"initial_state must have 4 axes, \[B, Hv, K, V\]"),
     (

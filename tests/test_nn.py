@@ -495,6 +495,19 @@ def test_sizes_of_numpy() -> None:
     assert config == GatedDeltaNetConfig(16, 2, 4, 64, 100)
 
 
+@pytest.mark.parametrize(
+    ("batch_size", "error", "message"),
+    [
+        (-1, ValueError, "batch_size must not be negative, got -1"),
+        (2.5, TypeError, "batch_size must be an integer, got 2.5 of type float"),
+        (True, TypeError, "batch_size must be an integer, got True of type bool"),
+    ],
+)
+def test_what_is_no_number_of_sequences_is_refused(batch_size: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        empty_cache(CONFIG, batch_size)
+
+
 def test_what_is_no_configuration_is_refused(framework: Framework) -> None:
     with pytest.raises(TypeError, match=r"config must be a GatedDeltaNetConfig, .* got dict$"):
         framework.make({"hidden_size": 16})  # type: ignore[arg-type]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numbers
 from typing import Any, NamedTuple
 
 import jax
@@ -29,16 +30,22 @@ def empty_cache(config: GatedDeltaNetConfig, batch_size: int, dtype: Any = jnp.f
 
     Args:
         config: of the layer.
-        batch_size: B, the number of sequences.
+        batch_size: B, the number of sequences, an integer.
         dtype: the layer's computation dtype, in which the convolution's inputs are kept.
 
     Returns:
         The cache, of the shapes and dtypes that `GatedDeltaNetCache` has.
 
     Raises:
-        TypeError: config is not a GatedDeltaNetConfig.
+        TypeError: config is not a GatedDeltaNetConfig, or batch_size is not an integer.
+        ValueError: batch_size is negative.
     """
     check_config(config)
+    is_integer = isinstance(batch_size, numbers.Integral) and not isinstance(batch_size, bool)
+    if not is_integer and not jax.export.is_symbolic_dim(batch_size):
+        raise TypeError(f"batch_size must be an integer, got {batch_size!r} of type {type(batch_size).__name__}")
+    if batch_size < 0:
+        raise ValueError(f"batch_size must not be negative, got {batch_size}")
     return GatedDeltaNetCache(
         jnp.zeros((batch_size, config.conv_kernel_size - 1, config.conv_channels), dtype),
         jnp.zeros((batch_size, config.num_value_heads, config.key_head_dim, config.value_head_dim), widest(dtype)),
