@@ -98,11 +98,7 @@ def check(
     ):
         if not isinstance(flag, bool):
             raise TypeError(f"{name} must be True or False, got {flag!r} of type {type_name(flag)}")
-    if not isinstance(save_chunk_states, bool | None):
-        raise TypeError(
-            f"save_chunk_states must be True, False or None, got {save_chunk_states!r} of type "
-            f"{type_name(save_chunk_states)}"
-        )
+    check_save_chunk_states(save_chunk_states)
 
     sequences = _check_packing(batch, tokens, cu_seqlens, segment_ids, max_segments)
     stateful = initial_state is not None or output_final_state
@@ -125,7 +121,7 @@ def check(
         scale=_check_scale(scale, key_dim, q.dtype),
         state_shape=state_shape,
         packed=cu_seqlens is not None or max_segments is not None,
-        piece_rows=_check_piece_rows(piece_rows),
+        piece_rows=check_piece_rows(piece_rows),
     )
 
 
@@ -218,7 +214,25 @@ def _check_precision(precision: Any) -> None:
         ) from error
 
 
-def _check_piece_rows(piece_rows: Any) -> int | None:
+def check_save_chunk_states(save_chunk_states: Any) -> None:
+    """Whether save_chunk_states is what `chunk_gated_delta_rule` takes.
+
+    Raises:
+        TypeError: it is not.
+    """
+    if not isinstance(save_chunk_states, bool | None):
+        raise TypeError(
+            f"save_chunk_states must be True, False or None, got {save_chunk_states!r} of type "
+            f"{type_name(save_chunk_states)}"
+        )
+
+
+def check_piece_rows(piece_rows: Any) -> int | None:
+    """piece_rows as a Python integer, if it is what `chunk_gated_delta_rule` takes.
+
+    Raises:
+        TypeError, ValueError: it is not.
+    """
     if piece_rows is None:
         return None
     if isinstance(piece_rows, bool) or not isinstance(piece_rows, numbers.Integral):

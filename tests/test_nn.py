@@ -460,6 +460,13 @@ def test_dtypes_that_are_not_floating_are_refused(framework: Framework, name: st
         framework.make(CONFIG, dtype=jnp.float8_e4m3fn)
 
 
+def test_wrong_options_are_refused(framework: Framework) -> None:
+    with pytest.raises(ValueError, match="piece_rows must be a multiple of 64"):
+        framework.make(CONFIG, piece_rows=10)
+    with pytest.raises(TypeError, match="save_chunk_states must be True, False or None, got 'yes' of type str"):
+        framework.make(CONFIG, save_chunk_states="yes")
+
+
 def test_wrong_implementations_are_refused(framework: Framework) -> None:
     """When a layer is made, not when it is first called."""
     with pytest.raises(ValueError, match="be made of the names 'cuda', 'xla', 'reference', got 'xIa'"):

@@ -17,6 +17,7 @@ except ModuleNotFoundError as error:
         "jax_qla.nn.equinox needs Equinox: pip install 'jax_qla[equinox]'", name=error.name
     ) from error
 
+from jax_qla.checks import check_piece_rows, check_save_chunk_states
 from jax_qla.implementations import check_implementation
 from jax_qla.nn import mixer, parameters
 from jax_qla.nn.cache import GatedDeltaNetCache, empty_cache
@@ -47,8 +48,8 @@ class GatedDeltaNet(eqx.Module):
         key: of `jax.random`, makes the initial parameters.
 
     Raises:
-        TypeError: config, dtype, param_dtype or implementation is not what it may be.
-        ValueError: implementation has an unknown name.
+        TypeError: config, dtype, param_dtype, implementation, piece_rows or save_chunk_states is not what it may be.
+        ValueError: implementation has an unknown name, or piece_rows is no multiple of 64.
 
     Example:
         >>> import jax, jax.numpy as jnp
@@ -101,7 +102,8 @@ class GatedDeltaNet(eqx.Module):
         self.dtype = jnp.dtype(dtype)
         check_implementation(implementation)
         self.implementation = implementation if isinstance(implementation, str | None) else tuple(implementation)
-        self.piece_rows = piece_rows
+        self.piece_rows = check_piece_rows(piece_rows)
+        check_save_chunk_states(save_chunk_states)
         self.save_chunk_states = save_chunk_states
         shapes = parameters.parameter_shapes(config)
         keys = dict(zip(shapes, jax.random.split(key, len(shapes)), strict=True))

@@ -14,6 +14,7 @@ try:
 except ModuleNotFoundError as error:
     raise ModuleNotFoundError("jax_qla.nn.flax needs Flax: pip install 'jax_qla[flax]'", name=error.name) from error
 
+from jax_qla.checks import check_piece_rows, check_save_chunk_states
 from jax_qla.implementations import check_implementation
 from jax_qla.nn import mixer, parameters
 from jax_qla.nn.cache import GatedDeltaNetCache, empty_cache
@@ -49,8 +50,8 @@ class GatedDeltaNet(nnx.Module):
         rngs: the stream "params" makes the initial parameters.
 
     Raises:
-        TypeError: config, dtype, param_dtype or implementation is not what it may be.
-        ValueError: implementation has an unknown name.
+        TypeError: config, dtype, param_dtype, implementation, piece_rows or save_chunk_states is not what it may be.
+        ValueError: implementation has an unknown name, or piece_rows is no multiple of 64.
 
     Example:
         >>> import jax.numpy as jnp
@@ -82,7 +83,8 @@ class GatedDeltaNet(nnx.Module):
         check_implementation(implementation)
         # A tuple, because NNX hashes what is static in a module.
         self.implementation = implementation if isinstance(implementation, str | None) else tuple(implementation)
-        self.piece_rows = piece_rows
+        self.piece_rows = check_piece_rows(piece_rows)
+        check_save_chunk_states(save_chunk_states)
         self.save_chunk_states = save_chunk_states
         shapes = parameters.parameter_shapes(config)
 
