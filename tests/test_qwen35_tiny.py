@@ -99,6 +99,7 @@ def checkpoint(theirs: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@RARELY_EQUINOX
 def test_logits_and_gradients_of_the_whole_model(framework: str, theirs: Any, checkpoint: Path) -> None:
     import torch
 

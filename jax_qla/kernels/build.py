@@ -111,22 +111,28 @@ def _there(folder: Path, tasks: Sequence[Task]) -> dict[str, dict[str, Any]]:
 
 def _built(tasks: Sequence[Task], jobs: int) -> Iterator[tuple[Task, tuple[bytes, dict[str, Any], str]]]:
     """What `build` makes of each, so many at once; a line of each is printed."""
-    if not tasks:
+    for done, (task, (made, seconds)) in enumerate(zip(tasks, _timed(tasks, jobs), strict=True), 1):
+        cubin, entry, _ = made
+        used = entry["resources"]
+        settings = " ".join(f"{field}={value}" for field, value in entry["config"].items())
+        print(
+            f"[{done:3}/{len(tasks)}] {task[0]:16} {settings:66} {used['registers']:3} registers "
+            f"{used['spill_stores']:4} B spilled {used['shared']:6} B shared "
+            f"{len(cubin) // 1024:4} KiB {seconds:5.1f} s{', products one by one' * used.get('serialized', 0)}",
+            flush=True,
+        )
+        yield task, made
+
+
+def _timed(tasks: Sequence[Task], jobs: int) -> Iterator[tuple[tuple[bytes, dict[str, Any], str], float]]:
+    """What `build` makes of each, and the seconds that took; several in processes of their own."""
+    if len(tasks) < 2:
+        yield from map(_build_task, tasks)
         return
     # A process that JAX has given threads must not be forked.
     context = multiprocessing.get_context("spawn")
     with concurrent.futures.ProcessPoolExecutor(min(jobs, len(tasks)), mp_context=context) as pool:
-        for done, (task, (made, seconds)) in enumerate(zip(tasks, pool.map(_build_task, tasks), strict=True), 1):
-            cubin, entry, _ = made
-            used = entry["resources"]
-            settings = " ".join(f"{field}={value}" for field, value in entry["config"].items())
-            print(
-                f"[{done:3}/{len(tasks)}] {task[0]:16} {settings:66} {used['registers']:3} registers "
-                f"{used['spill_stores']:4} B spilled {used['shared']:6} B shared "
-                f"{len(cubin) // 1024:4} KiB {seconds:5.1f} s{', products one by one' * used.get('serialized', 0)}",
-                flush=True,
-            )
-            yield task, made
+        yield from pool.map(_build_task, tasks)
 
 
 def _build_task(task: Task) -> tuple[tuple[bytes, dict[str, Any], str], float]:
