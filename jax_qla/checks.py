@@ -134,6 +134,11 @@ def type_name(x: Any) -> str:
     return kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
 
 
+def is_integer(x: Any) -> bool:
+    """Whether x is a Python integer, or NumPy's."""
+    return isinstance(x, numbers.Integral) and not isinstance(x, bool)
+
+
 def taking_numpy(function: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Result]:
     """The function, called with JAX's arrays in place of NumPy's, whose 64 bits JAX takes for 32 unless told otherwise:
     what is checked is what is computed with. Integers that 32 bits do not hold are refused."""
@@ -235,7 +240,7 @@ def check_piece_rows(piece_rows: Any) -> int | None:
     """
     if piece_rows is None:
         return None
-    if isinstance(piece_rows, bool) or not isinstance(piece_rows, numbers.Integral):
+    if not is_integer(piece_rows):
         raise TypeError(
             f"piece_rows must be None or a Python integer, got {piece_rows!r} of type {type_name(piece_rows)}"
         )
@@ -265,7 +270,7 @@ def _check_packing(batch: int, tokens: int, cu_seqlens: Any, segment_ids: Any, m
     if max_segments is not None:
         if segment_ids is None:
             raise ValueError(f"max_segments goes with segment_ids, got max_segments={max_segments!r} without them")
-        if isinstance(max_segments, bool) or not isinstance(max_segments, numbers.Integral):
+        if not is_integer(max_segments):
             raise TypeError(
                 f"max_segments must be a Python integer, got {max_segments!r} of type {type_name(max_segments)}"
             )

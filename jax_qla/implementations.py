@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import jax
 
 from jax_qla import driver, store
+from jax_qla.checks import type_name
 from jax_qla.refusal import on_cuda_only
 from jax_qla.residuals import precision_of_kernels
 from jax_qla.varying import match_varying
@@ -167,8 +168,7 @@ def _first_able(
         )
 
     def why(taken: str, objections: Mapping[str, str | None]) -> str:
-        before = [f"{name!r} was passed over: {objections[name]}" for name in names[: names.index(taken)]]
-        if before:
+        if before := _passed_over(objections, names[: names.index(taken)]):
             return "; ".join(before)
         return "it was asked for" if implementation is not None else "its kernels can take these inputs"
 
@@ -178,14 +178,14 @@ def _first_able(
         not_cuda = _ONLY_CUDA if besides is None else f"{_ONLY_CUDA}, and even there {besides}"
         why_elsewhere = why(portable[0], {**objections, "cuda": not_cuda})
     else:
-        asked = f"implementation={implementation!r}"
-        passed_over = [f"{name!r} was passed over: {objections[name]}" for name in names if name not in able]
-        advice = [] if "xla" in names else ["use implementation=None to take 'xla' on other platforms"]
-        if piece_rows is not None:
-            asked, passed_over = f"piece_rows={piece_rows}", []
-            advice = ["leave it out to take 'xla' on other platforms"]
+        if piece_rows is not None:  # which is what the others were passed over for
+            asked, more = f"piece_rows={piece_rows}", ["leave it out to take 'xla' on other platforms"]
+        else:
+            asked, more = f"implementation={implementation!r}", _passed_over(objections, names)
+            if "xla" not in names:
+                more.append("use implementation=None to take 'xla' on other platforms")
         reason = f"{asked} was asked for, but the program is not lowered for CUDA, and {_ONLY_CUDA}"
-        why_elsewhere = "; ".join([reason, *passed_over, *advice])
+        why_elsewhere = "; ".join([reason, *more])
     return Choice(
         on_cuda=able[0],
         elsewhere=portable[0] if portable else None,
@@ -193,6 +193,11 @@ def _first_able(
         why_elsewhere=why_elsewhere,
         piece_rows=piece_rows,
     )
+
+
+def _passed_over(objections: Mapping[str, str | None], names: Sequence[str]) -> list[str]:
+    """Why those of the names that cannot take the operands were not taken."""
+    return [f"{name!r} was passed over: {objections[name]}" for name in names if objections[name] is not None]
 
 
 def check_implementation(implementation: str | Sequence[str] | None) -> None:
@@ -211,7 +216,7 @@ def _names(implementation: str | Sequence[str] | None) -> tuple[str, ...]:
     if not isinstance(names, Sequence) or not all(isinstance(name, str) for name in names):
         raise TypeError(
             f"implementation must be None, a name or a sequence of names, got {implementation!r} of type "
-            f"{type(implementation).__name__}"
+            f"{type_name(implementation)}"
         )
     unknown = [name for name in names if name not in NAMES]
     if unknown or not names:

@@ -709,7 +709,7 @@ def test_pieces_that_may_be_summarised(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a packed batch all but one of every sequence, or, where there are more sequences than cuts, but one."""
     asked: list[tuple[int, ...]] = []
 
-    def summarised(*sizes: int) -> policy.Summarised:
+    def summarised(*sizes: int, split: bool) -> policy.Summarised:
         asked.append(sizes[:3])
         return policy.Summarised("shared", 0)
 
@@ -740,7 +740,7 @@ def test_blocks_that_do_not_share_a_multiprocessor(
     it says that gates decide, the kernel is launched for both."""
     asked: list[tuple[int, ...]] = []
 
-    def summarised(*sizes: int) -> policy.Summarised:
+    def summarised(*sizes: int, split: bool) -> policy.Summarised:
         asked.append(sizes)
         return policy.Summarised(sharing, 3)
 

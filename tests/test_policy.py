@@ -654,6 +654,7 @@ def test_what_decides_how_blocks_of_summaries_share() -> None:
     of = (128, 128)
     assert policy.summarised(3, 2, 8, 8, *of) == policy.Summarised("alone", 8)  # 80 blocks
     assert policy.summarised(3, 2, 8, 16, *of).sharing == "alone"  # 160, of 8 chunks
+    assert policy.summarised(15, 14, 32, 16, *of, split=True) == policy.Summarised("alone", 16)
     assert policy.summarised(7, 6, 64, 16, *of) == policy.Summarised("either", 5)
     assert policy.summarised(15, 14, 32, 16, *of).sharing == "shared"
 

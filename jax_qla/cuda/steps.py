@@ -144,10 +144,7 @@ def summaries_steps(call: Call, shard: policy.Cut | None = None) -> list[Step]:
         responses = transitions = shard.pieces * call.sequences
         rename = {"pieces": "shard_pieces", "cuts": "shard_cuts"}
     sizes = (call.value_heads, call.key_dim, call.value_dim)
-    # Of operands that are split a multiprocessor has room for one block where K is 128; of two, where it is 64, nothing
-    # was measured.
-    one_each = policy.Summarised("alone", 0)
-    found = one_each if call.split else policy.summarised(responses, transitions, -(-rows // CHUNK), *sizes)
+    found = policy.summarised(responses, transitions, -(-rows // CHUNK), *sizes, split=call.split)
     alone = found.slow if found.sharing == "either" else 0
     steps = []
     if found.sharing != "shared":

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import numbers
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
+from jax_qla.checks import is_integer, type_name
 from jax_qla.nn.config import GatedDeltaNetConfig, check_config
 from jax_qla.widening import widest
 
@@ -41,9 +41,8 @@ def empty_cache(config: GatedDeltaNetConfig, batch_size: int, dtype: Any = jnp.f
         ValueError: batch_size is negative.
     """
     check_config(config)
-    is_integer = isinstance(batch_size, numbers.Integral) and not isinstance(batch_size, bool)
-    if not is_integer and not jax.export.is_symbolic_dim(batch_size):
-        raise TypeError(f"batch_size must be an integer, got {batch_size!r} of type {type(batch_size).__name__}")
+    if not is_integer(batch_size) and not jax.export.is_symbolic_dim(batch_size):
+        raise TypeError(f"batch_size must be an integer, got {batch_size!r} of type {type_name(batch_size)}")
     if batch_size < 0:
         raise ValueError(f"batch_size must not be negative, got {batch_size}")
     return GatedDeltaNetCache(

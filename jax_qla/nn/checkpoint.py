@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import numbers
 import re
 from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
 
+from jax_qla.checks import is_integer, type_name
 from jax_qla.nn.config import GatedDeltaNetConfig
 from jax_qla.nn.parameters import check_weights, parameter_shapes
 from jax_qla.nn.safetensors import Checkpoint
@@ -41,8 +41,8 @@ def load_gated_deltanet_weights(
         ValueError: the checkpoint has no Gated DeltaNet layer of this index; a weight of the layer is missing, does not
             belong to it, or has another shape than the configuration says; or a file is damaged or quantised.
     """
-    if isinstance(layer, bool) or not isinstance(layer, numbers.Integral):
-        raise TypeError(f"layer must be an integer, got {layer!r} of type {type(layer).__name__}")
+    if not is_integer(layer):
+        raise TypeError(f"layer must be an integer, got {layer!r} of type {type_name(layer)}")
     wanted = parameter_shapes(config)
     arrays = Checkpoint(checkpoint)
     matches = [match for match in map(_LAYER.fullmatch, arrays.names) if match]

@@ -9,6 +9,8 @@ from typing import Any, Literal
 
 import numpy as np
 
+from jax_qla.checks import is_integer, type_name
+
 _HUGGINGFACE = {
     "hidden_size": "hidden_size",
     "num_key_heads": "linear_num_key_heads",
@@ -69,8 +71,8 @@ class GatedDeltaNetConfig:
         )
         for name in sizes:
             size = getattr(self, name)
-            if isinstance(size, bool) or not isinstance(size, numbers.Integral):
-                raise TypeError(f"{name} must be an integer, got {type(size).__name__}")
+            if not is_integer(size):
+                raise TypeError(f"{name} must be an integer, got {type_name(size)}")
             if size < 1:
                 raise ValueError(f"{name} must be at least 1, got {size}")
             object.__setattr__(self, name, int(size))  # NumPy's too, whose few bits a product of sizes may not fit into
@@ -83,7 +85,7 @@ class GatedDeltaNetConfig:
             raise ValueError(f'projections must be "split" or "fused", got {self.projections!r}')
         # Of a file of settings both may be strings: YAML reads 1e-6 as one.
         if isinstance(self.norm_eps, bool) or not isinstance(self.norm_eps, numbers.Real):
-            raise TypeError(f"norm_eps must be a number, got {self.norm_eps!r} of type {type(self.norm_eps).__name__}")
+            raise TypeError(f"norm_eps must be a number, got {self.norm_eps!r} of type {type_name(self.norm_eps)}")
         # A row of zeros, as padding has, would be divided by zero.
         least, largest = float(np.finfo(np.float32).tiny), float(np.finfo(np.float32).max)
         if not least <= self.norm_eps <= largest:
@@ -92,7 +94,7 @@ class GatedDeltaNetConfig:
         if not isinstance(self.allow_neg_eigval, bool):
             raise TypeError(
                 f"allow_neg_eigval must be True or False, got {self.allow_neg_eigval!r} of type "
-                f"{type(self.allow_neg_eigval).__name__}"
+                f"{type_name(self.allow_neg_eigval)}"
             )
 
     @property

@@ -17,8 +17,6 @@ except ModuleNotFoundError as error:
         "jax_qla.nn.equinox needs Equinox: pip install 'jax_qla[equinox]'", name=error.name
     ) from error
 
-from jax_qla.checks import check_piece_rows, check_save_chunk_states
-from jax_qla.implementations import check_implementation
 from jax_qla.nn import mixer, parameters
 from jax_qla.nn.cache import GatedDeltaNetCache, empty_cache
 from jax_qla.nn.config import GatedDeltaNetConfig
@@ -100,11 +98,8 @@ class GatedDeltaNet(eqx.Module):
         parameters.check_dtypes(dtype, param_dtype)
         self.config = config
         self.dtype = jnp.dtype(dtype)
-        check_implementation(implementation)
-        self.implementation = implementation if isinstance(implementation, str | None) else tuple(implementation)
-        self.piece_rows = check_piece_rows(piece_rows)
-        check_save_chunk_states(save_chunk_states)
-        self.save_chunk_states = save_chunk_states
+        options = mixer.checked_options(implementation, piece_rows, save_chunk_states)
+        self.implementation, self.piece_rows, self.save_chunk_states = options
         shapes = parameters.parameter_shapes(config)
         keys = dict(zip(shapes, jax.random.split(key, len(shapes)), strict=True))
 

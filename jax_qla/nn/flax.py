@@ -14,8 +14,6 @@ try:
 except ModuleNotFoundError as error:
     raise ModuleNotFoundError("jax_qla.nn.flax needs Flax: pip install 'jax_qla[flax]'", name=error.name) from error
 
-from jax_qla.checks import check_piece_rows, check_save_chunk_states
-from jax_qla.implementations import check_implementation
 from jax_qla.nn import mixer, parameters
 from jax_qla.nn.cache import GatedDeltaNetCache, empty_cache
 from jax_qla.nn.config import GatedDeltaNetConfig
@@ -80,12 +78,8 @@ class GatedDeltaNet(nnx.Module):
         parameters.check_dtypes(dtype, param_dtype)
         self.config = config
         self.dtype = dtype
-        check_implementation(implementation)
-        # A tuple, because NNX hashes what is static in a module.
-        self.implementation = implementation if isinstance(implementation, str | None) else tuple(implementation)
-        self.piece_rows = check_piece_rows(piece_rows)
-        check_save_chunk_states(save_chunk_states)
-        self.save_chunk_states = save_chunk_states
+        options = mixer.checked_options(implementation, piece_rows, save_chunk_states)
+        self.implementation, self.piece_rows, self.save_chunk_states = options
         shapes = parameters.parameter_shapes(config)
 
         def linear(name: str) -> nnx.Linear:

@@ -16,6 +16,8 @@ import jax
 import jax.numpy as jnp
 
 from jax_qla.api import chunk_gated_delta_rule, recurrent_gated_delta_rule
+from jax_qla.checks import check_piece_rows, check_save_chunk_states
+from jax_qla.implementations import check_implementation
 from jax_qla.nn.cache import GatedDeltaNetCache, check_cache
 from jax_qla.nn.config import GatedDeltaNetConfig
 from jax_qla.nn.convolution import causal_convolution, tail_after
@@ -35,6 +37,20 @@ class MixerWeights(NamedTuple):
     """[Hv]"""
     norm: jax.Array
     """[V]"""
+
+
+def checked_options(
+    implementation: str | Sequence[str] | None, piece_rows: int | None, save_chunk_states: bool | None
+) -> tuple[str | tuple[str, ...] | None, int | None, bool | None]:
+    """How a layer is to compute the rule, as `mix` takes it: hashable, as what is static in a layer must be.
+
+    Raises:
+        TypeError, ValueError: `jax_qla.chunk_gated_delta_rule` would refuse one of them.
+    """
+    check_implementation(implementation)
+    check_save_chunk_states(save_chunk_states)
+    names = implementation if isinstance(implementation, str | None) else tuple(implementation)
+    return names, check_piece_rows(piece_rows), save_chunk_states
 
 
 # Named in profiles.

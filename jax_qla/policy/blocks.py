@@ -151,7 +151,16 @@ class Summarised(NamedTuple):
     """Heads that do not decay, one at the least, up to which blocks should have one each."""
 
 
-def summarised(responses: int, transitions: int, length: int, heads: int, key_dim: int, value_dim: int) -> Summarised:
+def summarised(
+    responses: int,
+    transitions: int,
+    length: int,
+    heads: int,
+    key_dim: int,
+    value_dim: int,
+    *,
+    split: bool = False,
+) -> Summarised:
     """How blocks of kernels/summaries.py are to share multiprocessors.
 
     Two that share one take 1.38 times as long as one. So where the long ones, of heads that do not decay, are so few
@@ -162,10 +171,12 @@ def summarised(responses: int, transitions: int, length: int, heads: int, key_di
         length: chunks of a piece.
         heads: value heads, of which a quarter is supposed not to decay.
         key_dim, value_dim: K and V.
+        split: whether operands are sums of two numbers. Of such a multiprocessor has room for one block where K is 128;
+            of two where it is 64, for which nothing was measured.
     """
     quick = responses * value_dim // 64
     slow = quick + transitions * key_dim // 64
-    if heads * slow <= card.MULTIPROCESSORS:
+    if split or heads * slow <= card.MULTIPROCESSORS:
         return Summarised("alone", heads)
 
     def end_sooner_alone(count: int) -> bool:
