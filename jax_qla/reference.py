@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_qla.l2norm import normalize
+from jax_qla.varying import match_varying
 from jax_qla.widening import widest
 
 _BLOCK = 32
@@ -58,12 +59,9 @@ def _prepare(
     q, k, v, g, beta = (x.astype(dtype) for x in (q, k, v, g, beta))
     split = (*v.shape[:2], key_heads, ratio)
     tokens = (q * jnp.asarray(scale, dtype), k, v.reshape(*split, value_dim), g.reshape(split), beta.reshape(split))
-    # A sum over nothing is a zero that varies over the same manual mesh axes as the operands, as a scan's carry must
-    # inside `jax.shard_map`. Subtracting +0 changes no bit of any state.
-    zero = sum((jnp.sum(x[:0]) for x in tokens), jnp.zeros((), dtype))
     shape = (sequences, key_heads, ratio, key_dim, value_dim)
     state = jnp.zeros(shape, dtype) if initial_state is None else initial_state.astype(dtype).reshape(shape)
-    return tokens, state - zero
+    return tokens, match_varying(state, (tokens, state))  # as a scan's carry must
 
 
 def recurrence(

@@ -34,6 +34,7 @@ from jax_qla.kernels.common import CHUNK, MIN_LOG_DECAY
 from jax_qla.policy import Cut
 from jax_qla.residuals import KEPT, Between, ChunkStates, Keep, Lengths, Pieces, Residuals
 from jax_qla.segments import chunk_table, first_slot, piece_count
+from jax_qla.varying import match_varying
 
 _GATE_GRID = 256.0
 """Gates are summed as multiples of 1 / 256 and a rest: 64 * 110 * 256 < 2^24, so sums of the former are exact."""
@@ -348,17 +349,16 @@ def _store(states: jax.Array, sequence: jax.Array, which: jax.Array, values: jax
 
 
 def _zero(*operands: jax.Array | None) -> jax.Array:
-    """A float32 zero that varies over the same manual mesh axes as the operands together.
-
-    Inside `jax.shard_map` a scan's carry must do so from its start on. A sum over nothing, so NaN does not matter.
-    """
-    return sum((jnp.sum(x[..., :0], dtype=jnp.float32) for x in operands if x is not None), jnp.zeros((), jnp.float32))
+    """A float32 zero that varies over the same manual mesh axes as the operands together, as a scan's carry must from
+    its start on."""
+    return match_varying(jnp.zeros((), jnp.float32), operands)
 
 
 def _first_states(initial_state: jax.Array | None, shape: tuple[int, ...], zero: jax.Array) -> jax.Array:
-    """The initial states, zero if None, as `shape` = [N, Hk, r, K, V]."""
-    # Subtracting +0 changes no bit of any state.
-    return jnp.broadcast_to(zero, shape) if initial_state is None else initial_state.reshape(shape) - zero
+    """The initial states, zero if None, as `shape` = [N, Hk, r, K, V], varying as `zero` does."""
+    if initial_state is None:
+        return jnp.broadcast_to(zero, shape)
+    return match_varying(initial_state.reshape(shape), zero)
 
 
 def _precision(precision: Precision, v: jax.Array) -> Precision:
@@ -659,9 +659,9 @@ def summary(
     heads = (key_heads, value_heads // key_heads)
     sequences = batch if segments is None else segments.shape[0]
     zero = _zero(k, v, g, beta, initial_state)
-    response = _first_states(initial_state, (sequences, *heads, k_dim, v_dim), zero)
-    identity = jnp.broadcast_to(jnp.eye(k_dim, dtype=jnp.float32) + zero, (*response.shape[:-1], k_dim))
-    first_states = jnp.concatenate([response, identity], axis=-1)
+    initial = _first_states(initial_state, (sequences, *heads, k_dim, v_dim), zero)
+    identity = jnp.broadcast_to(jnp.eye(k_dim, dtype=jnp.float32) + zero, (*initial.shape[:-1], k_dim))
+    first_states = jnp.concatenate([initial, identity], axis=-1)
     layout = _Layout(batch, tokens, value_heads, segments)
     packed = segments is not None
     rows = [layout.whole(x) for x in (k, v, g, beta)]
@@ -678,11 +678,11 @@ def summary(
     carry = (first_states[:1], first_states) if packed else (first_states, None)
     (state, final), _ = jax.lax.scan(group, carry, layout.each)
     both = (state if final is None else final).reshape(sequences, value_heads, k_dim, v_dim + k_dim)
-    transition, of_zero = both[..., v_dim:], both[..., :v_dim]
+    transition, response = both[..., v_dim:], both[..., :v_dim]
     if packed or not with_residuals:
-        return transition, of_zero, None, None
+        return transition, response, None, None
     pieces = Pieces(**_filled(Pieces.shapes(sequences, cut.pieces, value_heads, k_dim, v_dim), zero))
-    return transition, of_zero, _empty_residuals(kept, zero, q if with_lengths else None), pieces
+    return transition, response, _empty_residuals(kept, zero, q if with_lengths else None), pieces
 
 
 def state_gradient(
