@@ -19,7 +19,17 @@ import jax.numpy as jnp
 
 from jax_qla import convolution, mesh
 from jax_qla.batching import into_the_batch
-from jax_qla.checks import arrays, check_entries, known_dtype, taking_numpy
+from jax_qla.checks import (
+    TOKEN_DTYPES,
+    arrays,
+    check_dtype,
+    check_flag,
+    check_packing,
+    check_rank,
+    check_shape,
+    known_dtype,
+    taking_numpy,
+)
 from jax_qla.convolution import Rows
 from jax_qla.implementations import Choice, choose_kernels, load
 from jax_qla.mesh import Axes, MeshAxes
@@ -29,8 +39,6 @@ from jax_qla.varying import match_varying
 from jax_qla.widening import widest
 
 ACTIVATIONS = (None, "silu")
-
-_DTYPES = ("bfloat16", "float16", "float32", "float64")
 
 _DIMS = ("bth", "jh", "h", "bt", "n", "bjh")
 """Shapes of x, weight, bias, segment_ids, cu_seqlens and initial_tail, as `mesh` writes them."""
@@ -385,32 +393,15 @@ def _check(
     initial_tail: Any,
     output_final_tail: Any,
 ) -> None:
-    def rank(name: str, array: Any, axes: str) -> None:
-        if not hasattr(array, "shape") or not hasattr(array, "dtype"):
-            raise TypeError(f"{name} must be an array [{axes}], got {type(array).__name__}")
-        if len(array.shape) != axes.count(",") + 1:
-            raise ValueError(f"{name} must have shape [{axes}], got {tuple(array.shape)}")
-
-    def shape(name: str, array: Any, axes: str, expected: tuple[int, ...]) -> None:
-        rank(name, array, axes)
-        if tuple(array.shape) != expected:
-            raise ValueError(f"{name} must have shape {expected}, [{axes}], got {tuple(array.shape)}")
-
-    def integers(name: str, array: Any) -> None:
-        if array.dtype != jnp.int32:
-            raise TypeError(f"{name} must be int32, got {array.dtype}")
-
     def floating(name: str, array: Any) -> None:
         dtype = known_dtype(array)
         if dtype is None or not jnp.issubdtype(dtype, jnp.floating):
             raise TypeError(f"{name} must be of a floating dtype, got {array.dtype}")
 
-    rank("x", x, "B, T, D")
-    dtype = known_dtype(x)
-    if dtype is None or dtype.name not in _DTYPES:
-        raise TypeError(f"x must be {' or '.join(_DTYPES)}, got {x.dtype}")
+    check_rank("x", x, ("B", "T", "D"))
+    check_dtype("x", x, TOKEN_DTYPES)
     batch, tokens, channels = x.shape
-    rank("weight", weight, "W, D")
+    check_rank("weight", weight, ("W", "D"))
     floating("weight", weight)
     width = weight.shape[0]
     if not isinstance(width, int):
@@ -418,28 +409,19 @@ def _check(
     if width < 1 or weight.shape[1] != channels:
         raise ValueError(f"weight must have shape [W, D] with W >= 1 and D = {channels}, got {tuple(weight.shape)}")
     if bias is not None:
-        shape("bias", bias, "D", (channels,))
+        check_rank("bias", bias, ("D",))
+        check_shape("bias", bias, (channels,), "[D] with D of x")
         floating("bias", bias)
     if activation not in ACTIVATIONS:
         raise ValueError(f"activation must be one of {', '.join(map(repr, ACTIVATIONS))}, got {activation!r}")
-    if not isinstance(output_final_tail, bool):
-        raise TypeError(f"output_final_tail must be True or False, got {output_final_tail!r}")
+    check_flag("output_final_tail", output_final_tail)
     if output_final_tail and not isinstance(tokens, int):
         raise NotImplementedError(f"output_final_tail needs a static T, got x of shape {tuple(x.shape)}")
-    if segment_ids is not None and cu_seqlens is not None:
-        raise ValueError("cu_seqlens and segment_ids both say where the sequences lie: give only one of them")
-    if segment_ids is not None:
-        shape("segment_ids", segment_ids, "B, T", (batch, tokens))
-        integers("segment_ids", segment_ids)
-    if cu_seqlens is not None:
-        rank("cu_seqlens", cu_seqlens, "N + 1")
-        integers("cu_seqlens", cu_seqlens)
-        if batch != 1:
-            raise ValueError(f"cu_seqlens packs all sequences into one row: B must be 1, got x with B = {batch}")
-        check_entries(cu_seqlens)
+    check_packing(cu_seqlens, segment_ids, batch, tokens, "x")
     if initial_tail is not None:
         if segment_ids is not None or cu_seqlens is not None:
             raise ValueError("initial_tail goes with a batch that is not packed: leave out segment_ids and cu_seqlens")
-        shape("initial_tail", initial_tail, "B, W - 1, D", (batch, width - 1, channels))
+        check_rank("initial_tail", initial_tail, ("B", "W - 1", "D"))
+        check_shape("initial_tail", initial_tail, (batch, width - 1, channels), "[B, W - 1, D] with B and D of x")
         if initial_tail.dtype != x.dtype:
             raise TypeError(f"initial_tail must have x's dtype {x.dtype}, got {initial_tail.dtype}")

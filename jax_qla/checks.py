@@ -17,7 +17,8 @@ from jax_qla.widening import widest
 _Arguments = ParamSpec("_Arguments")
 _Result = TypeVar("_Result")
 
-_TOKEN_DTYPES = ("bfloat16", "float16", "float32", "float64")
+TOKEN_DTYPES = ("bfloat16", "float16", "float32", "float64")
+"""Of what there is a row of for each token: q, k, v, and the input of the convolution."""
 
 _INT32_MAX = int(np.iinfo(np.int32).max)
 
@@ -67,8 +68,8 @@ def check(
         ValueError: an argument has the wrong rank, size or value, or does not go with another.
     """
     for name, x in (("q", q), ("k", k), ("v", v)):
-        _rank(name, x, ("B", "T", "Hv" if name == "v" else "Hk", "V" if name == "v" else "K"))
-        _dtype(name, x, _TOKEN_DTYPES)
+        check_rank(name, x, ("B", "T", "Hv" if name == "v" else "Hk", "V" if name == "v" else "K"))
+        check_dtype(name, x, TOKEN_DTYPES)
         if x.dtype != q.dtype:
             raise TypeError(f"q, k and v must have the same dtype, got q {q.dtype} and {name} {x.dtype}")
         if 0 in x.shape[2:]:
@@ -81,26 +82,22 @@ def check(
     value_heads, value_dim = v.shape[2:]
     if k.shape[3] != key_dim:
         raise ValueError(f"q and k must have the same key dimension K, got {key_dim} for q and {k.shape[3]} for k")
-    _shape("k", k, tuple(q.shape), "that of q, [B, T, Hk, K]")
-    _shape("v", v, (batch, tokens, value_heads, value_dim), "[B, T, Hv, V] with B and T of q")
+    check_shape("k", k, tuple(q.shape), "that of q, [B, T, Hk, K]")
+    check_shape("v", v, (batch, tokens, value_heads, value_dim), "[B, T, Hv, V] with B and T of q")
     if value_heads % key_heads:
         raise ValueError(f"v must have a multiple of the heads of q and k, got Hv = {value_heads} and Hk = {key_heads}")
 
     wide = jnp.dtype(v.dtype) == jnp.float64
     for name, x in (("g", g), ("beta", beta)):
-        _rank(name, x, ("B", "T", "Hv"))
-        _dtype(name, x, (*gate_dtypes, "float64") if wide else gate_dtypes)
-        _shape(name, x, (batch, tokens, value_heads), "[B, T, Hv], one number for each token and head of v")
+        check_rank(name, x, ("B", "T", "Hv"))
+        check_dtype(name, x, (*gate_dtypes, "float64") if wide else gate_dtypes)
+        check_shape(name, x, (batch, tokens, value_heads), "[B, T, Hv], one number for each token and head of v")
 
-    for name, flag in (
-        ("output_final_state", output_final_state),
-        ("use_qk_l2norm_in_kernel", use_qk_l2norm_in_kernel),
-    ):
-        if not isinstance(flag, bool):
-            raise TypeError(f"{name} must be True or False, got {flag!r} of type {type_name(flag)}")
+    check_flag("output_final_state", output_final_state)
+    check_flag("use_qk_l2norm_in_kernel", use_qk_l2norm_in_kernel)
     check_save_chunk_states(save_chunk_states)
 
-    sequences = _check_packing(batch, tokens, cu_seqlens, segment_ids, max_segments)
+    sequences = _check_segments(batch, tokens, cu_seqlens, segment_ids, max_segments)
     stateful = initial_state is not None or output_final_state
     if segment_ids is not None and max_segments is None and stateful:
         which = "initial_state" if initial_state is not None else "output_final_state"
@@ -112,9 +109,9 @@ def check(
     if initial_state is not None:
         leading = ("B", "max_segments") if segment_ids is not None else ("N" if cu_seqlens is not None else "B",)
         axes = (*leading, "Hv", "K", "V")
-        _rank("initial_state", initial_state, axes)
-        _dtype("initial_state", initial_state, (*state_dtypes, "float64") if wide else state_dtypes)
-        _shape("initial_state", initial_state, state_shape, f"[{', '.join(axes)}]")
+        check_rank("initial_state", initial_state, axes)
+        check_dtype("initial_state", initial_state, (*state_dtypes, "float64") if wide else state_dtypes)
+        check_shape("initial_state", initial_state, state_shape, f"[{', '.join(axes)}]")
 
     _check_precision(precision)
     return Checked(
@@ -200,8 +197,18 @@ def check_gradient(name: str, x: Any, shape: tuple[int, ...], dtype: Any, meanin
     """
     if not hasattr(x, "shape") or not hasattr(x, "dtype"):
         raise TypeError(f"{name} must be an array, got {type(x).__name__}")
-    _shape(name, x, shape, meaning)
-    _dtype(name, x, (jnp.dtype(dtype).name,))
+    check_shape(name, x, shape, meaning)
+    check_dtype(name, x, (jnp.dtype(dtype).name,))
+
+
+def check_flag(name: str, flag: Any) -> None:
+    """Whether a flag is True or False.
+
+    Raises:
+        TypeError: it is not.
+    """
+    if not isinstance(flag, bool):
+        raise TypeError(f"{name} must be True or False, got {flag!r} of type {type_name(flag)}")
 
 
 def _check_precision(precision: Any) -> None:
@@ -251,22 +258,32 @@ def check_piece_rows(piece_rows: Any) -> int | None:
     return int(piece_rows)
 
 
-def check_entries(cu_seqlens: Any) -> None:
-    """Whether cu_seqlens has a number of entries that is known, and one at the least.
+def check_packing(cu_seqlens: Any, segment_ids: Any, batch: int, tokens: int, name: str) -> None:
+    """Whether the arguments that say where sequences lie are right for an operand of this name [B, T, ...].
 
     Raises:
-        NotImplementedError, ValueError: it has not.
+        NotImplementedError, TypeError, ValueError: one of them is not, or both are given.
     """
-    if not isinstance(cu_seqlens.shape[0], int):
-        raise NotImplementedError(f"cu_seqlens must have a static size, got shape {tuple(cu_seqlens.shape)}")
-    if cu_seqlens.shape[0] == 0:
-        raise ValueError("cu_seqlens must have N + 1 entries, the first of which is 0, got none")
-
-
-def _check_packing(batch: int, tokens: int, cu_seqlens: Any, segment_ids: Any, max_segments: Any) -> tuple[int, ...]:
-    """Checks the arguments that say where sequences lie. Returns the leading axes of the states."""
     if cu_seqlens is not None and segment_ids is not None:
         raise ValueError("cu_seqlens and segment_ids both say where the sequences lie: give only one of them")
+    if cu_seqlens is not None:
+        check_rank("cu_seqlens", cu_seqlens, ("N + 1",))
+        check_dtype("cu_seqlens", cu_seqlens, ("int32",))
+        if not isinstance(cu_seqlens.shape[0], int):
+            raise NotImplementedError(f"cu_seqlens must have a static size, got shape {tuple(cu_seqlens.shape)}")
+        if cu_seqlens.shape[0] == 0:
+            raise ValueError("cu_seqlens must have N + 1 entries, the first of which is 0, got none")
+        if batch != 1:
+            raise ValueError(f"cu_seqlens packs all sequences into one row: B must be 1, got {name} with B = {batch}")
+    if segment_ids is not None:
+        check_rank("segment_ids", segment_ids, ("B", "T"))
+        check_dtype("segment_ids", segment_ids, ("int32",))
+        check_shape("segment_ids", segment_ids, (batch, tokens), "[B, T], one number for each token")
+
+
+def _check_segments(batch: int, tokens: int, cu_seqlens: Any, segment_ids: Any, max_segments: Any) -> tuple[int, ...]:
+    """`check_packing`, with max_segments. Returns the leading axes of the states."""
+    check_packing(cu_seqlens, segment_ids, batch, tokens, "q")
     if max_segments is not None:
         if segment_ids is None:
             raise ValueError(f"max_segments goes with segment_ids, got max_segments={max_segments!r} without them")
@@ -277,18 +294,8 @@ def _check_packing(batch: int, tokens: int, cu_seqlens: Any, segment_ids: Any, m
         if not 1 <= int(max_segments) <= _INT32_MAX:
             raise ValueError(f"max_segments must be positive, and at most {_INT32_MAX}, got {max_segments}")
     if cu_seqlens is not None:
-        _rank("cu_seqlens", cu_seqlens, ("N + 1",))
-        _dtype("cu_seqlens", cu_seqlens, ("int32",))
-        check_entries(cu_seqlens)
-        if batch != 1:
-            raise ValueError(f"cu_seqlens packs all sequences into one row: B must be 1, got q with B = {batch}")
         return (cu_seqlens.shape[0] - 1,)
-    if segment_ids is not None:
-        _rank("segment_ids", segment_ids, ("B", "T"))
-        _dtype("segment_ids", segment_ids, ("int32",))
-        _shape("segment_ids", segment_ids, (batch, tokens), "[B, T], one number for each token")
-        return (batch,) if max_segments is None else (batch, int(max_segments))
-    return (batch,)
+    return (batch,) if max_segments is None else (batch, int(max_segments))
 
 
 def _check_scale(scale: Any, key_dim: int, dtype: Any) -> float:
@@ -309,7 +316,12 @@ def _check_scale(scale: Any, key_dim: int, dtype: Any) -> float:
     return number
 
 
-def _rank(name: str, x: Any, axes: Sequence[str]) -> None:
+def check_rank(name: str, x: Any, axes: Sequence[str]) -> None:
+    """Whether x is an array with as many axes as these, which messages name.
+
+    Raises:
+        TypeError, ValueError: it is not.
+    """
     if not hasattr(x, "shape") or not hasattr(x, "dtype"):
         raise TypeError(f"{name} must be an array [{', '.join(axes)}], got {type(x).__name__}")
     if len(x.shape) != len(axes):
@@ -318,7 +330,12 @@ def _rank(name: str, x: Any, axes: Sequence[str]) -> None:
         )
 
 
-def _shape(name: str, x: Any, expected: tuple[int, ...], meaning: str) -> None:
+def check_shape(name: str, x: Any, expected: tuple[int, ...], meaning: str) -> None:
+    """Whether an array has this shape, of which messages say what it is.
+
+    Raises:
+        ValueError: it has not.
+    """
     if tuple(x.shape) != expected:
         raise ValueError(f"{name} must have shape {expected}, {meaning}, got {tuple(x.shape)}")
 
@@ -331,7 +348,12 @@ def known_dtype(x: Any) -> np.dtype[Any] | None:
         return None
 
 
-def _dtype(name: str, x: Any, accepted: Sequence[str]) -> None:
+def check_dtype(name: str, x: Any, accepted: Sequence[str]) -> None:
+    """Whether an array has one of these dtypes.
+
+    Raises:
+        TypeError: it has not.
+    """
     dtype = known_dtype(x)
     if dtype is None or dtype.name not in accepted:
         raise TypeError(f"{name} must be {' or '.join(accepted)}, got {x.dtype}")

@@ -228,7 +228,7 @@ FOREIGN = SimpleNamespace(shape=X.shape, dtype="torch.float32")
     ("error", "match", "arguments", "options"),
     [
         (TypeError, "x must be an array", ([1.0], WEIGHT), {}),
-        (ValueError, r"x must have shape \[B, T, D\]", (X[0], WEIGHT), {}),
+        (ValueError, r"x must have 3 axes, \[B, T, D\], got 2", (X[0], WEIGHT), {}),
         (TypeError, "x must be bfloat16 or", (X.astype(np.int32), WEIGHT), {}),
         (TypeError, "x must be .*, got torch.float32", (FOREIGN, WEIGHT), {}),
         (TypeError, "weight must be of a floating dtype, got object", (X, WEIGHT.astype(object)), {}),

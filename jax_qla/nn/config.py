@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from jax_qla.checks import is_integer, type_name
+from jax_qla.checks import check_flag, is_integer, type_name
 
 _HUGGINGFACE = {
     "hidden_size": "hidden_size",
@@ -91,11 +91,7 @@ class GatedDeltaNetConfig:
         if not least <= self.norm_eps <= largest:
             raise ValueError(f"norm_eps must be positive, and within the range of float32, got {self.norm_eps}")
         object.__setattr__(self, "norm_eps", float(self.norm_eps))
-        if not isinstance(self.allow_neg_eigval, bool):
-            raise TypeError(
-                f"allow_neg_eigval must be True or False, got {self.allow_neg_eigval!r} of type "
-                f"{type_name(self.allow_neg_eigval)}"
-            )
+        check_flag("allow_neg_eigval", self.allow_neg_eigval)
 
     @property
     def key_size(self) -> int:
