@@ -305,7 +305,7 @@ def which_pieces(
     segment_ids: jax.Array | jax.ShapeDtypeStruct | None = None,
     max_segments: int | None = None,
     piece_rows: int | None = None,
-    precision: Any = None,
+    precision: jax.lax.PrecisionLike = None,
     save_chunk_states: bool | None = None,
     differentiated: bool = False,
 ) -> PieceChoice:
@@ -432,7 +432,7 @@ def chunk_gated_delta_rule_fwd(
         piece_rows=piece_rows,
         save_chunk_states=save_chunk_states,
     )
-    layout, operands = _operands_of_half(q, k, v, g, beta, initial_state, cu_seqlens)
+    layout, operands = _operands(q, k, v, g, beta, initial_state, cu_seqlens)
     forward = functools.partial(
         sharding.forward,
         layout=layout,
@@ -518,7 +518,7 @@ def chunk_gated_delta_rule_bwd(
         check_gradient("do", do, tuple(v.shape), v.dtype, "that of o and v")
     if d_final_state is not None:
         check_gradient("d_final_state", d_final_state, checked.state_shape, jnp.float32, "that of final_state")
-    layout, operands = _operands_of_half(q, k, v, g, beta, initial_state, cu_seqlens)
+    layout, operands = _operands(q, k, v, g, beta, initial_state, cu_seqlens)
     given = None
     if residuals is not None:
         places = functools.partial(sharding.state_places, layout, choice, operands[1], operands[2], operands[6])
@@ -613,7 +613,7 @@ def recurrent_gated_delta_rule(
     call = RecurrentCall(packed=cu_seqlens is not None, state_dtype=state_dtype)
     choice = choose(q, k, v, implementation=implementation, precision=None, recurrent=call)
     # What Auto axes beside others cut is left to the compiler.
-    layout, (q, k, v, g, beta, *others) = _operands_of_half(q, k, v, g, beta, initial_state, cu_seqlens, partly=True)
+    layout, (q, k, v, g, beta, *others) = _operands(q, k, v, g, beta, initial_state, cu_seqlens, partly=True)
     o, final_state = sharding.without_exchange(
         *(layout, decode.recurrent, (q, k, v, widen(g), widen(beta), *others)),
         options=(
@@ -637,14 +637,13 @@ def _compute(options: vjp.Options, operands: Sequence[Any]) -> tuple[jax.Array, 
     settings, choice = options.settings, options.settings.choice
 
     def by_recurrence(*operands: Any) -> tuple[jax.Array, jax.Array | None]:
-        o, final_state = sharding.without_exchange(
+        return sharding.without_exchange(
             *(options.layout, reference.recurrence, operands),
             options=(("scale", settings.scale), ("l2norm", settings.l2norm)),
             output_final_state=options.output_final_state,
             name="implementation='reference'",
             instead="'cuda' or 'xla'",
         )
-        return o, final_state
 
     if choice.on_cuda == "reference":
         return by_recurrence(*operands)
@@ -653,12 +652,11 @@ def _compute(options: vjp.Options, operands: Sequence[Any]) -> tuple[jax.Array, 
     # The kernels where they run and the reference elsewhere: two functions that are differentiated differently.
     by_kernels = dataclasses.replace(settings, choice=dataclasses.replace(choice, elsewhere=None))
     kernels = dataclasses.replace(options, settings=by_kernels)
-    o, final_state = jax.lax.platform_dependent(
+    return jax.lax.platform_dependent(
         *match_varying(tuple(operands), operands),
         cuda=lambda *operands: vjp.gated_delta_rule(kernels, *operands),
         default=by_recurrence,
     )
-    return o, final_state
 
 
 def _laid_out(
@@ -704,16 +702,12 @@ def _without_padding(o: jax.Array, valid: jax.Array) -> jax.Array:
     return jnp.where(valid[..., None, None], o, jnp.zeros((), o.dtype))
 
 
-def _check_half(q: Any, k: Any, v: Any, g: Any, beta: Any, **options: Any) -> tuple[Checked, Choice]:
-    """The checks that the forward and the backward half share."""
-    implementation = options.pop("implementation")
-    checked = check(q, k, v, g, beta, **options, gate_dtypes=("float32",))
-    choice = choose(
-        *(q, k, v),
-        implementation=implementation,
-        precision=options["precision"],
-        piece_rows=checked.piece_rows,
-    )
+def _check_half(
+    q: Any, k: Any, v: Any, g: Any, beta: Any, *, implementation: Any, precision: Any, **options: Any
+) -> tuple[Checked, Choice]:
+    """The checks that the forward and the backward half share; `options` as of `check`."""
+    checked = check(q, k, v, g, beta, precision=precision, **options, gate_dtypes=("float32",))
+    choice = choose(q, k, v, implementation=implementation, precision=precision, piece_rows=checked.piece_rows)
     if "reference" in (choice.on_cuda, choice.elsewhere):
         raise NotImplementedError(
             'implementation="reference" has no forward and backward half: JAX differentiates it as a whole; use '
@@ -722,10 +716,10 @@ def _check_half(q: Any, k: Any, v: Any, g: Any, beta: Any, **options: Any) -> tu
     return checked, choice
 
 
-def _operands_of_half(
+def _operands(
     q: Any, k: Any, v: Any, g: Any, beta: Any, initial_state: Any, cu_seqlens: Any, partly: bool = False
 ) -> tuple[Layout, tuple[Any, ...]]:
-    """How the operands are cut over the mesh, and the operands of `sharding.forward`."""
+    """How the operands of a call without segment_ids are cut over the mesh, and these in `sharding.forward`'s form."""
     layout, (q, k, v, g, beta, initial_state, cu_seqlens, _) = _laid_out(
         None, *arrays(q, k, v, g, beta, initial_state, cu_seqlens, None), partly=partly
     )

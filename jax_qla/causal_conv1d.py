@@ -230,8 +230,7 @@ def _differentiable(options: _Options, operands: Sequence[Any]) -> tuple[jax.Arr
     wide = widest(x.dtype)
     weight, bias, initial_tail = (None if of is None else of.astype(wide) for of in (weight, bias, initial_tail))
     operands = (x, weight, bias, segment_ids, cu_seqlens, initial_tail)
-    y: tuple[jax.Array, ...] = _with_gradient(options, *match_varying(operands, operands))
-    return y
+    return _with_gradient(options, *match_varying(operands, operands))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

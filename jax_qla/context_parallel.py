@@ -219,8 +219,7 @@ def on_one_row(
 ) -> tuple[jax.Array, jax.Array | None]:
     """o and final states of uncut sequences, by a function of the operands as `dispatch` takes them."""
     rows, states, flat_segments = flatten((q, k, v, g, beta), initial_state, segments)
-    o, final_state = _unflatten(*function(*rows, states, flat_segments), v, segments)
-    return o, final_state
+    return _unflatten(*function(*rows, states, flat_segments), v, segments)
 
 
 def forward(

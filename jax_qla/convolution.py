@@ -58,8 +58,7 @@ def forward(choice: Choice, rows: Rows, *, parts: Sequence[int], silu: bool) -> 
     def in_plain_jax(rows: Rows) -> Any:
         return cut(plain(rows, silu, False), parts)
 
-    y: tuple[jax.Array, ...] = _on_platform(choice, rows, parts, by_kernel, in_plain_jax)
-    return y
+    return _on_platform(choice, rows, parts, by_kernel, in_plain_jax)
 
 
 def backward(choice: Choice, rows: Rows, dys: Sequence[jax.Array], *, silu: bool) -> Gradients:
@@ -77,14 +76,12 @@ def backward(choice: Choice, rows: Rows, dys: Sequence[jax.Array], *, silu: bool
             return Gradients(*jax.vjp(function, x, weight, bias, before)[1](dy))
 
         of_rows = (rows.x, rows.before, rows.ids, rows.ids_before, jnp.concatenate(dys, axis=-1))
-        found: Gradients = jax.vmap(of_row)(*of_rows)
-        return found
+        return jax.vmap(of_row)(*of_rows)
 
     def by_kernel(rows: Rows, *dys: jax.Array) -> Gradients:
         return Gradients(*load("cuda.conv1d").backward(rows, dys, silu=silu))
 
-    found: Gradients = _on_platform(choice, rows, [dy.shape[2] for dy in dys], by_kernel, in_plain_jax, *dys)
-    return found
+    return _on_platform(choice, rows, [dy.shape[2] for dy in dys], by_kernel, in_plain_jax, *dys)
 
 
 def _on_platform(

@@ -59,8 +59,7 @@ def recurrent(
     # Without a token there is nothing to compute, and the kernel reads at least one.
     if choice.on_cuda != "cuda" or v.shape[0] * v.shape[1] == 0:
         return _plain(choice.on_cuda, operands, segments, **options)
-    results: _Results = kernel_where_it_runs(*operands, choice=choice, automatic=automatic, **options)
-    return results
+    return kernel_where_it_runs(*operands, choice=choice, automatic=automatic, **options)
 
 
 @functools.partial(jax.jit, static_argnames=("choice", "scale", "output_final_state", "l2norm", "automatic"))
@@ -93,8 +92,7 @@ def kernel_where_it_runs(
     def of_the_recurrence(primals: Any, tangents: Any) -> tuple[_Results, _Results]:
         return differentiable(*primals), jax.jvp(by_recurrence, primals, tangents)[1]
 
-    results: _Results = differentiable(*match_varying(operands, operands))
-    return results
+    return differentiable(*match_varying(operands, operands))
 
 
 def _plain(

@@ -241,8 +241,7 @@ def _objection(
     except ImportError as error:
         return f"its modules cannot be imported ({error})"
     if name == "xla":
-        objection: str | None = module.why_not(q, k, v)
-        return objection
+        return module.why_not(q, k, v)
     if recurrent is None:
         why_not = functools.partial(module.why_not, q, k, v, precision=precision)
     else:

@@ -293,8 +293,7 @@ def align(layout: Layout, x: jax.Array, dims: str) -> jax.Array:
     spec = P(*(entry[0] if len(entry) == 1 else entry or None for entry in entries))
     if tuple(sharding.spec) == tuple(spec):
         return x
-    aligned: jax.Array = jax.sharding.reshard(x, NamedSharding(mesh, spec))
-    return aligned
+    return jax.sharding.reshard(x, NamedSharding(mesh, spec))
 
 
 def mapped(

@@ -19,8 +19,7 @@ from jax.interpreters import ad, batching, mlir
 
 def refuse(x: jax.Array, reason: str) -> jax.Array:
     """The identity of x, which raises NotImplementedError(reason) when it is run or lowered."""
-    refused: jax.Array = _refuse_p.bind(x, reason=reason)
-    return refused
+    return _refuse_p.bind(x, reason=reason)
 
 
 def on_cuda_only(x: jax.Array, reason: str) -> jax.Array:
@@ -33,8 +32,7 @@ def reverse_mode_only(x: jax.Array, reason: str) -> jax.Array:
 
     `jax.custom_vjp` alone refuses forward mode too, but cannot say what to do instead.
     """
-    same: jax.Array = _reverse_mode_only_p.bind(x, reason=reason)
-    return same
+    return _reverse_mode_only_p.bind(x, reason=reason)
 
 
 def first_order(function: Callable[..., Any], reason: str) -> Callable[..., Any]:
@@ -95,8 +93,7 @@ def refuse_sharded_export(x: jax.Array) -> jax.Array:
 
     What Shardy partitions by our rule is a callback into this process, which no exported program can carry.
     """
-    same: jax.Array = _not_exported_p.bind(x)
-    return same
+    return _not_exported_p.bind(x)
 
 
 def _lower_unless_exported(ctx: mlir.LoweringRuleContext, x: Any) -> list[Any]:

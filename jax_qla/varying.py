@@ -17,5 +17,4 @@ def match_varying(tree: _Tree, like: Any) -> _Tree:
         missing = tuple(sorted(axes - jax.typeof(x).mat.varying))
         return jax.lax.pcast(x, missing, to="varying") if missing else x
 
-    marked: _Tree = jax.tree.map(mark, tree)
-    return marked
+    return jax.tree.map(mark, tree)

@@ -228,8 +228,7 @@ class GatedDeltaNet(nnx.Module):
     def _output(self, y: jax.Array, x: jax.Array) -> jax.Array:
         """The output projection of y, cut as the layer's input x where types say how."""
         sharding = sharding_like(x, y)
-        output: jax.Array = self.out_proj(y) if sharding is None else self.out_proj(y, out_sharding=sharding)
-        return output
+        return self.out_proj(y) if sharding is None else self.out_proj(y, out_sharding=sharding)
 
     def _weights(self) -> mixer.MixerWeights:
         return mixer.MixerWeights(self.conv1d[...], self.A_log[...], self.dt_bias[...], self.norm[...])

@@ -49,8 +49,7 @@ def gated_rms_norm(
     # What is differentiated is laid out as its gradients will be.
     aligned = (mesh.align(layout, x, d) for x, d in zip((o, z, widen(weight)), _DIMS, strict=True))
     operands = tuple(reverse_mode_only(x, _FIRST_ORDER) for x in aligned)
-    y: jax.Array = _with_gradient(_Options(choice, layout, eps), *match_varying(operands, operands))
-    return y
+    return _with_gradient(_Options(choice, layout, eps), *match_varying(operands, operands))
 
 
 # Rematerialized: its backward pass starts from o and z in their own dtype instead of float32 intermediate results.
@@ -101,8 +100,7 @@ def _forward(options: _Options, *operands: jax.Array) -> jax.Array:
 
     with_vmap = first_order(into_the_batch(on_each_device, (2,), behind=options.layout.batch_is_cut), _FIRST_ORDER)
     (y,) = with_vmap(*operands)
-    found: jax.Array = y
-    return found
+    return y
 
 
 @functools.partial(jax.jit, static_argnums=0)

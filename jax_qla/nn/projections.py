@@ -124,8 +124,7 @@ def dot_general(
         # Of one row XLA for GPUs writes all multiples to memory, and adds them up from there: twice the time.
         return product(jnp.broadcast_to(x, (2, *x.shape[1:])), kernel)[:1]
     many = isinstance(tokens, int) and tokens >= _MANY_TOKENS  # of a symbolic batch, for decoding, few
-    y: jax.Array = (product_alone if alone and many else product)(x, kernel)
-    return y
+    return (product_alone if alone and many else product)(x, kernel)
 
 
 def beside(weight: jax.Array, x: jax.Array) -> jax.Array:
