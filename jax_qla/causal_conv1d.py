@@ -67,8 +67,9 @@ def causal_conv1d(
         y_t = activation(bias + sum_{i < W} weight_i x_{t - W + 1 + i})
 
     Sharded as `chunk_gated_delta_rule` is, with channels in place of heads. With "xla" it is differentiable in every
-    mode and order, with "cuda" once in reverse mode. Source: Yang, Kautz, Hatamizadeh, "Gated Delta Networks" (arXiv
-    2412.06464), where it follows the projections to q, k and v.
+    mode and order; with "cuda", and on every platform where the platform is to decide between the two, once in reverse
+    mode. Source: Yang, Kautz, Hatamizadeh, "Gated Delta Networks" (arXiv 2412.06464), where it follows the projections
+    to q, k and v.
 
     Args:
         x: [B, T, D], bfloat16, float16, float32 or float64.
@@ -95,7 +96,7 @@ def causal_conv1d(
         NotImplementedError: no implementation asked for can take the operands, or the mesh cuts them in a way that
             cannot be computed; W, or with output_final_tail T, is a symbol of `jax.export`; "cuda" alone was asked for
             and the platform is not CUDA (raised when the program is lowered); or forward mode or a second derivative
-            was asked for with "cuda".
+            was asked for where "cuda" may be taken.
 
     Example:
         >>> import jax.numpy as jnp, jax_qla

@@ -77,7 +77,7 @@ class GatedDeltaNet(nnx.Module):
     ):
         parameters.check_dtypes(dtype, param_dtype)
         self.config = config
-        self.dtype = dtype
+        self.dtype = jnp.dtype(dtype)
         options = mixer.checked_options(implementation, piece_rows, save_chunk_states)
         self.implementation, self.piece_rows, self.save_chunk_states = options
         shapes = parameters.parameter_shapes(config)
