@@ -89,8 +89,7 @@ class Layout:
         """The PartitionSpec, in mapped axes, of an array of this shape."""
         of = {"b": self.batch, "h": self.heads, "H": self.heads, "t": self.sequence, "s": self.sequence}
         of["p"] = self.batch + self.sequence
-        axes = [tuple(axis for axis in of.get(letter, ()) if axis in self.mapped) for letter in dims]
-        return P(*(entry[0] if len(entry) == 1 else entry or None for entry in axes))
+        return P(*(tuple(axis for axis in of.get(letter, ()) if axis in self.mapped) for letter in dims))
 
 
 _NAMES = {"b": "B", "t": "T", "h": "Hk", "H": "Hv"}
@@ -289,8 +288,7 @@ def align(layout: Layout, x: jax.Array, dims: str) -> jax.Array:
     explicit = {a for a, t in zip(mesh.axis_names, mesh.axis_types, strict=True) if t == AxisType.Explicit}
     if not layout.mapped or not explicit:
         return x
-    entries = [tuple(axis for axis in axes_of(entry) if axis in explicit) for entry in layout.spec(dims)]
-    spec = P(*(entry[0] if len(entry) == 1 else entry or None for entry in entries))
+    spec = P(*(tuple(axis for axis in axes_of(entry) if axis in explicit) for entry in layout.spec(dims)))
     if tuple(sharding.spec) == tuple(spec):
         return x
     return jax.sharding.reshard(x, NamedSharding(mesh, spec))

@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 from jax_qla.checks import known_dtype
 from jax_qla.convolution import cut
-from jax_qla.mesh import axes_of, described, entries_of, resolve
+from jax_qla.mesh import Axes, axes_of, described, entries_of, resolve
 from jax_qla.nn.config import GatedDeltaNetConfig
 
 _MANY_TOKENS = 256
@@ -134,7 +134,7 @@ def beside(weight: jax.Array, x: jax.Array) -> jax.Array:
         return weight
     (entry,) = entries_of(weight)
     left = _untaken(entry, entries_of(x)[:-1])
-    return weight if axes_of(left) == axes_of(entry) else jax.sharding.reshard(weight, NamedSharding(mesh, P(left)))
+    return weight if left == axes_of(entry) else jax.sharding.reshard(weight, NamedSharding(mesh, P(left)))
 
 
 def heads_may_be_cut(projected: Projected) -> bool:
@@ -164,11 +164,10 @@ def cut_like(x: jax.Array, parts: Sequence[jax.Array]) -> Sequence[jax.Array]:
     ]
 
 
-def _untaken(entry: Any, others: Iterable[Any]) -> Any:
-    """The entry of a PartitionSpec without the mesh axes of others, which no axis of the same array can have too."""
+def _untaken(entry: Any, others: Iterable[Any]) -> Axes:
+    """The mesh axes of an entry of a PartitionSpec without those of others, which one array cannot have twice."""
     taken = {axis for other in others for axis in axes_of(other)}
-    left = tuple(axis for axis in axes_of(entry) if axis not in taken)
-    return left[0] if len(left) == 1 else left or None
+    return tuple(axis for axis in axes_of(entry) if axis not in taken)
 
 
 def _explicit_mesh(*arrays: jax.Array) -> Any:
