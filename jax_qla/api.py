@@ -25,7 +25,7 @@ from jax_qla.dispatch import Settings
 from jax_qla.implementations import Choice, RecurrentCall, choose, load
 from jax_qla.mesh import Layout, MeshAxes, align, previous_ids, resolve, segments_of_rows
 from jax_qla.refusal import first_order
-from jax_qla.residuals import Between, ChunkStates, Residuals, keeping, splits
+from jax_qla.residuals import Between, ChunkStates, Residuals, keeping, precision_of_kernels, splits
 from jax_qla.segments import gates_with_resets, piece_count, segments_from_cu_seqlens
 from jax_qla.varying import match_varying
 from jax_qla.widening import widen
@@ -317,7 +317,7 @@ def which_pieces(
 
     The answer is for the forward pass. The backward pass cuts sequences into the same pieces, or leaves them whole
     where that is faster and piece_rows is not given. Other implementations have no pieces, and neither have calls with
-    K and V that there are no kernels for.
+    a dtype, K, V or precision that there are no kernels for.
 
     Args:
         differentiated: whether gradients of the call are computed too. Then sequences may be cut for the sake of the
@@ -353,7 +353,7 @@ def which_pieces(
     )
     tokens, sequences = v.shape[0] * v.shape[1], math.prod(checked.state_shape[:-3])
     sizes = (tokens, sequences, v.shape[2], k.shape[3], v.shape[3])
-    if not {k.shape[3], v.shape[3]} <= {*load("cuda").HEAD_DIMS}:
+    if load("cuda").why_not_operands(q, k, v) or precision_of_kernels(precision) is None:
         return PieceChoice(0, sequences)
     options: Any = {"packed": checked.packed, "asked_rows": checked.piece_rows}
     rows = None

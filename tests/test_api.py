@@ -565,7 +565,8 @@ def test_pieces_are_of_the_kernels_only() -> None:
 def test_which_pieces() -> None:
     def shapes(batch: int, tokens: int, heads: int = 8, key_heads: int = 2) -> list[jax.ShapeDtypeStruct]:
         rows = [(key_heads, 128), (key_heads, 128), (heads, 128), (heads,), (heads,)]
-        return [jax.ShapeDtypeStruct((batch, tokens, *row), jnp.float32) for row in rows]
+        dtypes = [jnp.bfloat16] * 3 + [jnp.float32] * 2
+        return [jax.ShapeDtypeStruct((batch, tokens, *row), dtype) for row, dtype in zip(rows, dtypes, strict=True)]
 
     def integers(*shape: int) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, jnp.int32)
@@ -588,8 +589,11 @@ def test_which_pieces() -> None:
     assert jax_qla.which_pieces(*shapes(2, 4096), piece_rows=1024, segment_ids=packed["segment_ids"]) == (1024, 8)
     with pytest.raises(ValueError, match="piece_rows must be a multiple of 64"):
         jax_qla.which_pieces(*one, piece_rows=1)
-    other_dims = [(2, 256), (2, 256), (8, 96), (8,), (8,)]
-    assert jax_qla.which_pieces(*(jax.ShapeDtypeStruct((3, 8192, *row), jnp.float32) for row in other_dims)) == (0, 3)
+    # What no kernel takes has no pieces.
+    rows, gates = jax.ShapeDtypeStruct((3, 8192, 8, 256), jnp.bfloat16), jax.ShapeDtypeStruct((3, 8192, 8), jnp.float32)
+    assert jax_qla.which_pieces(rows, rows, rows, gates, gates) == (0, 3)
+    assert jax_qla.which_pieces(*(x.update(dtype=jnp.float32) for x in one)) == (0, 1)
+    assert jax_qla.which_pieces(*one, precision="highest") == (0, 1)
 
 
 @pytest.mark.parametrize("precision", [None, "high"])

@@ -931,6 +931,7 @@ def test_layers_work_under_the_transforms_of_equinox() -> None:
     layer = FRAMEWORKS["equinox"].make(CONFIG, WEIGHTS)
     x = random_array(3, 1, 5, 16)
     assert_close(eqx.filter_jit(eqx.filter_vmap(layer))(x)[:, 0], eqx.filter_jit(layer)(x[:, 0]), LIMIT)
+    assert_close(eqx.nn.Sequential([layer])(x[0], key=jax.random.key(0)), layer(x[0]), LIMIT)
 
 
 @pytest.mark.parametrize("name", ["flax", "equinox"])

@@ -7,7 +7,7 @@ norm.py alone has no use for.
 from jax_qla.cuda.decoding import recurrent, why_not_recurrent
 from jax_qla.cuda.over_devices import chunk_states, state_gradient, summary
 from jax_qla.cuda.passes import backward, forward
-from jax_qla.cuda.support import DTYPES, HEAD_DIMS, L2NORM_DTYPES, why_not
+from jax_qla.cuda.support import DTYPES, HEAD_DIMS, L2NORM_DTYPES, why_not, why_not_operands
 
 __all__ = [
     "DTYPES",
@@ -20,5 +20,6 @@ __all__ = [
     "state_gradient",
     "summary",
     "why_not",
+    "why_not_operands",
     "why_not_recurrent",
 ]

@@ -41,13 +41,20 @@ def why_not(q: Any, k: Any, v: Any, *, precision: Any = None, build: bool | None
 
 def why_no_kernels(q: Any, k: Any, v: Any, build: bool | None, kernels: frozenset[str], **options: Any) -> str | None:
     """As `why_not`, of kernels with these names, in configurations that have these `options`."""
+    if reason := why_not_operands(q, k, v):
+        return reason
+    needed = _needed(kernels, key_dim=k.shape[-1], value_dim=v.shape[-1], dtype=q.dtype.name, **options)
+    return why_not_launchable(needed, build=build)
+
+
+def why_not_operands(q: Any, k: Any, v: Any) -> str | None:
+    """Why there are no kernels for operands of these dtypes and sizes, in whatever installation, or None."""
     if q.dtype.name not in DTYPES:
         return f"q, k and v must be bfloat16 or float16 for the kernels of 'cuda', got {q.dtype.name}"
     key_dim, value_dim = k.shape[-1], v.shape[-1]
     if key_dim not in HEAD_DIMS or value_dim not in HEAD_DIMS:
         return f"K and V must be 64 or 128 for the kernels of 'cuda', got K={key_dim} and V={value_dim}"
-    needed = _needed(kernels, key_dim=key_dim, value_dim=value_dim, dtype=q.dtype.name, **options)
-    return why_not_launchable(needed, build=build)
+    return None
 
 
 @functools.cache

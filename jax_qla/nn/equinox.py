@@ -120,13 +120,16 @@ class GatedDeltaNet(eqx.Module):
         self.norm = jnp.ones(shapes["norm"], param_dtype)
         self.out_proj = linear("out_proj")
 
-    def __call__(self, x: jax.Array, *, segment_ids: jax.Array | None = None) -> jax.Array:
+    def __call__(
+        self, x: jax.Array, *, segment_ids: jax.Array | None = None, key: jax.Array | None = None
+    ) -> jax.Array:
         """Mixes whole sequences in parallel, for training.
 
         Args:
             x: [B, T, D] of real numbers, cast to the layer's dtype.
             segment_ids: int32 [B, T]: keeps packed documents apart, in the convolution and in the state. A document is
                 a maximal run of equal ids other than 0; tokens of id 0 are padding and give 0, where x is finite there.
+            key: not read; `eqx.nn.Sequential` gives one to each of its layers.
 
         Returns:
             [B, T, D] in the layer's dtype.
@@ -135,6 +138,7 @@ class GatedDeltaNet(eqx.Module):
             TypeError, ValueError, NotImplementedError: x or segment_ids is wrong, or as
                 `jax_qla.chunk_gated_delta_rule`.
         """
+        del key
         y = mixer.mix(
             self._project(x),
             self._weights(),
