@@ -175,12 +175,8 @@ def chunk_gated_delta_rule(
         >>> o.shape, state.shape
         ((2, 100, 4, 16), (2, 4, 32, 16))
     """
-    checked = check(
-        q,
-        k,
-        v,
-        g,
-        beta,
+    checked, choice = _checked(
+        *(q, k, v, g, beta),
         scale=scale,
         initial_state=initial_state,
         output_final_state=output_final_state,
@@ -188,11 +184,11 @@ def chunk_gated_delta_rule(
         cu_seqlens=cu_seqlens,
         segment_ids=segment_ids,
         max_segments=max_segments,
+        implementation=implementation,
         precision=precision,
         piece_rows=piece_rows,
         save_chunk_states=save_chunk_states,
     )
-    choice = choose(q, k, v, implementation=implementation, precision=precision, piece_rows=checked.piece_rows)
     q, k, v, g, beta, initial_state, cu_seqlens, segment_ids = arrays(
         q, k, v, g, beta, initial_state, cu_seqlens, segment_ids
     )
@@ -268,12 +264,8 @@ def which_implementation(
         >>> jax_qla.which_implementation(q, k, v, g, beta).name
         'xla'
     """
-    checked = check(
-        q,
-        k,
-        v,
-        g,
-        beta,
+    _, choice = _checked(
+        *(q, k, v, g, beta),
         scale=scale,
         initial_state=initial_state,
         output_final_state=output_final_state,
@@ -281,11 +273,11 @@ def which_implementation(
         cu_seqlens=cu_seqlens,
         segment_ids=segment_ids,
         max_segments=max_segments,
+        implementation=implementation,
         precision=precision,
         piece_rows=piece_rows,
         save_chunk_states=save_chunk_states,
     )
-    choice = choose(q, k, v, implementation=implementation, precision=precision, piece_rows=checked.piece_rows)
     if _is_on_cuda(q):
         return Implementation(choice.on_cuda, choice.why_on_cuda)
     if choice.elsewhere is None:
@@ -417,7 +409,7 @@ def chunk_gated_delta_rule_fwd(
     Raises:
         TypeError, ValueError, NotImplementedError: as `chunk_gated_delta_rule`.
     """
-    checked, choice = _check_half(
+    checked, choice = _checked_half(
         q,
         k,
         v,
@@ -499,7 +491,7 @@ def chunk_gated_delta_rule_bwd(
         >>> dq.shape, dg.shape
         ((1, 10, 2, 8), (1, 10, 2))
     """
-    checked, choice = _check_half(
+    checked, choice = _checked_half(
         q,
         k,
         v,
@@ -702,12 +694,18 @@ def _without_padding(o: jax.Array, valid: jax.Array) -> jax.Array:
     return jnp.where(valid[..., None, None], o, jnp.zeros((), o.dtype))
 
 
-def _check_half(
+def _checked(
     q: Any, k: Any, v: Any, g: Any, beta: Any, *, implementation: Any, precision: Any, **options: Any
 ) -> tuple[Checked, Choice]:
-    """The checks that the forward and the backward half share; `options` as of `check`."""
-    checked = check(q, k, v, g, beta, precision=precision, **options, gate_dtypes=("float32",))
+    """What the checks of a call found out, and what computes it; `options` as of `check`."""
+    checked = check(q, k, v, g, beta, precision=precision, **options)
     choice = choose(q, k, v, implementation=implementation, precision=precision, piece_rows=checked.piece_rows)
+    return checked, choice
+
+
+def _checked_half(*tokens: Any, **options: Any) -> tuple[Checked, Choice]:
+    """`_checked`, of a forward or backward half."""
+    checked, choice = _checked(*tokens, **options, gate_dtypes=("float32",))
     if "reference" in (choice.on_cuda, choice.elsewhere):
         raise NotImplementedError(
             'implementation="reference" has no forward and backward half: JAX differentiates it as a whole; use '
