@@ -30,7 +30,7 @@ from jax_qla.kernels.common import ALWAYS, BALANCED, UNBALANCED
 from jax_qla.launch import Step
 from jax_qla.mesh import LOCAL, Layout, resolve
 from jax_qla.policy import one_kernel
-from jax_qla.residuals import Between, Keep
+from jax_qla.residuals import Between, Keep, precision_of_kernels, splits
 from jax_qla.varying import match_varying
 
 TOLERANCE = 5e-5
@@ -917,6 +917,55 @@ def test_temporary_memory(
     assert temporary <= allowed
 
 
+def _of_both(heads: tuple[int, int], tokens: int, places: int, rows: int | None, *, given: bool) -> None:
+    """Traces both passes of a packed batch, whose states are `given` and wanted or not, in pieces of `rows`."""
+    shape: Any = jax.ShapeDtypeStruct
+    k, v = (shape((1, tokens, n, 128), jnp.bfloat16) for n in heads)
+    gates, segments = shape((1, tokens, heads[1]), jnp.float32), shape((places, 2), jnp.int32)
+    state = shape((places, heads[1], 128, 128), jnp.float32) if given else None
+    module: Any = rule
+
+    def both(k: Any, v: Any, gates: Any, state: Any, segments: Any) -> Any:
+        options: Any = {"scale": 1.0, "piece_rows": rows}
+        kept: Any = {"output_final_state": given, "with_residuals": True, "keep": "vd"}
+        o, final, residuals = module.forward(k, k, v, gates, gates, state, segments, **kept, **options)
+        return module.backward(k, k, v, gates, gates, state, segments, residuals, o, final, **options)
+
+    jax.eval_shape(both, k, v, gates, state, segments)
+
+
+@pytest.mark.parametrize("given", [False, True])
+def test_groups_of_heads_by_what_is_in_memory(given: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three states of every cut, first states of chains where gradients are in place, and those of both passes."""
+    monkeypatch.setattr("jax_qla.launch.launch", stand_in.launch_zeros)
+    asked: list[dict[str, Any]] = []
+
+    def head_groups(*sizes: int, **options: Any) -> policy.HeadGroups:
+        asked.append(options)
+        return policy.HeadGroups(1, "never", 1)
+
+    monkeypatch.setattr(policy, "head_groups", head_groups)
+    _of_both((2, 8), 4096, 9, 256, given=given)
+    (found,) = asked
+    states = {"of_parts": 3 * 16 + 9, "states": 2 * 9 * 2} if given else {"of_parts": 3 * 16, "states": 0}
+    assert found == {"split": False, "packed": True, "parts": 16 + 9, "with_states": False, **states}
+
+
+def test_pieces_of_one_sequence_are_known_to_be_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that the device need not find out whether one kernel computes their gradients."""
+    kernels: list[str] = []
+
+    def recording(steps: Sequence[Step], *operands: Any) -> dict[str, jax.Array]:
+        kernels.extend(step.kernel for step in steps)
+        return stand_in.launch_zeros(steps, *operands)
+
+    monkeypatch.setattr("jax_qla.launch.launch", recording)
+    for places, one in ((1, True), (2, False)):
+        kernels.clear()
+        _of_both((16, 64), 32768, places, 16384, given=False)
+        assert ("backward" in kernels, "balance" in kernels) == (True, not one)
+
+
 @pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
 def test_heads_in_halves(packed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where the policy says so, a second launch of `forward` computes the last heads, and waits for nothing."""
@@ -942,6 +991,82 @@ def test_heads_in_halves(packed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     assert overlap.early_starts(given, plans, ["a", "gamma", "o", "final_state"]) == [False, True, True]
     for a, b in zip(found[:2], expected[:2], strict=True):
         np.testing.assert_array_equal(a, b)
+
+
+def _of_forward(
+    monkeypatch: pytest.MonkeyPatch,
+    heads: tuple[int, int],
+    batch: tuple[int, int],
+    places: int | None = None,
+    **options: Any,
+) -> dict[str, list[Step]]:
+    """The steps of a forward pass by kernel, of a packed batch if there are `places` for sequences."""
+    found: dict[str, list[Step]] = {}
+
+    def recording(steps: Sequence[Step], *operands: Any) -> dict[str, jax.Array]:
+        for step in steps:
+            found.setdefault(step.kernel, []).append(step)
+        return stand_in.launch_zeros(steps, *operands)
+
+    monkeypatch.setattr("jax_qla.launch.launch", recording)
+    shape: Any = jax.ShapeDtypeStruct
+    k, v = (shape((*batch, n, 128), jnp.bfloat16) for n in heads)
+    gates = shape((*batch, heads[1]), jnp.float32)
+    segments = None if places is None else shape((places, 2), jnp.int32)
+    kernels: Any = rule
+    given = {"scale": 0.25, "output_final_state": False, "with_residuals": False} | options
+    jax.eval_shape(functools.partial(kernels.forward, **given), k, k, v, gates, gates, None, segments)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("heads", "tokens", "expected"),
+    [
+        ((2, 8), 8192, (4, 1)),
+        ((4, 12), 8192, (4, 2)),  # the second key head has two of a block's value heads
+        ((8, 16), 8192, (4, 2)),
+        ((16, 16), 8192, (4, 4)),
+        ((2, 8), 2048, (2, 1)),
+        ((1, 3), 2048, (2, 2)),
+        ((4, 4), 4096, (1, 1)),
+    ],
+)
+def test_key_heads_of_a_block_of_prepare(
+    heads: tuple[int, int], tokens: int, expected: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the value heads that it computes: one where these are all of it, four where each has its own, else two."""
+    (step,) = _of_forward(monkeypatch, heads, (1, tokens))["prepare"]
+    assert (step.scalars["together"], step.config.keys) == expected
+
+
+def test_long_sequences_are_halved_where_lengths_are_not_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of whole sequences or of all pieces, and not of a dense batch, whose sequences are alike."""
+
+    def halved(batch: tuple[int, int], places: int | None, rows: int) -> tuple[bool, float]:
+        (step,) = _of_forward(monkeypatch, (2, 8), batch, places, asked_rows=rows)["forward"]
+        return step.config.halve_long, step.scalars["halved"]
+
+    assert halved((1, 32768), 16, 0) == (True, 10)
+    assert halved((1, 32768), 9, 0) == (True, 8)
+    assert halved((1, 32768), 9, 4096) == (True, 10)
+    assert halved((16, 2048), None, 0) == (False, 0)
+    assert halved((1, 32768), 1, 0) == (False, 0)
+
+
+@pytest.mark.parametrize(("precision", "launches"), [(None, 2), ("high", 1)])
+def test_split_operands_are_summarised_by_one_launch(
+    precision: str | None, launches: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A multiprocessor has no room for two of its blocks, whatever gates say."""
+    found = _of_forward(monkeypatch, (4, 16), (1, 32768), asked_rows=4096, precision=precision)
+    assert len(found["summaries"]) == launches
+
+
+def test_chains_are_composed_as_there_are_places_for_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which are as many as cuts, if sequences are more."""
+    for places, together in ((4, 4), (8, 8), (16, 8)):
+        (step,) = _of_forward(monkeypatch, (1, 1), (1, 32768), places, asked_rows=4096)["compose"]
+        assert step.scalars["together"] == together
 
 
 @pytest.mark.parametrize("rows", ["0", "64"], ids=["whole", "in pieces"])
@@ -1269,6 +1394,36 @@ def test_of_a_shard(cut_rows: str, packed: bool, keep: str, states: bool, monkey
     given = (x, rows, state, d_final, segments)
     for name, found, wanted in zip(names, of_kernels(*given), right(*given), strict=True):
         _close(found, wanted, name)
+
+
+@pytest.mark.parametrize("precision", ["highest", ("high", "high"), "BF16_BF16_F32"])
+def test_precision_that_no_kernel_has(precision: Any) -> None:
+    assert precision_of_kernels(precision) is None
+    assert not splits(precision, jnp.bfloat16)
+
+
+def test_final_states_of_a_shard_leave_initial_ones_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of which there are fewer: not one of every piece."""
+    found: list[Any] = []
+
+    def recording(steps: Any, inputs: Any, outputs: Any, aliases: Any = None, within: Any = None) -> Any:
+        found.append(aliases)
+        return stand_in.launch_zeros(steps, inputs, outputs, aliases, within)
+
+    monkeypatch.setattr("jax_qla.launch.launch", recording)
+    kernels: Any = rule
+    x = _operands(3, 200, 3)
+    cut = policy.shard_cut(200, 3, 4, 16, 8)
+
+    def final_state(rows: Any, state: jax.Array) -> Any:
+        *_, residuals, pieces = kernels.summary(*rows, state, None, cut=cut, with_residuals=True)
+        options = {"cut": cut, "scale": 0.25, "output_final_state": True, "with_residuals": False}
+        return kernels.forward(*rows, state, None, residuals, pieces, **options)[1]
+
+    state = x["initial_state"]
+    rows = [x[name] for name in ("q", "k", "v", "g", "beta")]
+    assert jax.eval_shape(final_state, rows, state).shape == state.shape
+    assert found == [None, {}]
 
 
 DEVICES = 8

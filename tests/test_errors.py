@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 import jax_qla
+from jax_qla import checks
 
 TOKENS = ("q", "k", "v", "g", "beta")
 
@@ -268,6 +269,8 @@ def test_shapes_alone_are_told_where_to_go() -> None:
     for rule in (jax_qla.chunk_gated_delta_rule, jax_qla.recurrent_gated_delta_rule):
         with pytest.raises(TypeError, match=r"must have values, got a jax\.ShapeDtypeStruct; .* jax\.eval_shape"):
             rule(*shapes)
+        with pytest.raises(TypeError, match=r"must have values, got a jax\.ShapeDtypeStruct"):
+            rule(*(jnp.zeros(x.shape) for x in shapes[:-1]), shapes[-1])
 
 
 def test_integers_that_32_bits_do_not_hold() -> None:
@@ -277,10 +280,38 @@ def test_integers_that_32_bits_do_not_hold() -> None:
         call(jax_qla.chunk_gated_delta_rule, good() | {"segment_ids": ids})
 
 
+@pytest.mark.parametrize("number", [2**31 - 1, -(2**31)])
+def test_integers_that_32_bits_just_hold(number: int) -> None:
+    call(jax_qla.chunk_gated_delta_rule, good() | {"segment_ids": np.full((2, 10), number)})
+
+
+def test_integers_of_numpy_count_as_those_of_python() -> None:
+    """Into their few bits a number of tokens may not fit."""
+    ids = array(2, 10, dtype=jnp.int32)
+    found = checks.check(*good().values(), segment_ids=ids, max_segments=np.int8(3), piece_rows=np.int8(64))
+    assert found.state_shape == (2, 3, 4, 64, 64)
+    assert {type(x) for x in (found.piece_rows, *found.state_shape)} == {int}
+    most = checks.check(*good().values(), segment_ids=ids, max_segments=np.int64(2**31 - 1))
+    assert most.state_shape[1] == 2**31 - 1
+
+
+def test_what_is_computed_as_one_row() -> None:
+    """What has a number of sequences; with segment_ids alone their gates are enough."""
+    ids, bounds = array(2, 10, dtype=jnp.int32), array(3, dtype=jnp.int32)
+    assert checks.check(*one_row().values(), cu_seqlens=bounds).packed
+    assert checks.check(*good().values(), segment_ids=ids, max_segments=3).packed
+    assert not checks.check(*good().values(), segment_ids=ids).packed
+    assert not checks.check(*good().values()).packed
+
+
 def test_float64_is_for_the_reference() -> None:
     wide = {name: jax.ShapeDtypeStruct(x.shape, np.float64) for name, x in good().items()}
     with pytest.raises(NotImplementedError, match="'xla' takes bfloat16, float16, float32, and q is float64"):
         jax_qla.which_implementation(*wide.values())
+    state = array(2, 4, 64, 64, dtype=np.float64)
+    assert checks.check(*wide.values(), initial_state=state).state_shape == state.shape
+    with pytest.raises(TypeError, match="initial_state must be float32, got float64"):
+        checks.check(*good().values(), initial_state=state)
     # Whose scale need not fit into float32.
     assert jax_qla.which_implementation(*wide.values(), scale=1e39, implementation="reference").name == "reference"
 
@@ -306,6 +337,11 @@ def test_symbolic_heads_and_filters() -> None:
     for rule in (jax_qla.chunk_gated_delta_rule, jax_qla.recurrent_gated_delta_rule):
         with pytest.raises(NotImplementedError, match=r"all sizes must be static.*, got q of shape \(2, 10, n, 64\)"):
             jax.eval_shape(rule, tokens, tokens, tokens, gates, gates)
+        values = array(2, 10, 4, size)
+        with pytest.raises(
+            NotImplementedError, match=r"all sizes must be static.*, got q of .* and v of \(2, 10, 4, n\)"
+        ):
+            jax.eval_shape(rule, *list(good().values())[:2], values, *list(good().values())[3:])
     with pytest.raises(NotImplementedError, match=r"weight must have a static W, got shape \(n, 6\)"):
         jax.eval_shape(jax_qla.causal_conv1d, array(2, 10, 6), array(size, 6))
 

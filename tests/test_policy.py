@@ -11,6 +11,7 @@ from jax_qla import policy
 from jax_qla import segments as tables
 from jax_qla.kernels.balance import balanced
 from jax_qla.kernels.forward import HALVES_PRELUDE
+from jax_qla.policy import card
 
 THREE_KERNELS: dict[str, Any] = {"ratio": 4, "split": True}
 """As which these compute the backward pass, however sequences are cut."""
@@ -653,6 +654,8 @@ def test_what_decides_how_blocks_of_summaries_share() -> None:
     """Not the gates where all have a multiprocessor anyway, nor of pieces so short that a launch more costs as much."""
     of = (128, 128)
     assert policy.summarised(3, 2, 8, 8, *of) == policy.Summarised("alone", 8)  # 80 blocks
+    assert policy.summarised(1, 1, 64, 33, *of) == policy.Summarised("alone", 33)  # 132
+    assert policy.summarised(1, 1, 8, 48, *of) == policy.Summarised("alone", 18)  # with 18 heads that are slow 132
     assert policy.summarised(3, 2, 8, 16, *of).sharing == "alone"  # 160, of 8 chunks
     assert policy.summarised(15, 14, 32, 16, *of, split=True) == policy.Summarised("alone", 16)
     assert policy.summarised(7, 6, 64, 16, *of) == policy.Summarised("either", 5)
@@ -679,6 +682,19 @@ def test_blocks_that_load_the_same_are_neighbours(
     assert policy.neighbours(kernel, value_tile, value_dim) == side_by_side
 
 
+def test_rounds_of_blocks() -> None:
+    """One at the least, of as many as a multiprocessor runs at once on each."""
+    for blocks, together, rounds in ((0, 1, 1), (132, 1, 1), (133, 1, 2), (264, 2, 1), (265, 2, 2)):
+        assert card.rounds(blocks, together) == rounds
+
+
+@pytest.mark.parametrize(("recurrences", "columns", "side_by_side"), [(1, 64, True), (66, 64, True), (67, 128, False)])
+def test_blocks_are_halves_where_all_run_at_once(recurrences: int, columns: int, side_by_side: bool) -> None:
+    assert policy.value_tile(recurrences, 128) == columns
+    assert policy.value_tile(recurrences, 64) == 64
+    assert policy.room_for_both(recurrences) == side_by_side
+
+
 @pytest.mark.parametrize(
     ("sequences", "heads", "whole"),
     [
@@ -688,6 +704,8 @@ def test_blocks_that_load_the_same_are_neighbours(
         (8, 24, 16),  # 128 blocks, and 128 halves
         (1, 150, 132),
         (1, 66, 66),  # halves of all are one round
+        (1, 198, 132),  # and so are those of the last 66
+        (1, 199, 199),
         (4, 33, 33),
         (200, 1, 1),
     ],
@@ -705,6 +723,7 @@ def test_the_last_round_in_halves(sequences: int, heads: int, whole: int) -> Non
         (4, 32, (24, 2)),  # a sequence with three eighths of all chunks is long, and there can be two
         (2, 64, (47, 1)),
         (32, 32, (24, 2)),  # most of which may be empty
+        (4, 33, (24, 2)),  # one round
         (8, 32, None),  # two rounds
         (2, 88, None),  # all chunks of one sequence are what a multiprocessor has to do
         (1, 128, None),
@@ -778,6 +797,7 @@ def test_groups_of_heads(chunks: int, recurrences: int, key_heads: int, value_he
         (1024, 1, 16, 16, 2),
         (4096, 1, 4, 4, 1),
         (8192, 1, 16, 16, 4),
+        (8384, 1, 1, 3, 4),  # two blocks for each of 133 slots, though the second has one head
     ],
 )
 def test_heads_of_a_block_of_prepare(
@@ -854,6 +874,36 @@ def test_groups_of_heads_of_uneven_batches(
         assert policy.head_groups(*sizes, packed=given, parts=sequences).groups == groups
 
 
+@pytest.mark.parametrize(
+    ("chunks", "recurrences", "parts", "states", "groups"),
+    [
+        (2048, 33, 37, 16, 4),  # of which 2 would do, were inverses, or what lies behind dh, not split too
+        (2048, 64, 164, 0, 4),  # nor are more needed: there is no Vd of all heads
+    ],
+)
+def test_groups_of_heads_of_split_operands(chunks: int, recurrences: int, parts: int, states: int, groups: int) -> None:
+    """By the memory that they then take, of packed batches."""
+    sizes, of_parts = (chunks, recurrences, 16, 32 if states else 64, 128, 128), 0 if states else 192
+    options: Any = {"split": True, "packed": True, "parts": parts, "of_parts": of_parts, "states": states}
+    assert policy.head_groups(*sizes, **options) == (groups, "never", 1)
+
+
+def test_groups_of_heads_of_many_places_with_states() -> None:
+    """Those before all chunks, of all heads, are no less memory in groups, so there are more for what is left."""
+    sizes = (512, 8, 16, 64, 128, 128)
+    options: dict[str, Any] = {"packed": True, "parts": 108, "of_parts": 24}
+    assert policy.head_groups(*sizes, **options, with_states=True) == (4, "if balanced", 1)
+    assert policy.head_groups(*sizes, **options) == (2, "if balanced", 1)
+
+
+def test_whole_sequences_are_not_divided_again() -> None:
+    """Pieces are, where they are not alike, by kernels that then take no longer than they may."""
+    sizes = (2048, 16, 2, 8, 128, 128)
+    options: dict[str, Any] = {"packed": True, "parts": 20, "states": 16, "with_states": True}
+    assert policy.head_groups(*sizes, **options).uneven == 1
+    assert policy.head_groups(*sizes, **options, of_parts=48).uneven == 2
+
+
 def test_groups_of_heads_that_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     for value, groups in (("1", 1), ("2", 2), ("5", 3), ("100", 6)):
         monkeypatch.setenv(policy.GROUPS_OVERRIDE, value)
@@ -895,6 +945,25 @@ def test_packed_batches_are_cut_for_the_longest_that_there_may_be() -> None:
     assert all((of(tokens, 300) or 512) >= 512 for tokens in range(1024, 1 << 15, 1024))
 
 
+@pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
+@pytest.mark.parametrize(("tokens", "sequences"), [(0, 1), (0, 2), (64, 0), (0, 0)])
+def test_nothing_is_left_whole(tokens: int, sequences: int, packed: bool) -> None:
+    """Without a token or a sequence, whatever is asked for."""
+    sizes = (tokens, sequences, 8, 128, 128)
+    for asked in (None, 0, 64):
+        options: Any = {"packed": packed, "asked_rows": asked}
+        assert policy.piece_rows(*sizes, **options) is None
+        assert policy.backward_rows(*sizes, **THREE_KERNELS | options) is None
+        assert policy.kept_rows(*sizes, **THREE_KERNELS | options) is None
+
+
+def test_packed_sequences_are_cut_into_pieces_that_take_little_memory() -> None:
+    """Of 512 rows at the least; and of 2^n, where few of the places may be taken."""
+    of = (128, 128)
+    assert policy.piece_rows(2048, 2, 4, *of, packed=True) is None  # not 256
+    assert policy.piece_rows(32768, 9, 4, *of, packed=True) == 2048  # not 1472
+
+
 def test_override(monkeypatch: pytest.MonkeyPatch) -> None:
     for value, expected in (("128", 128), ("0", None)):
         monkeypatch.setenv(policy.OVERRIDE, value)
@@ -926,6 +995,12 @@ def test_dense_pieces_are_as_equal_as_can_be(monkeypatch: pytest.MonkeyPatch) ->
     ):
         monkeypatch.setenv(policy.OVERRIDE, str(wanted))
         assert policy.piece_rows(3 * tokens, 3, 8, 128, 128, packed=False) == expected
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
+def test_a_token_more_than_a_piece_has_is_cut(packed: bool) -> None:
+    for tokens, rows in ((512, None), (513, 320)):
+        assert policy.piece_rows(tokens, 1, 8, 128, 128, packed=packed, asked_rows=512) == rows
 
 
 def test_what_is_kept_says_how_long_pieces_are(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -978,6 +1053,24 @@ def test_pieces_for_the_sake_of_the_backward_pass() -> None:
     assert policy.kept_rows(*sizes, split=False, **of_kernel, asked_rows=0) is None
 
 
+@pytest.mark.parametrize(
+    ("sizes", "options", "rows"),
+    [
+        ((16384, 1, 4, 128, 128), {"ratio": 1, "packed": False}, 1024),  # 512 would take the memory that it spares
+        ((8192, 4, 8, 128, 128), {"ratio": 4, "packed": True}, 1024),
+        ((32768, 32, 4, 128, 128), {"ratio": 1, "packed": True}, 2048),  # with 1024 there are 32 cuts, for 32 sequences
+        ((8192, 1, 8, 64, 64), {"ratio": 4, "packed": False}, 640),  # as it is best for the forward pass by itself
+        ((131072, 1, 48, 128, 128), {"ratio": 3, "packed": True, "split": True}, 16384),
+        ((8192, 1, 64, 128, 128), {"ratio": 4, "packed": True}, 4096),  # any gain is one, of one sequence
+        ((16384, 4, 16, 128, 128), {"ratio": 4, "packed": True}, None),  # of several a small one is none
+    ],
+    ids=str,
+)
+def test_what_both_passes_are_cut_for(sizes: tuple[int, ...], options: dict[str, Any], rows: int | None) -> None:
+    found: Any = policy.kept_rows
+    assert found(*sizes, **{"split": False} | options) == rows
+
+
 def test_states_are_kept_of_the_pieces_of_the_forward_pass() -> None:
     """Whatever the backward pass would do."""
     whole, short = (32768, 4, 32, 128, 128), (2048, 1, 8, 128, 128)
@@ -999,6 +1092,7 @@ def test_shards_are_always_cut(monkeypatch: pytest.MonkeyPatch) -> None:
             assert (cut.pieces - 1) * cut.rows < tokens <= cut.pieces * cut.rows
             assert cut.pieces == 1 or cut.rows >= 512
     assert policy.shard_cut(64, 1, 8, 128, 128) == (64, 1)
+    assert policy.shard_cut(0, 1, 8, 128, 128) == (64, 1)
     for tokens, heads in ((65536, 32), (32768, 24), (16384, 12)):
         rows = policy.piece_rows(tokens, 1, heads, 128, 128, packed=False)
         assert policy.shard_cut(tokens, 1, heads, 128, 128).rows == rows
@@ -1034,6 +1128,7 @@ def test_recurrence_and_gradients_in_one(
     options: dict[str, Any] = {"ratio": 2, "split": False, "packed": False} | given
     assert policy.in_one(recurrences, value_heads, 128, 128, **options) == chosen
     assert policy.in_one(recurrences, value_heads, 64, 128, **options) == "never"
+    assert policy.in_one(recurrences, value_heads, 128, 64, **options) == "never"
 
 
 def test_what_is_balanced() -> None:
@@ -1050,6 +1145,7 @@ def test_what_is_balanced() -> None:
     assert not balanced([*uneven, 8000], *found)
     assert not balanced(uneven[:8], *found)
     assert policy.balance(48, ratio=3).limit == 0
+    assert policy.balance(5, ratio=1).share == 1690  # of 1689.6
 
 
 def test_in_one_as_the_environment_says(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -1060,6 +1156,7 @@ def test_in_one_as_the_environment_says(monkeypatch: pytest.MonkeyPatch) -> None
     assert policy.in_one(*sizes[:2], 64, 128, **options) == "never"
     monkeypatch.setenv(policy.IN_ONE_OVERRIDE, "0")
     assert policy.in_one(4, 32, 128, 128, ratio=2, split=False, packed=False) == "never"
-    monkeypatch.setenv(policy.IN_ONE_OVERRIDE, "yes")
-    with pytest.raises(ValueError, match="must be 0 or 1, got 'yes'"):
-        policy.in_one(*sizes, **options)
+    for wrong in ("yes", "2"):
+        monkeypatch.setenv(policy.IN_ONE_OVERRIDE, wrong)
+        with pytest.raises(ValueError, match=f"must be 0 or 1, got '{wrong}'"):
+            policy.in_one(*sizes, **options)

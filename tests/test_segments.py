@@ -183,6 +183,12 @@ def test_first_slot_finds_each_sequence() -> None:
         assert (sequence, first_row, rows) == (n, start, min(64, end - start))
 
 
+def test_states_of_equal_batches_are_side_by_side() -> None:
+    """Where rows are whole chunks, as many batches have as many places as one of all of them."""
+    for tokens, sequences in ((64, 1), (128, 2), (448, 5)):
+        assert 3 * sg.state_count(tokens, sequences) == sg.state_count(3 * tokens, 3 * sequences)
+
+
 def test_dense_tables() -> None:
     np.testing.assert_array_equal(sg.dense_segments(3, 100), [[0, 100], [100, 200], [200, 300]])
     table = sg.chunk_table(sg.dense_segments(3, 100), 300)
@@ -279,6 +285,15 @@ def test_gates_keep_their_dtype() -> None:
     assert out.dtype == beta.dtype == jnp.bfloat16
     np.testing.assert_array_equal(valid, [[True, True, False, True]])
     np.testing.assert_array_equal(out[0, :, 0].astype(np.float32), [-np.inf, -0.5, 0, -np.inf])
+    np.testing.assert_array_equal(beta[0, :, 0].astype(np.float32), [-0.5, -0.5, 0, -0.5])
+
+
+def test_gates_of_padding_need_not_be_finite() -> None:
+    """They are replaced, and leave no trace in what follows."""
+    ids, padding = jnp.array([[1, 0, 2]], jnp.int32), jnp.array([[[False], [True], [False]]])
+    g = beta = jnp.where(padding, jnp.nan, -0.5)
+    for gates in sg.gates_with_resets(ids, g, beta)[:2]:
+        assert not np.any(np.isnan(gates))
 
 
 @pytest.mark.parametrize("bounds", [[(0, 200), (200, 400)], [(60, 200), (200, 200), (450, 600)], [(0, 1)], [(3, 67)]])
