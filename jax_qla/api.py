@@ -123,7 +123,8 @@ def chunk_gated_delta_rule(
             kept as sums of two such numbers. Final states, dg and dbeta then have errors of 1e-5 to 1e-3, also for beta
             above 1 and keys much alike, where default errors are up to twice their usual size, or more. The other
             results have little more than their own rounding. It takes longer, and the residual a is twice as large
-            (docs/accuracy.md). "highest" is for "xla" only, whose None is "highest" in float32.
+            (docs/accuracy.md). "cuda" has no "highest", and None of "xla" is "highest" in float32. "reference" computes
+            in float32 or wider whatever is asked for.
         mesh_axes: which mesh axes cut batch, heads and sequence. Sharded operands say it themselves, so it is needed
             only in two cases. One is a mesh with Auto axes beside others. The other is a caller's `jax.shard_map` that
             cuts the sequence: T is then the shard's length, while states and cu_seqlens are the whole sequence's, the

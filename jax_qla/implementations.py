@@ -103,7 +103,7 @@ def choose(
     Args:
         q, k, v: arrays or ShapeDtypeStructs, already checked against each other.
         implementation: a name, a sequence of names in order of preference, or None for ("cuda", "xla").
-        precision: the option of the same name; "reference" has none, and "cuda" no 'highest'.
+        precision: the option of the same name; "cuda" has no 'highest'.
         recurrent: given for a call of `recurrent_gated_delta_rule`, where "xla" is the recurrence in plain JAX.
         piece_rows: the option of the same name, already checked; only "cuda" has it.
 
@@ -230,8 +230,6 @@ def _objection(
     name: str, q: Any, k: Any, v: Any, precision: Any, recurrent: RecurrentCall | None, *, alternatives: bool
 ) -> str | None:
     """Why `name` cannot compute the call, or None."""
-    if name == "reference" and precision is not None:
-        return f"precision is an option of 'cuda' and 'xla' only, got precision={precision!r}"
     if name == "cuda" and precision_of_kernels(precision) is None:
         return f"the precision of the kernels of 'cuda' is None, 'default' or 'high', got precision={precision!r}"
     if name == "reference" or (name == "xla" and recurrent is not None):

@@ -494,6 +494,16 @@ def test_precision() -> None:
     assert exact_products("default") < exact_products(None)
 
 
+@pytest.mark.parametrize("implementation", ["reference", ("cuda", "reference")])
+def test_the_reference_is_exact_whatever_is_asked(implementation: Any) -> None:
+    operands = [x.astype(jnp.bfloat16) for x in tokens(1, 5)]
+    function = partial(jax_qla.chunk_gated_delta_rule, *operands, implementation=implementation)
+    expected, _ = function()
+    for precision in ("default", "high", "highest"):
+        found, _ = function(precision=precision)
+        np.testing.assert_array_equal(found, expected)
+
+
 def test_reference_in_float64() -> None:
     with jax.enable_x64(True):
         operands = tuple(x.astype(jnp.float64) for x in tokens(1, 5))
@@ -526,10 +536,9 @@ def test_choice_on_cpu() -> None:
         assert jax_qla.which_implementation(*SHAPES, implementation=("cuda", "reference")).name == "reference"
         with pytest.raises(NotImplementedError, match="'cuda' was asked for, but the program is not lowered for CUDA"):
             jax_qla.which_implementation(*SHAPES, implementation="cuda")
-        with pytest.raises(
-            NotImplementedError, match=r"; 'reference' was passed over: precision .*; use implementation="
-        ):
-            jax_qla.which_implementation(*SHAPES, implementation=("cuda", "reference"), precision="high")
+        wide = [x.update(dtype=np.float64) for x in SHAPES]
+        with pytest.raises(NotImplementedError, match=r"; 'xla' was passed over: .* q is float64; implementation="):
+            jax_qla.which_implementation(*wide)
 
 
 def test_choice_on_hopper() -> None:

@@ -194,12 +194,6 @@ CASES: list[tuple[str, dict[str, Any], type[Exception], str]] = [
         NotImplementedError,
         "'cuda': the precision of the kernels .*'xla': piece_rows is an option of 'cuda' only",
     ),
-    (
-        "precision and reference",
-        {"precision": "high", "implementation": "reference"},
-        NotImplementedError,
-        "precision is an option of 'cuda' and 'xla' only, got precision='high'",
-    ),
 ]
 
 

@@ -182,7 +182,7 @@ def test_layer_follows_its_formulas(framework: Framework, projections: Any) -> N
     [
         (True, "bfloat16", None, "high"),
         (True, "bfloat16", ("cuda", "xla"), "high"),
-        (True, "bfloat16", "reference", None),
+        (True, "bfloat16", ("cuda", "reference"), "high"),
         (True, "float32", None, None),
         (False, "bfloat16", None, None),
     ],

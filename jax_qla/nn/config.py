@@ -58,8 +58,7 @@ class GatedDeltaNetConfig:
     allow_neg_eigval: bool = False
     """Doubles beta, so that it lies in (0, 2) and the state's transition may have negative eigenvalues (Grazzi et al.,
     arXiv 2411.12537). In bfloat16 whole sequences are then computed with precision "high" (`chunk_gated_delta_rule`).
-    "reference" has no precision, for it is always exact: where it is one of several implementations, the others compute
-    with their own default."""
+    """
 
     def __post_init__(self) -> None:
         sizes = (

@@ -89,7 +89,7 @@ def mix(
         segment_ids=segment_ids,
         use_qk_l2norm_in_kernel=True,
         implementation=implementation,
-        precision=_precision(projected.z.dtype, config, implementation),
+        precision=_precision(projected.z.dtype, config),
         piece_rows=piece_rows,
         save_chunk_states=save_chunk_states,
     )
@@ -135,7 +135,7 @@ def mix_prefill(
         max_segments=None if segment_ids is None else 1,
         use_qk_l2norm_in_kernel=True,
         implementation=implementation,
-        precision=_precision(projected.z.dtype, config, implementation),
+        precision=_precision(projected.z.dtype, config),
         piece_rows=piece_rows,
     )
     assert state is not None
@@ -212,11 +212,9 @@ def _operands(
     )
 
 
-def _precision(dtype: Any, config: GatedDeltaNetConfig, implementation: str | Sequence[str] | None) -> str | None:
+def _precision(dtype: Any, config: GatedDeltaNetConfig) -> str | None:
     """Of the gated delta rule. With beta above 1 the kernels' errors in bfloat16 grow, unless it is high."""
-    if not config.allow_neg_eigval or dtype != jnp.bfloat16 or "reference" in (implementation or ()):
-        return None
-    return "high"
+    return "high" if config.allow_neg_eigval and dtype == jnp.bfloat16 else None
 
 
 def _output(
