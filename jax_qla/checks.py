@@ -137,14 +137,14 @@ def is_integer(x: Any) -> bool:
 
 
 def taking_numpy(function: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Result]:
-    """The function, called with JAX's arrays in place of NumPy's, whose 64 bits JAX takes for 32 unless told otherwise:
-    what is checked is what is computed with. Integers that 32 bits do not hold are refused."""
+    """The function, called with JAX's arrays in place of NumPy's: what is checked is what is computed with. Integers of
+    64 bits, as NumPy has them unless told otherwise, become such of 32, and are refused if these do not hold them."""
 
     def of_jax(x: Any, name: str = "an array of integers") -> Any:
         if not isinstance(x, np.ndarray):
             return x
         try:
-            taken = jnp.asarray(x)
+            taken = jnp.asarray(x, np.int32 if x.dtype == np.int64 else None)
         except TypeError:  # of objects or strings: refused by name, as arrays of other dtypes are
             return x
         if x.size and x.dtype.kind in "iu":

@@ -724,6 +724,19 @@ def test_numpy_arrays_are_taken_as_jax_has_them(function: str, implementation: s
     np.testing.assert_allclose(o, expected, atol=1e-6)
 
 
+def test_bounds_of_numpy_have_32_bits_where_others_have_64() -> None:
+    bounds = np.array([0, 2, 6])
+    assert bounds.dtype == np.int64
+    with jax.enable_x64(True):
+        x = [a.astype(jnp.float64) for a in tokens(1, 6)]
+        o, _ = jax_qla.chunk_gated_delta_rule(*x, cu_seqlens=bounds, implementation="reference")
+        assert o.dtype == jnp.float64
+        y, _ = jax_qla.causal_conv1d(x[0][..., 0], x[0][0, :4, :, 0], cu_seqlens=bounds)
+        assert y.dtype == jnp.float64
+        with pytest.raises(TypeError, match="cu_seqlens must be int32, got int64"):
+            jax_qla.chunk_gated_delta_rule(*x, cu_seqlens=jnp.asarray(bounds), implementation="reference")
+
+
 @pytest.mark.parametrize("rule", [jax_qla.chunk_gated_delta_rule, jax_qla.recurrent_gated_delta_rule])
 @pytest.mark.parametrize("implementation", ["reference", "xla"])
 @pytest.mark.parametrize("packing", ["cu_seqlens", "segment_ids"])
