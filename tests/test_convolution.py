@@ -238,10 +238,11 @@ def test_parts_where_the_compiler_cuts(
 
 
 def test_vmap_and_refusals(at_hand: None) -> None:
-    x, weight, ids = normal(0, 3, B, T, D), normal(1, 3, 4, D), jnp.asarray(IDS)
+    x, weight, bias, ids = normal(0, 3, B, T, D), normal(1, 3, 4, D), normal(2, D), jnp.asarray(IDS)
 
-    def loss(x: Any, weight: Any, ids: Any = None) -> Any:
-        return jnp.sum(causal_conv1d(x, weight, segment_ids=ids, activation="silu")[0].astype(jnp.float32) ** 2)
+    def loss(x: Any, weight: Any, bias: Any = None, ids: Any = None) -> Any:
+        y, _ = causal_conv1d(x, weight, bias, segment_ids=ids, activation="silu")
+        return jnp.sum(y.astype(jnp.float32) ** 2)
 
     gradient = jax.grad(loss, (0, 1))
     of_one = jax.jit(gradient)
@@ -249,7 +250,8 @@ def test_vmap_and_refusals(at_hand: None) -> None:
         ((0, None), (x, weight[0])),
         ((0, 0), (x, weight)),
         ((None, 0), (x[0], weight)),
-        ((0, None, None), (x, weight[0], ids)),
+        ((0, 0, None), (x, weight, bias)),
+        ((0, None, None, None), (x, weight[0], bias, ids)),
     ):
         found = jax.jit(jax.vmap(gradient, axes))(*given)
         for n in range(3):
