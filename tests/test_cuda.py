@@ -325,7 +325,7 @@ def test_whichever_launch_summarises_has_the_same_bits(
     ways = [policy.Summarised("shared", 0), policy.Summarised("alone", 0)]
     ways += [policy.Summarised("either", slow) for slow in (1, heads // 2, heads)]
     for found in ways:
-        monkeypatch.setattr(policy, "summarised", lambda *_, found=found: found)
+        monkeypatch.setattr(policy, "summarised", lambda *_, found=found, **__: found)
         stand_in.forget_traces()
         results.append(battery.run(case, cuda))
     stand_in.forget_traces()

@@ -234,7 +234,7 @@ def test_whichever_launch_summarises_has_the_same_bits(
     monkeypatch.setenv(policy.OVERRIDE, "128")
     results = []
     for found in (policy.Summarised("shared", 0), policy.Summarised("either", slow)):
-        monkeypatch.setattr(policy, "summarised", lambda *_, found=found: found)
+        monkeypatch.setattr(policy, "summarised", lambda *_, found=found, **__: found)
         stand_in.forget_traces()
         alone: Any = functools.partial(cuda, scale=case.key_dim**-0.5, save=False)
         results.append(jax.jit(alone)(*(jnp.asarray(operand) for operand in operands)))
