@@ -224,6 +224,24 @@ def test_named_results_spare_the_second_forward(kernels: bool) -> None:
         assert forwards(results_only) == {"forward": 2 if kernels else 1, "backward": 1}
 
 
+def test_all_that_the_kernels_keep_has_a_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of queries that they normalise lengths too."""
+    monkeypatch.setattr("jax_qla.launch.launch", stand_in.launch_zeros)
+    monkeypatch.setattr("jax_qla.cuda.support.why_no_kernels", lambda *_, **__: None)
+    rows = [jax.ShapeDtypeStruct((1, 128, heads, 64), jnp.bfloat16) for heads in (2, 2, 4)]
+    gates = jax.ShapeDtypeStruct((1, 128, 4), jnp.float32)
+
+    def o(*x: Any) -> jax.Array:
+        options: dict[str, Any] = {"implementation": "cuda", "use_qk_l2norm_in_kernel": True}
+        return jax_qla.chunk_gated_delta_rule(*x, **options)[0]
+
+    stand_in.forget_traces()
+    both_passes = jax.grad(lambda *x: jnp.sum(o(*x).astype(jnp.float32)))
+    named = [x.params["name"] for x in equations(both_passes, *rows, gates, gates) if x.primitive.name == "name"]
+    stand_in.forget_traces()
+    assert {*jax_qla.RESIDUAL_NAMES} <= {*named}
+
+
 # What the backward is told
 
 
