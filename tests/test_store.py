@@ -617,7 +617,7 @@ def test_every_kernel_that_a_call_can_ask_for_is_packaged(piece_rows: str, monke
     monkeypatch.setattr("jax_qla.launch.launch", launch)
     monkeypatch.setenv(policy.OVERRIDE, piece_rows)
     shape: Any = jax.ShapeDtypeStruct
-    for key_dim, value_dim, dtype in itertools.product(rule.HEAD_DIMS, rule.HEAD_DIMS, rule.DTYPES):
+    for key_dim, value_dim, dtype in itertools.product(support.HEAD_DIMS, support.HEAD_DIMS, support.DTYPES):
         # Whether q and k are normalised, and value heads of a key head, by which it depends who then measures them.
         ways = ((False, 1), (True, 1), (True, 2)) if dtype in rule.L2NORM_DTYPES else ((False, 1),)
         precisions = (None, "high")
@@ -661,7 +661,7 @@ def test_every_decoding_kernel_that_a_call_can_ask_for_is_packaged(monkeypatch: 
 
     monkeypatch.setattr("jax_qla.launch.launch", launch)
     shape: Any = jax.ShapeDtypeStruct
-    sizes = itertools.product((1, 2), rule.HEAD_DIMS, rule.HEAD_DIMS, rule.DTYPES, ("float32", "bfloat16"))
+    sizes = itertools.product((1, 2), support.HEAD_DIMS, support.HEAD_DIMS, support.DTYPES, ("float32", "bfloat16"))
     for tokens, key_dim, value_dim, dtype, state_dtype in sizes:
         k, v = shape((1, tokens, 2, key_dim), dtype), shape((1, tokens, 2, value_dim), dtype)
         g, state = shape((1, tokens, 2), jnp.float32), shape((1, 2, key_dim, value_dim), state_dtype)

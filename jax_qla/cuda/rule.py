@@ -7,11 +7,9 @@ norm.py alone has no use for.
 from jax_qla.cuda.decoding import recurrent, why_not_recurrent
 from jax_qla.cuda.over_devices import chunk_states, state_gradient, summary
 from jax_qla.cuda.passes import backward, forward
-from jax_qla.cuda.support import DTYPES, HEAD_DIMS, L2NORM_DTYPES, why_not, why_not_operands
+from jax_qla.cuda.support import L2NORM_DTYPES, why_not, why_not_operands
 
 __all__ = [
-    "DTYPES",
-    "HEAD_DIMS",
     "L2NORM_DTYPES",
     "backward",
     "chunk_states",
