@@ -72,6 +72,8 @@ class Case:
     one so of the first head, at NOT_A_NUMBER)."""
     keys: str = "unit"
     """"unit" (random of length 1), "identical" (of length 1), "identical long" (of length 4), "zero" or "some zero"."""
+    queries: Literal["unit", "alike"] = "unit"
+    """Of length 1: random, or of numbers that differ in sign only."""
     beta: float | Literal["some zero", "some faint"] | None = None
     """A constant, None for random in (0, 1), or every third of these zero, or times 2^-12 (every other one zero)."""
     segments: tuple[tuple[int, int], ...] | None = None
@@ -172,6 +174,8 @@ def inputs(case: Case) -> Inputs:
     normal = random.standard_normal
     batch, tokens, key_heads, value_heads = case.batch, case.tokens, case.key_heads, case.value_heads
     q = _unit(normal((batch, tokens, key_heads, case.key_dim)))
+    if case.queries == "alike":
+        q = np.sign(q) / np.sqrt(case.key_dim)
     k = _unit(normal((batch, tokens, key_heads, case.key_dim)))
     if case.keys.startswith("identical"):
         k = np.broadcast_to(k[:, :1], k.shape) * (4 if case.keys == "identical long" else 1)

@@ -268,6 +268,13 @@ inline float jax_qla_exp2(float x) {
 }
 template <bool bf16>
 inline unsigned jax_qla_round(float x, float y) { return emulator::rounded(x, bf16) | static_cast<unsigned>(emulator::rounded(y, bf16)) << 16; }
+inline unsigned jax_qla_with_squares(unsigned sums, unsigned pair) {
+  const auto of_half = [](uint16_t sum, uint16_t x) {
+    const float number = emulator::number(x, true);
+    return emulator::rounded(number * number + emulator::number(sum, true), true);
+  };
+  return of_half(sums & 0xffff, pair & 0xffff) | static_cast<unsigned>(of_half(sums >> 16, pair >> 16)) << 16;
+}
 template <bool transposed>
 inline void jax_qla_load_matrices(unsigned* r, unsigned address) { emulator::load_matrices(r, address, transposed); }
 template <bool transposed>

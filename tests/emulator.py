@@ -37,6 +37,7 @@ INSTRUCTIONS = (
     "jax_qla_address",
     "jax_qla_exp2",
     "jax_qla_round",
+    "jax_qla_with_squares",
     "jax_qla_load_matrices",
     "jax_qla_store_matrices",
     "jax_qla_transposed",

@@ -24,6 +24,7 @@ import convolution_cases
 import norm_cases
 from test_cuda import (
     ONE_LONG,
+    ONE_LONG_NORMALISED,
     cuda,
     in_high_precision,
     test_lying_cu_seqlens_stay_in_bounds,
@@ -58,6 +59,11 @@ CALLS: dict[str, tuple[int, Callable[[], object]]] = {
         0,
         partial(battery.run, replace(WIDE, key_heads=36, value_heads=36), cuda),
     ),
+    "normalised, 72 heads, two of a key head": (
+        0,
+        partial(battery.run, replace(WIDE, key_heads=36, value_heads=72), cuda),
+    ),
+    "normalised, a long sequence in halves": (0, partial(battery.run, ONE_LONG_NORMALISED, cuda)),
     "normalised, 4 heads with keys of their own": (
         0,
         partial(battery.run, replace(WIDE, key_heads=4, value_heads=4), cuda),

@@ -146,6 +146,10 @@ FEW_OWN_KEYS_OF_64 = dataclasses.replace(
 LAST_OWN_KEYS = dataclasses.replace(
     LAST_IN_HALVES, name="last heads in halves, ratio 1, normalised", key_heads=48, l2norm=True
 )
+LAST_NORMALISED = dataclasses.replace(LAST_IN_HALVES, name="last heads in halves, normalised", l2norm=True)
+ONE_LONG_NORMALISED = dataclasses.replace(ONE_LONG, name="many heads, one long sequence, normalised", l2norm=True)
+# Whose squares, four of which are added in bfloat16, are all rounded the same way.
+ALIKE_NORMALISED = dataclasses.replace(NORMALISED, name="many heads, queries of numbers alike", queries="alike")
 
 
 @pytest.fixture(scope="module")
@@ -170,6 +174,7 @@ which case dg of few heads does not is chance (test_emulated.py: test_dg_over_dr
 
 OTHERS = (
     *(NORMALISED, OWN_KEYS_NORMALISED, OWN_KEYS_OF_64, FEW_OWN_KEYS, FEW_OWN_KEYS_OF_64, LAST_OWN_KEYS),
+    *(LAST_NORMALISED, ONE_LONG_NORMALISED, ALIKE_NORMALISED),
     ONE_LONG,
 )
 

@@ -257,10 +257,13 @@ def _by_forward(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
     stand_in.forget_traces()
 
 
+@pytest.mark.parametrize("queries", ["unit", "alike"])
 @pytest.mark.usefixtures("_by_forward")
-def test_lengths_of_queries_by_forward() -> None:
-    x, expected = battery.inputs(MEASURED), battery.reference(MEASURED)
-    alone: Any = functools.partial(cuda, scale=MEASURED.key_dim**-0.5, l2norm=True)
+def test_lengths_of_queries_by_forward(queries: Any) -> None:
+    """Of numbers alike, too, whose squares, four of which are added in bfloat16, are all rounded the same way."""
+    case = dataclasses.replace(MEASURED, queries=queries)
+    x, expected = battery.inputs(case), battery.reference(case)
+    alone: Any = functools.partial(cuda, scale=case.key_dim**-0.5, l2norm=True)
     operands = (x.q, x.k, x.v, x.g, x.beta, x.initial_state, x.segments)
     found = jax.jit(alone)(*(jnp.asarray(operand) for operand in operands))
     for name, result in zip(("o", "final_state"), found, strict=True):

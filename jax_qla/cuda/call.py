@@ -137,7 +137,7 @@ class Call:
     @property
     def measures(self) -> bool:
         """Whether `forward`, and not `prepare`, is to find lengths of queries."""
-        return self.l2norm and not self.split and policy.measured_by_forward(self.ratio)
+        return self.l2norm and not self.split and policy.measured_by_forward(self.ratio, self.value_tile)
 
     def shard_tables(self, segments: jax.Array | None, cut: policy.Cut) -> dict[str, jax.Array]:
         """Pieces of all sequences and how to go through them, for what is computed before first states are known."""

@@ -15,15 +15,14 @@ Plan, one block per (sequence, value head, tile of `value_tile` value columns), 
 
     warpgroup      registers  work
     0 (and 1)      208        "state": 64 value columns each: S^T in float32, the five products above that contain S or Vd. 240 where there is one
-    then           72         "P": P = scale Q K^T o G into shared memory, ahead of the state. 120 where it finds lengths of queries beside one warpgroup of state
+    then           72         "P": P = scale Q K^T o G into shared memory, ahead of the state; lengths of queries, with `measures`
     then           24         "loads": warp 0 loads Q, K, V, a with TMA, 1 and 2 fetch the gates, a row a lane
     last           40         beside one warpgroup of state, unless h is kept: warp 0 sends O (macros().send_results), and Vd where that is kept
 
     barrier         arrives   waits          says
     loaded[stage]   TMA       P              the tiles are there
     gated[stage]    loads, P  P, then state  tiles and gates are there, rows beyond the sequence are zero in K, V and a
-    ready[stage]    P         state          P is there, which only the last of the five products needs; in blocks of 128 columns with `measures` lengths of
-                                             queries, too
+    ready[stage]    P         state          P is there, which only the last of the five products needs, and in blocks of 128 columns what it has measured
     measured_last   P         state          in blocks of 64 columns those of the last chunk; those of others are there when P is at `gated` for the next
     free[stage]     state     loads, P       the products of the chunk are done: the stage may be overwritten, and so may its P, for which only blocks of 128
                                              columns that keep Vd wait, which have less tiles of P than stages
@@ -38,13 +37,13 @@ releases) is there for who waits (which acquires).
 What stands in the way of the recurrence is latency, so nothing waits that need not: the state goes on to the next chunk before its P is
 there, the loads have a warp to themselves (when the warpgroup of P issued them, the state waited for P a third of its time) and the gates
 two (P's warpgroup has no time to wait for them), O leaves through a tile of its own and not through V's, and while it does the next chunk's K S runs, whose state is the one just computed. Lengths of
-keys and queries come with the gates, from `prepare`: to read a tile by anything but wgmma nobody here has time.
+keys and queries come with the gates, from `prepare`.
 
-With `measures` those of queries do not: their squares are the diagonal of Q Q^T, one product more of P's warpgroup, 0.15 us of the tensor cores a
-step, and `prepare` need not read Q for them. Every value head's block computes it anew, so that pays where each value head has a key head of its own
-(policy.measured_by_forward). In blocks of 128 columns that product comes before Q K^T, whose registers it takes, and the state waits for P before it
-scales Q S, by what P's warpgroup has found, and not behind. In blocks of 64 P is not so far ahead: there (`late`) both products begin together, P is
-not divided by lengths, nor is Q S, but O, as it leaves.
+With `measures` those of queries do not, and `prepare` need not read Q for them, which is memory, what it is bound by: P's warpgroup reads Q's tile by
+ldmatrix while its product Q K^T runs, and adds up squares, four in bf16 before they become float32, which halves the instructions. In blocks of 128
+columns P is divided by what it finds, and so is Q S, beside the state's update and not before, when P has been awaited. In blocks of 64 P is not so far
+ahead: there (`late`) P goes first, and what is divided is O, as it leaves. That is 32 multiplications a step more in what a step waits for, so it pays only
+where each value head has a key head of its own, and queries are as much memory as values (policy.measured_by_forward).
 
 The initial state of 128 columns comes by two bulk copies. Its elements, a load each, are requests of 32 bytes, which kept blocks waiting where
 all begin at once. Blocks of 64 columns load elements: where V is 128 they are few (policy.value_tile), and loads as fast.
@@ -181,30 +180,49 @@ __device__ __forceinline__ void jax_qla_store_state(const void* registers, float
 MEASURE_PRELUDE = (
     NORM_PRELUDE
     + r"""
-// lengths_i = 1 / |q_i|, 0 beyond `rows` rows, and if it `scales` factors_i times that, from the diagonal of Q Q^T, `squares`, a wgmma accumulator
-// [64, 64]; and where they are `wanted` in memory, `pitch` elements apart. A warp finds what is of its 16 rows, and where P is scaled by it
-// reads it itself, in jax_qla_store_decayed.
-template <bool scales>
-__device__ __forceinline__ void jax_qla_take_lengths(const void* squares, float* lengths, float* factors, int rows, bool wanted, float* memory,
-                                                     int pitch) {
-  const float* c = static_cast<const float*>(squares);
-  const int lane = threadIdx.x & 31, warp = (threadIdx.x >> 5) & 3, row = lane / 4;
-  float upper = 0.f, lower = 0.f;
+// Two sums of bf16, each with one more square.
+__device__ __forceinline__ unsigned jax_qla_with_squares(unsigned sums, unsigned pair) {
+  unsigned found;
+  asm("fma.rn.bf16x2 %0, %1, %1, %2;" : "=r"(found) : "r"(pair), "r"(sums));
+  return found;
+}
+// sum += the squares of pairs[0], pairs[2], pairs[4], pairs[6], of bf16. Four are added in bf16 before they become float32, by half the instructions:
+// lengths then are off by 3e-4 (rms; normal numbers), where numbers are all alike by 3e-3 at the most.
+__device__ __forceinline__ void jax_qla_add_squares(float& sum, const unsigned* pairs) {
+  unsigned both = 0;
 #pragma unroll
-  for (int w = 0; w < 4; ++w) {  // an index that is no constant would put all of it into memory
-    if (warp != w) continue;
-    upper = row & 1 ? c[8 * w + 1] : c[8 * w];
-    lower = row & 1 ? c[8 * w + 7] : c[8 * w + 6];
-  }
-  if (lane % 4 == row / 2) {
+  for (int n = 0; n < 4; ++n) both = jax_qla_with_squares(both, pairs[2 * n]);
+  sum += jax_qla_low_half(both) + jax_qla_high_half(both);
+}
+// lengths_i = 1 / |q_i| of the tile `queries` [64][columns], 0 beyond `rows` rows; if it `scales` factors_i times that; and where they are `wanted`
+// in memory, `pitch` elements apart. A warp measures the 16 rows that it has of P, which it divides by them in jax_qla_store_decayed.
+template <int columns, bool scales, typename T>
+__device__ __forceinline__ void jax_qla_measure_queries(const T* queries, float* lengths, float* factors, int rows, bool wanted, float* memory,
+                                                        int pitch) {
+  const int lane = threadIdx.x & 31, first = ((threadIdx.x >> 5) & 3) * 16, row = first + (lane & 15);
+  const unsigned address = jax_qla_address(queries) + row * 128;
+  float upper = 0.f, lower = 0.f;  // of rows lane / 4 and 8 further on, this lane's columns
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const int i = warp * 16 + half * 8 + row;
-      const float length = i < rows ? jax_qla_over_norm(half ? lower : upper) : 0.f;
-      lengths[i] = length;
-      if constexpr (scales) factors[i] *= length;
-      if (wanted && i < rows) memory[static_cast<long long>(i) * pitch] = length;
+  for (int at = 0; at < columns / 16; at += 2) {
+    unsigned pairs[8];  // of either row in turn
+#pragma unroll
+    for (int n = 0; n < 2; ++n) {
+      jax_qla_load_matrices<false>(pairs + 4 * n, address + at / 4 * 8192 + ((((at + n) % 4 * 2 + (lane >> 4)) ^ (row & 7)) << 4));
     }
+    jax_qla_add_squares(upper, pairs);
+    jax_qla_add_squares(lower, pairs + 1);
+  }
+#pragma unroll
+  for (int step = 1; step <= 2; step *= 2) {
+    upper += __shfl_xor_sync(0xffffffffu, upper, step);
+    lower += __shfl_xor_sync(0xffffffffu, lower, step);
+  }
+  if (lane % 4 < 2) {
+    const int i = first + lane % 4 * 8 + lane / 4;
+    const float length = i < rows ? jax_qla_over_norm(lane % 4 == 0 ? upper : lower) : 0.f;
+    lengths[i] = length;
+    if constexpr (scales) factors[i] *= length;
+    if (wanted && i < rows) memory[static_cast<long long>(i) * pitch] = length;
   }
   __syncwarp();
 }
@@ -311,6 +329,7 @@ def program(config: Config):
     late = measures and parts == 1  # lengths of queries are factors of O, and not of what it is a sum of
     keeps, keeps_h = config.keep != "nothing", config.keep == "states"
     stages = 2 if split and keeps_h and K > 64 else 3
+    length_places = stages + late  # lengths that O is multiplied by are read when its chunk's stage is free already
     p_stages = 2 if keeps and parts > 1 else stages
     sends = W == 64 and not keeps_h  # a warp of its own sends O and Vd
     # How long the second-level cache is to keep what other blocks or kernels read too, and what nobody does soon.
@@ -340,10 +359,11 @@ def program(config: Config):
         """A warpgroup's tile becomes columns from 64 `part` on of what products read from its registers, or their transpose."""
         call(f"jax_qla_store_operand<{transposed}>", operand.data, part, T.address_of(tiles[wg, 0, 0]))
 
-    def take_lengths(squares, lengths, factors, rows, wanted, memory, pitch):
-        """`jax_qla_take_lengths` of a fragment and of first elements."""
-        name = f"jax_qla_take_lengths<{'false' if late else 'true'}>"
-        return call(name, squares.data, unfenced(lengths), unfenced(factors), rows, wanted, T.address_of(memory), pitch)
+    def measure(queries, lengths, factors, rows, wanted, memory):
+        """`jax_qla_measure_queries`, of first elements."""
+        name = f"jax_qla_measure_queries<{K}, {'false' if late else 'true'}>"
+        addresses = unfenced(queries), unfenced(lengths), unfenced(factors)
+        return call(name, *addresses, rows, wanted, T.address_of(memory), key_heads)
 
     @T.macro
     def send_parts(state_b, h_s, h, slot, head, first):
@@ -510,7 +530,9 @@ def program(config: Config):
             rise_s = T.alloc_shared((stages, C), "float32")
             fall_s = T.alloc_shared((stages, C), "float32")
             beta_s = T.alloc_shared((stages, C), "float32")
-            query_s = T.alloc_shared((stages, C), "float32") if l2norm else gamma_s  # 1 / |q|, else not needed
+            query_s = gamma_s  # 1 / |q|, else not needed
+            if l2norm:
+                query_s = T.alloc_shared((length_places, C), "float32")
             scaled_s = T.alloc_shared((stages, C), "float32")  # scale exp(gamma), over |q| if queries are normalised
             whole_s = T.alloc_shared((stages,), "float32")  # exp(gamma_C)
             loaded = T.alloc_barrier([32] * stages)
@@ -619,13 +641,9 @@ def program(config: Config):
                                 of_rows,
                             )
             elif tx >= S:
-                T.set_max_nreg(120 if late else 72, 0)
+                T.set_max_nreg(72, 0)
                 p = T.alloc_fragment((C, C), "float32")
                 T.annotate_layout({p: accumulator_layout(C, S)})
-                squares = p
-                if late:
-                    squares = T.alloc_fragment((C, C), "float32")
-                    T.annotate_layout({squares: accumulator_layout(C, S)})
                 if waits == PREPARED:
                     T.pdl_sync()
                 T.pdl_trigger()  # another launch, of other heads, may begin where blocks of this end
@@ -644,27 +662,21 @@ def program(config: Config):
                         T.sync_threads(3, 128)
                     T.barrier_arrive(gated[at])
                     wanted = measured > 0 and key_head * ratio == head and (half < 1 if halve_long else first == 0)
-                    if measures and not late:
-                        T.wgmma_gemm(q_s[at, :, :], q_s[at, :, :], p, transpose_B=True, clear_accum=True)
                     T.barrier_wait(gated[at], (c // stages) % 2)
+                    T.wgmma_gemm(q_s[at, :, :], k_s[at, :, :], p, transpose_B=True, clear_accum=True)
                     if measures and not late:
-                        T.wait_wgmma(0)
-                        take_lengths(
-                            p,
+                        measure(
+                            q_s[at, 0, 0],
                             query_s[at, 0],
                             scaled_s[at, 0],
                             rows,
                             wanted,
                             query_lengths[start + c * C, key_head],
-                            key_heads,
                         )
-                    T.wgmma_gemm(q_s[at, :, :], k_s[at, :, :], p, transpose_B=True, clear_accum=True)
-                    if late:
-                        T.wgmma_gemm(q_s[at, :, :], q_s[at, :, :], squares, transpose_B=True, clear_accum=True)
                     if p_stages < stages:
                         if c >= p_stages:
                             T.barrier_wait(free[(c - p_stages) % stages], ((c - p_stages) // stages) % 2)
-                    T.wait_wgmma(1 if late else 0)
+                    T.wait_wgmma(0)
                     call(
                         f"jax_qla_store_decayed<{'true' if l2norm and not late else 'false'}, false>",
                         p.data,
@@ -676,15 +688,13 @@ def program(config: Config):
                     T.fence_proxy_async()
                     T.barrier_arrive(ready[at])
                     if late:
-                        T.wait_wgmma(0)
-                        take_lengths(
-                            squares,
-                            query_s[at, 0],
+                        measure(
+                            q_s[at, 0, 0],
+                            query_s[c % length_places, 0],
                             scaled_s[at, 0],
                             rows,
                             wanted,
                             query_lengths[start + c * C, key_head],
-                            key_heads,
                         )
                 if late:
                     T.barrier_arrive(measured_last[0])
@@ -796,10 +806,9 @@ def program(config: Config):
                         T.sync_threads(4 + wg, 128)
                         m.send_state(h_s, wg, 0, h, start // C + n + c, head, 1, first + part)
                     T.wait_wgmma(1 + 2 * split)
-                    if measures and not late:
-                        T.barrier_wait(ready[at], (c // stages) % 2)
-                    for i, j in T.Parallel(W, C):
-                        acc[i, j] = acc[i, j] * scaled_s[at, j]
+                    if late or not measures:
+                        for i, j in T.Parallel(W, C):
+                            acc[i, j] = acc[i, j] * scaled_s[at, j]
                     T.wait_wgmma(0)
                     for i, j in T.Parallel(W, C):
                         vk_b[i, j] = u[i, j] * fall_s[at, j]
@@ -812,8 +821,10 @@ def program(config: Config):
                             u[i, j] = u[i, j] * fall_s[at, j]
                         m.keep_low(u, vk_b, low_vk)
                         T.wgmma_gemm(low_vk, k_s[at, :, :], state, policy=by_rows)
-                    if not measures or late:
-                        T.barrier_wait(ready[at], (c // stages) % 2)
+                    T.barrier_wait(ready[at], (c // stages) % 2)
+                    if measures and not late:
+                        for i, j in T.Parallel(W, C):
+                            acc[i, j] = acc[i, j] * scaled_s[at, j]
                     T.wgmma_gemm(vd_b, p_s[c % p_stages, :, :], acc, transpose_B=True, policy=by_rows)
                     if split:
                         T.wgmma_gemm(low, p_s[c % p_stages, :, :], acc, transpose_B=True, policy=by_rows)
@@ -852,10 +863,10 @@ def program(config: Config):
                         m.forget(u)
                         T.wgmma_gemm(state_b, k_s[after, :, :], u, transpose_B=True, clear_accum=True, policy=by_rows)
                     T.wait_wgmma(1)
+                    T.barrier_arrive(free[at])
                     if late:  # who has arrived for the next chunk has measured this one's queries
                         for i, j in T.Parallel(W, C):
-                            acc[i, j] = acc[i, j] * query_s[at, j]
-                    T.barrier_arrive(free[at])
+                            acc[i, j] = acc[i, j] * query_s[c % length_places, j]
                     if keeps_h and not split:
                         T.tma_store_wait(0)
                         T.sync_threads(4 + wg, 128)  # by now Vd and the second half of h have

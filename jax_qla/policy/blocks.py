@@ -236,18 +236,19 @@ def prepared_together(slots: int, key_heads: int, value_heads: int) -> int:
     return next((n for n in few if slots * -(-value_heads // n) <= _PREPARED_ALONE * card.MULTIPROCESSORS), 4)
 
 
-def measured_by_forward(ratio: int) -> bool:
-    """Whether kernels/forward.py finds the lengths of queries that are to be normalised, by a product more of every
-    value head, and not kernels/prepare.py, which must read them for it.
+def measured_by_forward(ratio: int, value_tile: int) -> bool:
+    """Whether kernels/forward.py finds the lengths of queries that are to be normalised, anew for every value head, and
+    not kernels/prepare.py, which must read them for it.
 
-    Where each value head has a key head of its own, forward passes take 7 to 10 % less time with the first in blocks of
-    128 value columns, and 2 to 4 % less in blocks of 64; where two share a key head as much as with the second, where
-    three or four do up to 8 % more (docs/performance_policy.md, "What stands before the rule").
+    In blocks of 128 value columns normalised forward passes take 1 to 5 % less time with the first. In blocks of 64,
+    where it delays the state, as much where each value head has a key head of its own; else from 3 % less to 3 % more,
+    the latter where a call is short (docs/performance_policy.md, "What stands before the rule").
 
     Args:
         ratio: value heads of a key head.
+        value_tile: value columns of a block of kernels/forward.py.
     """
-    return ratio == 1
+    return ratio == 1 or value_tile == 128
 
 
 def key_heads_together(chunks: int, key_heads: int, value_heads: int) -> int:
