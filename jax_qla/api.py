@@ -102,8 +102,9 @@ def chunk_gated_delta_rule(
         output_final_state: whether to return the states after the last tokens, of the same shape.
         use_qk_l2norm_in_kernel: divides q and k by sqrt(|x|^2 + 1e-6) over K first, in float32. Gradients are those of
             q and k as given, and only q and k as given are kept for them. In bfloat16 the kernels of "cuda" normalise
-            themselves, and the quotients are never rounded. In float16, whose range long keys would leave, and with the
-            other implementations, it is done before, and the quotients are rounded to q's dtype.
+            themselves, and the quotients are never rounded; lengths of q may be 3e-4 off, 3e-3 at the most. In float16,
+            whose range long keys would leave, and with the other implementations, it is done before, and the quotients
+            are rounded to q's dtype.
         cu_seqlens: int32 [N + 1]: the batch is one row (B = 1) of N sequences. Sequence n is in rows
             [cu_seqlens[n], cu_seqlens[n + 1]) and may be empty. The values are read on the device only. They should be
             sorted and within [0, T]; others are clipped, and never lead outside the arrays.

@@ -240,9 +240,9 @@ def measured_by_forward(ratio: int, value_tile: int) -> bool:
     """Whether kernels/forward.py finds the lengths of queries that are to be normalised, anew for every value head, and
     not kernels/prepare.py, which must read them for it.
 
-    In blocks of 128 value columns normalised forward passes take 1 to 5 % less time with the first. In blocks of 64,
-    where it delays the state, as much where each value head has a key head of its own; else from 3 % less to 3 % more,
-    the latter where a call is short (docs/performance_policy.md, "What stands before the rule").
+    In blocks of 128 value columns normalised forward passes take 1 to 4 % less time with the first, and 3 to 11 % less
+    where each value head has a key head of its own, in blocks of 64 too. Where heads share one, it delays the state of
+    these: from 1 % less to 7 % more (docs/performance_policy.md, "What stands before the rule").
 
     Args:
         ratio: value heads of a key head.
