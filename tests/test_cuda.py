@@ -135,8 +135,8 @@ CASES = (
     dataclasses.replace(MANY_HEADS, name="many heads, packed, gaps", segments=_GAPS),
 )
 
+# All of whose queries `forward` measures, in blocks of 128 columns or of 64.
 NORMALISED = dataclasses.replace(CASES[-1], name="many heads, packed, gaps, normalised", l2norm=True)
-# Whose queries `forward` measures.
 OWN_KEYS_NORMALISED = dataclasses.replace(OWN_KEYS, name="many key heads, normalised", l2norm=True)
 OWN_KEYS_OF_64 = dataclasses.replace(OWN_KEYS_NORMALISED, name="many key heads, normalised, K 64", key_dim=64)
 FEW_OWN_KEYS = dataclasses.replace(OWN_KEYS_NORMALISED, name="few key heads, normalised", key_heads=8, value_heads=8)
