@@ -3,6 +3,7 @@
     python benchmarks/fusion.py                                  # on a Hopper GPU
     python benchmarks/fusion.py --rows 'forward/16,32/*'    # some forward rows; both passes are timed
     python benchmarks/fusion.py --ways kernels              # some ways, and plain
+    python benchmarks/fusion.py --spread 1                  # lengths of q and k that differ much
 
 Of each row, milliseconds on the device of the forward pass alone and of both passes:
 
@@ -14,7 +15,9 @@ Of each row, milliseconds on the device of the forward pass alone and of both pa
 The ways take turns; beside each stands the median of its times over those of `plain` next to them.
 `kernels` less `plain` is what the normalisation costs there; `gates` less `kernels` is the most that the gates could
 gain by being computed in the kernels too. Every call of a chain has its own operands as far as XLA can tell, so nothing
-is computed once for several. Writes fusion.json to the output folder.
+is computed once for several. Lengths of q and k are exp(spread x), x normal: where those of a chunk's keys differ by
+more than a spread of some 0.6, kernels/prepare.py inverts by twice as many products, as for keys that are much alike.
+Writes fusion.json to the output folder.
 """
 
 from __future__ import annotations
@@ -96,10 +99,10 @@ def seconds(function: Any, x: dict[str, jax.Array], times: int) -> float:
     return time.perf_counter() - start
 
 
-def operands(row: Row) -> dict[str, jax.Array]:
-    """Those of the comparison, q and k of lengths other than 1, and what gates are computed from."""
+def operands(row: Row, spread: float) -> dict[str, jax.Array]:
+    """Those of the comparison, q and k of lengths exp(spread x), x normal, and what gates are computed from."""
     x = inputs.make(row)
-    lengths = jnp.exp(jax.random.normal(jax.random.key(1), (2, *x["q"].shape[:-1], 1)))
+    lengths = jnp.exp(spread * jax.random.normal(jax.random.key(1), (2, *x["q"].shape[:-1], 1)))
     x |= {"q": (x["q"] * lengths[0]).astype(x["q"].dtype), "k": (x["k"] * lengths[1]).astype(x["k"].dtype)}
     a, b = jax.random.normal(jax.random.key(2), (2, *x["g"].shape)).astype(x["q"].dtype)
     decays = jnp.arange(row.value_heads) < row.value_heads * 3 // 4  # as those of the comparison
@@ -107,9 +110,9 @@ def operands(row: Row) -> dict[str, jax.Array]:
     return x | {"a": a, "b": b, "A_log": A_log, "dt_bias": jnp.zeros(row.value_heads)}
 
 
-def measure(row: Row, ways: Sequence[str]) -> dict[str, dict[str, dict[str, float]]]:
+def measure(row: Row, ways: Sequence[str], spread: float) -> dict[str, dict[str, dict[str, float]]]:
     """By pass and way, milliseconds and the time over that of `plain`."""
-    x = operands(row)
+    x = operands(row, spread)
     short = x | {"q": normalize(x["q"]), "k": normalize(x["k"])}  # `plain` diverges with keys as long as those
     found: dict[str, dict[str, dict[str, float]]] = {}
     for direction, run in (("forward", forward), ("both", both)):
@@ -133,13 +136,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", nargs="+", default=list(ROWS), metavar="PATTERN")
     parser.add_argument("--ways", nargs="+", default=list(WAYS), choices=WAYS)
+    parser.add_argument("--spread", type=float, default=0.5, help="standard deviation of the lengths' logarithms")
     parser.add_argument("--output", type=Path, default=Path("runs/fusion"), metavar="DIR")
     arguments = parser.parse_args()
     found = {}
     for row in select(arguments.rows):
         if row.direction != "forward":
             continue
-        found[row.name] = measure(row, [way for way in WAYS if way == "plain" or way in arguments.ways])
+        found[row.name] = measure(
+            row, [way for way in WAYS if way == "plain" or way in arguments.ways], arguments.spread
+        )
         for direction, times in found[row.name].items():
             cells = "  ".join(f"{way} {x['ms']:.4f} ({x['of_plain']:.3f})" for way, x in times.items())
             print(f"{row.name:24} {direction:8} {cells}", flush=True)
