@@ -57,10 +57,8 @@ def _packaged() -> tuple[tuple[str, Any], ...]:
                 kernels.extend(("forward", forward.Config(*sizes, keep)) for keep in keeps)
                 if l2norm and not split:
                     kernels.extend(("forward", forward.Config(*sizes, keep, False, True)) for keep in keeps)
-                if value_tile > 64:
-                    kernels.extend(("forward", forward.Config(*sizes, keep, True)) for keep in keeps[:2])
-                    if l2norm:
-                        kernels.extend(("forward", forward.Config(*sizes, keep, True, True)) for keep in keeps[:2])
+                if value_tile > 64:  # packed, and no shards: where `prepare` leaves queries to `forward` (steps.py)
+                    kernels.extend(("forward", forward.Config(*sizes, keep, True, l2norm)) for keep in keeps[:2])
                 kernels.append(("states", states.Config(*sizes)))
                 if not split and not l2norm:
                     kernels.append(("states_from_vd", states_from_vd.Config(*sizes[:4])))
