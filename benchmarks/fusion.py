@@ -4,6 +4,7 @@
     python benchmarks/fusion.py --rows 'forward/16,32/*'    # some forward rows; both passes are timed
     python benchmarks/fusion.py --ways kernels              # some ways, and plain
     python benchmarks/fusion.py --spread 1                  # lengths of q and k that differ much
+    python benchmarks/fusion.py --steady                    # a second of each in turn, four times
 
 Of each row, milliseconds on the device of the forward pass alone and of both passes:
 
@@ -34,7 +35,7 @@ from typing import Any
 import inputs
 import jax
 import jax.numpy as jnp
-from measurement import in_turn
+from measurement import in_steady_turns, in_turn
 from rows import Row, select
 
 import jax_qla
@@ -110,7 +111,7 @@ def operands(row: Row, spread: float) -> dict[str, jax.Array]:
     return x | {"a": a, "b": b, "A_log": A_log, "dt_bias": jnp.zeros(row.value_heads)}
 
 
-def measure(row: Row, ways: Sequence[str], spread: float) -> dict[str, dict[str, dict[str, float]]]:
+def measure(row: Row, ways: Sequence[str], spread: float, steady: bool) -> dict[str, dict[str, dict[str, float]]]:
     """By pass and way, milliseconds and the time over that of `plain`."""
     x = operands(row, spread)
     short = x | {"q": normalize(x["q"]), "k": normalize(x["k"])}  # `plain` diverges with keys as long as those
@@ -121,7 +122,8 @@ def measure(row: Row, ways: Sequence[str], spread: float) -> dict[str, dict[str,
             function, given = jax.jit(partial(chain, partial(run, way))), short if way == "plain" else x
             jax.block_until_ready(function(given))
             runs.append(partial(seconds, function, given))
-        times = dict(zip(ways, in_turn(runs, CALLS), strict=True))
+        timed = in_steady_turns(runs, CALLS) if steady else in_turn(runs, CALLS)
+        times = dict(zip(ways, timed, strict=True))
         found[direction] = {
             way: {
                 "ms": statistics.median(ms),
@@ -137,15 +139,15 @@ def main() -> None:
     parser.add_argument("--rows", nargs="+", default=list(ROWS), metavar="PATTERN")
     parser.add_argument("--ways", nargs="+", default=list(WAYS), choices=WAYS)
     parser.add_argument("--spread", type=float, default=0.5, help="standard deviation of the lengths' logarithms")
+    parser.add_argument("--steady", action="store_true", help="turns of 1.2 s, not of 20 ms")
     parser.add_argument("--output", type=Path, default=Path("runs/fusion"), metavar="DIR")
     arguments = parser.parse_args()
     found = {}
     for row in select(arguments.rows):
         if row.direction != "forward":
             continue
-        found[row.name] = measure(
-            row, [way for way in WAYS if way == "plain" or way in arguments.ways], arguments.spread
-        )
+        ways = [way for way in WAYS if way == "plain" or way in arguments.ways]
+        found[row.name] = measure(row, ways, arguments.spread, arguments.steady)
         for direction, times in found[row.name].items():
             cells = "  ".join(f"{way} {x['ms']:.4f} ({x['of_plain']:.3f})" for way, x in times.items())
             print(f"{row.name:24} {direction:8} {cells}", flush=True)

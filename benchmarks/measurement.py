@@ -22,6 +22,8 @@ SHORT_WARM_UP = 0.3
 """The same where versions are timed in turn, and of calls as a user sees them, which precede what the device takes."""
 STEADY_WARM_UP, STEADY_INTERVAL = 0.5, 0.1
 """The same, and for `INTERVAL`, of versions at a steady state: seven timings are 0.7 s then."""
+STEADY_ROUNDS = 4
+"""Turns of each in `in_steady_turns`."""
 USER_CALLS = 20
 
 
@@ -75,6 +77,15 @@ def in_turn(
         [1e3 * run(count) / count / calls for run, count in zip(runs, times, strict=True)] for _ in range(REPETITIONS)
     ]
     return [list(found) for found in zip(*rounds, strict=True)]
+
+
+def in_steady_turns(runs: Sequence[Callable[[int], float]], calls: int) -> list[list[float]]:
+    """The same at a steady state: each turn is a second of one run, and every other round goes the other way round."""
+    found: list[list[float]] = [[] for _ in runs]
+    for turn in range(STEADY_ROUNDS):
+        for run, times in [*zip(runs, found, strict=True)][:: -1 if turn % 2 else 1]:
+            times.append(repeat(run, calls, STEADY_WARM_UP, STEADY_INTERVAL))
+    return found
 
 
 def repeat_calls(run: Callable[[int], float]) -> float:

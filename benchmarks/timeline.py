@@ -1,6 +1,7 @@
 """When the kernels of a call begin and end, from a profile of calls that follow each other.
 
     python benchmarks/timeline.py --rows backward/16,32/1x8192 'forward/2,8/*'
+    python benchmarks/timeline.py --rows 'forward/*' --normalised    # with use_qk_l2norm_in_kernel
     PYTHONPATH=../before python benchmarks/timeline.py --rows forward/2,8/1x8192    # another checkout
 
 Needs an NVIDIA GPU. Prints of every kernel of a call the microseconds from the end of the call before to its beginning
@@ -65,13 +66,13 @@ def of_a_call(events: Sequence[Kernel], last: str, calls: int) -> list[tuple[str
     ]
 
 
-def profile(row: Row) -> list[tuple[str, float, float]]:
+def profile(row: Row, normalised: bool) -> list[tuple[str, float, float]]:
     """`of_a_call` of jax_qla's calls of a row, by the kernels, after 0.3 s of the same calls and more.
 
     Raises:
         ValueError: as `of_a_call`; the kernels of a GPU are not in the profile.
     """
-    library = JaxQla("jax_qla", "cuda")
+    library = JaxQla("jax_qla", "cuda", normalised=normalised)
     library.prepare([row], memory=False)
     arguments = library.arguments(row, inputs.make(row))
     library.device_time(row, arguments, SHORT_WARM_UP)
@@ -93,11 +94,15 @@ def ending(events: Sequence[Kernel], direction: str) -> str:
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--rows", nargs="+", required=True, metavar="PATTERN", help="as in benchmarks/compare.py")
+    parser.add_argument("--normalised", action="store_true", help="as in benchmarks/versions.py")
     options = parser.parse_args(arguments)
+    rows = select(options.rows)
+    if options.normalised and any(row.direction != "forward" for row in rows):
+        parser.error("--normalised is for forward rows")
     print(f"{jax.devices()[0].device_kind}, jax {jax.__version__}: us from the end of the call before", flush=True)
-    for row in select(options.rows):
+    for row in rows:
         print(row.name)
-        for name, begin, end in profile(row):
+        for name, begin, end in profile(row, options.normalised):
             print(f"    {name[:40]:40s} {begin:8.1f} {end:8.1f}", flush=True)
 
 

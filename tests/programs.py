@@ -196,3 +196,22 @@ def unsupported() -> Any:
                 x[i, column] = 0.0
 
     return unsupported
+
+
+def equal_names() -> Any:
+    """Of two buffers in shared memory the first takes the name of the second."""
+    import tilelang.language as T
+
+    @T.prim_func
+    def equal_names(x: T.Tensor((128,), "float32"), y: T.Tensor((128,), "float32")):
+        with T.Kernel(1, threads=128):
+            first = T.alloc_shared((128,), "float32")
+            second = first
+            second = T.alloc_shared((128,), "float32")
+            for n in T.Parallel(128):
+                first[n] = x[n]
+                second[127 - n] = x[n]
+            for n in T.Parallel(128):
+                y[n] = first[127 - n] + second[n]
+
+    return equal_names

@@ -136,6 +136,12 @@ def test_what_a_plan_cannot_hold() -> None:
         lowering.lower_program(programs.unsupported, programs.PASS_CONFIGS)
 
 
+def test_buffers_of_one_name() -> None:
+    """Which of them comes first is chance, and the cubin another."""
+    with pytest.raises(ValueError, match="two buffers in shared memory are named second"):
+        lowering.lower_program(programs.equal_names, programs.PASS_CONFIGS)
+
+
 def test_cubins() -> None:
     """They are ELF files, the same whenever and wherever they are compiled."""
     made = compiled("heads")

@@ -34,7 +34,7 @@ def build(name: str, config: Any) -> tuple[bytes, dict[str, Any], str]:
         The cubin, its manifest entry (JSON) and the CUDA source.
 
     Raises:
-        ImportError, NotImplementedError, FileNotFoundError, RuntimeError: as in `compile_program`.
+        ImportError, NotImplementedError, ValueError, FileNotFoundError, RuntimeError: as in `compile_program`.
     """
     module = importlib.import_module(f"jax_qla.kernels.{name}")
     compiled = compile_program(lambda: module.program(config), module.PASS_CONFIGS)

@@ -359,10 +359,11 @@ def program(config: Config):
         """A warpgroup's tile becomes columns from 64 `part` on of what products read from its registers, or their transpose."""
         call(f"jax_qla_store_operand<{transposed}>", operand.data, part, T.address_of(tiles[wg, 0, 0]))
 
-    def measure(queries, lengths, factors, rows, wanted, memory):
-        """`jax_qla_measure_queries`, of first elements."""
+    def measure(c, q_s, query_s, scaled_s, rows, wanted, memory):
+        """`jax_qla_measure_queries` of chunk c, whose lengths become numbers in memory from the element `memory` on."""
         name = f"jax_qla_measure_queries<{K}, {'false' if late else 'true'}>"
-        addresses = unfenced(queries), unfenced(lengths), unfenced(factors)
+        at, place = c % stages, c % length_places
+        addresses = unfenced(q_s[at, 0, 0]), unfenced(query_s[place, 0]), unfenced(scaled_s[at, 0])
         return call(name, *addresses, rows, wanted, T.address_of(memory), key_heads)
 
     @T.macro
@@ -530,9 +531,7 @@ def program(config: Config):
             rise_s = T.alloc_shared((stages, C), "float32")
             fall_s = T.alloc_shared((stages, C), "float32")
             beta_s = T.alloc_shared((stages, C), "float32")
-            query_s = gamma_s  # 1 / |q|, else not needed
-            if l2norm:
-                query_s = T.alloc_shared((length_places, C), "float32")
+            query_s = T.alloc_shared((length_places, C), "float32") if l2norm else gamma_s  # 1 / |q|, else not needed
             scaled_s = T.alloc_shared((stages, C), "float32")  # scale exp(gamma), over |q| if queries are normalised
             whole_s = T.alloc_shared((stages,), "float32")  # exp(gamma_C)
             loaded = T.alloc_barrier([32] * stages)
@@ -665,14 +664,7 @@ def program(config: Config):
                     T.barrier_wait(gated[at], (c // stages) % 2)
                     T.wgmma_gemm(q_s[at, :, :], k_s[at, :, :], p, transpose_B=True, clear_accum=True)
                     if measures and not late:
-                        measure(
-                            q_s[at, 0, 0],
-                            query_s[at, 0],
-                            scaled_s[at, 0],
-                            rows,
-                            wanted,
-                            query_lengths[start + c * C, key_head],
-                        )
+                        measure(c, q_s, query_s, scaled_s, rows, wanted, query_lengths[start + c * C, key_head])
                     if p_stages < stages:
                         if c >= p_stages:
                             T.barrier_wait(free[(c - p_stages) % stages], ((c - p_stages) // stages) % 2)
@@ -688,14 +680,7 @@ def program(config: Config):
                     T.fence_proxy_async()
                     T.barrier_arrive(ready[at])
                     if late:
-                        measure(
-                            q_s[at, 0, 0],
-                            query_s[c % length_places, 0],
-                            scaled_s[at, 0],
-                            rows,
-                            wanted,
-                            query_lengths[start + c * C, key_head],
-                        )
+                        measure(c, q_s, query_s, scaled_s, rows, wanted, query_lengths[start + c * C, key_head])
                 if late:
                     T.barrier_arrive(measured_last[0])
             else:

@@ -7,6 +7,7 @@ program(config)  --tilelang.lower-->  CUDA source + host module  --NVRTC-->  cub
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -38,6 +39,7 @@ def lower_program(program: Callable[[], Any], pass_configs: Mapping[str, object]
     Raises:
         ImportError: TileLang is not installed.
         NotImplementedError: its host module has something that a launch plan cannot hold.
+        ValueError: two of its buffers in shared memory have one name.
     """
     import tilelang
     import tvm
@@ -49,7 +51,17 @@ def lower_program(program: Callable[[], Any], pass_configs: Mapping[str, object]
     with tvm.transform.PassContext(opt_level=3, config=dict(pass_configs)), target:
         prim_func = program()
         artifact = tilelang.lower(prim_func, target=target, enable_host_codegen=False, enable_device_compile=False)
+    _refuse_equal_names(artifact.kernel_source)
     return artifact.kernel_source, extract_plan(artifact, prim_func)
+
+
+def _refuse_equal_names(source: str) -> None:
+    """TileLang lays buffers of one size into shared memory by their names, and of equal names (`b = a` gives a's buffer
+    that of b) as its own pointers happen to be: the cubin would not be the same in every build."""
+    names = set(re.findall(r"void\* (\w+) = \(\(void\*\)\(\(char\*\)buf_dyn_shmem", source))
+    for name, _, number in sorted(name.rpartition("_") for name in names):
+        if number.isdecimal() and name in names:
+            raise ValueError(f"two buffers in shared memory are named {name}")
 
 
 def compile_program(program: Callable[[], Any], pass_configs: Mapping[str, object]) -> Compiled:
@@ -59,7 +71,7 @@ def compile_program(program: Callable[[], Any], pass_configs: Mapping[str, objec
         program, pass_configs: as in `lower_program`.
 
     Raises:
-        ImportError, NotImplementedError: as in `lower_program`.
+        ImportError, NotImplementedError, ValueError: as in `lower_program`.
         FileNotFoundError: NVRTC is not installed.
         RuntimeError: NVRTC refuses the source.
     """
