@@ -67,6 +67,21 @@ def test_runs_take_turns() -> None:
     assert timed[-2 * measurement.REPETITIONS :] == [("short", 20), ("long", 1)] * measurement.REPETITIONS
 
 
+def test_steady_turns_go_both_ways() -> None:
+    order: list[str] = []
+
+    def run(name: str, one: float, times: int) -> float:
+        if order[-1:] != [name]:
+            order.append(name)
+        return one * times
+
+    runs = [functools.partial(run, "short", 1e-3), functools.partial(run, "long", 5e-2)]
+    short, long = measurement.in_steady_turns(runs, 10)
+    assert short == pytest.approx([0.1] * measurement.STEADY_ROUNDS)
+    assert long == pytest.approx([5.0] * measurement.STEADY_ROUNDS)
+    assert order == ["short", "long", "short", "long", "short"]  # the turns of two rounds meet
+
+
 class Version:
     """In place of `versions.Version`: numbers, and what it answers round after round."""
 
