@@ -81,11 +81,11 @@ def uses_early(step: Step, operand: str) -> bool:
             return operand not in ("initial_state", "final_state", "entering")
         return awaits == forward.NOTHING or operand not in _OF_PREPARE
     if step.kernel in ("states", "states_from_vd"):
-        return step.scalars["awaits"] == states.NOTHING
+        return operand == "segments" or step.scalars["awaits"] == states.NOTHING
     if step.kernel == "state_gradients":
         return step.scalars["awaits"] == state_gradients.NOTHING or operand not in _OF_STATE
-    if step.kernel == "gradients":
-        return operand in ("segments", "balanced")  # where it looks its chunk up, and whether it computes anything
+    if step.kernel in ("gradients", "backward"):
+        return operand in ("segments", "balanced")  # where it looks its rows up, and whether it computes anything
     if step.kernel == "compose" and not step.config.reverse:
         return operand in ("chains", "initial_state", "bounds")
     if step.kernel == "summaries":

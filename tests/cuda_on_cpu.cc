@@ -17,7 +17,7 @@
 #include <ucontext.h>
 #include <vector>
 
-Index blockIdx;
+Index blockIdx, gridDim;
 
 namespace emulator {
 
@@ -586,6 +586,7 @@ const char* run(int x, int y, int z, int threads_, int blocks_, int seed, int la
   random_.seed(static_cast<unsigned>(seed));
   late = late_, threads = threads_, blocks = blocks_;
   failure = nullptr;
+  gridDim = {x, y, z};
   try {
     for (blockIdx.z = 0; blockIdx.z < z; ++blockIdx.z) {
       for (blockIdx.y = 0; blockIdx.y < y; ++blockIdx.y) {

@@ -154,7 +154,7 @@ inline __half2 __float22half2_rn(float2 x) { return {half_t(x.x), half_t(x.y)}; 
 inline float2 __half22float2(__half2 x) { return {x.x, x.y}; }
 
 struct Index { int x, y, z; };
-extern Index blockIdx;
+extern Index blockIdx, gridDim;
 struct ThreadIndex {
   struct { operator unsigned() const { return static_cast<unsigned>(emulator::thread()); } } x;
 };

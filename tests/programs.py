@@ -7,6 +7,7 @@ from __future__ import annotations
 from typing import Any
 
 from jax_qla.kernels.forward import HALVES_PRELUDE
+from jax_qla.kernels.macros import leave_first, over, place_of, rest_is_empty
 from jax_qla.kernels.preludes import LENGTH_PRELUDE
 
 PASS_CONFIGS: dict[str, object] = {"tl.disable_warp_specialized": True}
@@ -154,6 +155,42 @@ def order() -> Any:
             )
 
     return order
+
+
+def leaving() -> Any:
+    """Which blocks of each place stay: the others leave first of all."""
+    import tilelang.language as T
+
+    count, heads, places = T.dynamic("count, heads, places")
+
+    @T.prim_func
+    def leaving(segments: T.Tensor((count, 2), "int32"), stays: T.Tensor((places, heads), "int32"), cuts: T.int32):
+        with T.Kernel(heads, *over(places), threads=32, prelude=LENGTH_PRELUDE) as (head, low, high):
+            met = T.alloc_barrier([32])
+            T.barrier_arrive(met[0])
+            T.barrier_wait(met[0], 0)
+            leave_first(rest_is_empty(segments, count, cuts))
+            if place_of(low, high) < places:
+                stays[place_of(low, high), head] = 1
+
+    return leaving
+
+
+def leaving_late() -> Any:
+    """What is to be asked before all else goes by a variable."""
+    import tilelang.language as T
+
+    count = T.dynamic("count")
+
+    @T.prim_func
+    def leaving_late(x: T.Tensor((count,), "int32"), y: T.Tensor((count,), "int32")):
+        with T.Kernel(count, threads=32) as block:
+            found = T.alloc_var("int32")
+            found = x[block]
+            leave_first(found == 0)
+            y[block] = found
+
+    return leaving_late
 
 
 def in_halves() -> Any:

@@ -142,6 +142,16 @@ def test_buffers_of_one_name() -> None:
         lowering.lower_program(programs.equal_names, programs.PASS_CONFIGS)
 
 
+def test_blocks_that_have_nothing_to_do_leave_before_all_else() -> None:
+    """What is asked for it goes by nothing that the kernel has computed."""
+    source, _ = lowering.lower_program(programs.leaving, programs.PASS_CONFIGS)
+    kernel = source[source.index("__launch_bounds__") :]
+    assert kernel.splitlines()[1].startswith("  if (__any_sync(0xffffffffu, jax_qla_rest_is_empty(")
+    assert kernel.index("return;") < kernel.index("met")
+    with pytest.raises(RuntimeError, match=r'"found" is undefined'):
+        lowering.compile_program(programs.leaving_late, programs.PASS_CONFIGS)
+
+
 def test_cubins() -> None:
     """They are ELF files, the same whenever and wherever they are compiled."""
     made = compiled("heads")

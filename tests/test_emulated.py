@@ -771,6 +771,71 @@ def test_blocks_of_long_sequences_come_first(count: int, longest: int) -> None:
     np.testing.assert_array_equal(found, in_order if tokens // 64 >= count else np.arange(count))
 
 
+@pytest.mark.parametrize("cut", [False, True])
+@pytest.mark.parametrize(("count", "heads"), [(33, 4), (70, 1), (300, 2)])
+@pytest.mark.parametrize("tokens", [640, 64 * 1024])
+def test_blocks_of_places_that_nobody_takes_leave_first(count: int, heads: int, tokens: int, cut: bool) -> None:
+    """But for the first 32 places, the last of every 256 and a round of blocks. None leaves that has a sequence, or a
+    piece of one, or rows of none behind it."""
+    kernel, rows = emulator.Emulated(*lowering.lower_program(programs.leaving, {})), tokens // 8
+    rng = np.random.default_rng(count + heads)
+    for taken, gap in ((1, 0), (20, 0), (20, 9), (count // 2, 0), (count, 0)):
+        lengths = np.zeros(count, int)
+        lengths[:taken] = rng.multinomial(tokens, np.ones(taken) / taken) * (rng.random(taken) < 0.8)
+        starts = np.cumsum(lengths) - lengths
+        starts[taken + 9 :] += gap  # behind a place that nobody takes
+        segments = np.stack([starts, starts + lengths], axis=1).astype(np.int32)
+        cuts = tables.cut_count(tokens + gap, rows) if cut else 0
+        stays = np.zeros((count + cuts, heads), np.int32)
+        kernel({"segments": segments, "stays": stays}, {"cuts": cuts})
+        pieces = [segments]  # or whole sequences, if none is cut
+        if cut:
+            pieces += [tables.piece_table(segments, count + cuts, x)[:, :2] for x in (rows, 1 << 20)]
+        for lies in map(np.ascontiguousarray, pieces):
+            order = np.full(len(lies), -1, np.int32)
+            _order()({"segments": lies, "found": order}, {"tokens": tokens})
+            begins, ends = lies[order].T
+            assert stays[: len(order)][ends > begins].all()
+        if not cut:
+            beyond = np.append(starts[1:], max(tokens, starts[-1]))[order]  # what lies before these rows is of none
+            assert stays[beyond > ends].all()
+        place, head = np.indices(stays.shape)
+        last = np.full_like(place, count - 1) if cut else np.minimum(place | 255, count - 1)
+        asked = (
+            (place >= 32) & (place >= cuts) & (place - cuts < last) & (place * heads + head >= policy.MULTIPROCESSORS)
+        )
+        empty = starts[np.minimum(place - cuts, count - 1)] == segments[last, 1]
+        np.testing.assert_array_equal(stays == 0, asked & empty)
+
+
+@pytest.mark.parametrize("in_one", ["if balanced", rarely("always"), rarely("never")])
+@pytest.mark.parametrize("rows", ["0", rarely("64")])
+def test_places_that_nobody_takes_change_nothing(rows: str, in_one: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The bits of a call without them: whole sequences, pieces, slots of chunks, states in place or none at all."""
+    monkeypatch.setenv(policy.OVERRIDE, rows)
+    monkeypatch.setattr(policy, "cut_beyond", lambda rows, *_: rows)  # which goes by how many places there are
+    monkeypatch.setattr(one_kernel, "in_one", lambda *_, **__: in_one)
+    taken = ((0, 100), (100, 100), (110, 180))
+    case = battery.Case("emulated, places", dtype="bfloat16", segments=taken, tokens=200, key_dim=128, value_dim=128)
+    x = battery.inputs(case)
+    kernels: Any = rule
+
+    def of_places(count: int) -> list[Any]:
+        segments = np.pad(np.asarray(taken, np.int32), ((0, count - 3), (0, 0)), constant_values=180)
+        state = jnp.pad(jnp.asarray(x.initial_state), ((0, count - 3), *((0, 0),) * 3), constant_values=1)
+        operands: Any = [jnp.asarray(y) for y in (*x[:5], state, segments)]
+        o, final, _ = kernels.forward(*operands, scale=0.1, output_final_state=True, with_residuals=False)
+        assert (final[3:] == 1).all()
+        operands[5] = None
+        of_none, _, residuals = kernels.forward(
+            *operands, scale=0.1, output_final_state=False, with_residuals=True, keep="vd"
+        )
+        return [o, final[:3], of_none, *kernels.backward(*operands, residuals, o, None, scale=0.1)[:5]]
+
+    for a, b in zip(of_places(150), of_places(3), strict=True):
+        np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
+
+
 @functools.cache
 def _in_halves() -> emulator.Emulated:
     return emulator.Emulated(*lowering.lower_program(programs.in_halves, {}))

@@ -42,7 +42,17 @@ from jax_qla.kernels.common import CHUNK, FAINT, LONG, PASS_CONFIGS, SHORT
 from jax_qla.kernels.gradient_parts import PRELUDE as GRADIENTS_PRELUDE
 from jax_qla.kernels.gradient_parts import gate_gradients, gate_parts, operations
 from jax_qla.kernels.inverse import INVERSE_PRELUDE
-from jax_qla.kernels.macros import accumulator_layout, call, macros, over, place_of, unfenced
+from jax_qla.kernels.macros import (
+    accumulator_layout,
+    call,
+    leave_first,
+    macros,
+    others_compute,
+    over,
+    place_of,
+    rest_is_empty,
+    unfenced,
+)
 from jax_qla.kernels.preludes import LENGTH_PRELUDE, P_PRELUDE, TILE_PRELUDE
 
 __all__ = ["PASS_CONFIGS", "Config", "program", "specification"]
@@ -427,6 +437,8 @@ def program(config: Config):
     ):
         with T.Kernel(heads, *over(sequences), threads=512, prelude=PRELUDE) as (number, low_place, high_place):
             T.annotate_min_blocks_per_sm(1)
+            leave_first(others_compute(only, balanced))
+            leave_first((initial_states == 0 or in_place != 0) and rest_is_empty(segments, sequences))
             place = T.alloc_var("int32")  # among the sequences
             place = place_of(low_place, high_place)
             key_head = T.alloc_var("int32")

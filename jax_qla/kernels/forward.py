@@ -85,7 +85,17 @@ import jax.numpy as jnp
 from jax_qla.kernels import states
 from jax_qla.kernels.common import CHUNK, FIRST, LAST, LOG2_E, LONG, PASS_CONFIGS, ROUND, SHORT, cut_behind
 from jax_qla.kernels.inverse import INVERSE_PRELUDE
-from jax_qla.kernels.macros import accumulator_layout, call, kept_first, macros, over, place_of, unfenced
+from jax_qla.kernels.macros import (
+    accumulator_layout,
+    call,
+    kept_first,
+    leave_first,
+    macros,
+    over,
+    place_of,
+    rest_is_empty,
+    unfenced,
+)
 from jax_qla.kernels.preludes import LENGTH_PRELUDE, NORM_PRELUDE, P_PRELUDE
 from jax_qla.kernels.specification import (
     among_heads,
@@ -431,6 +441,11 @@ def program(config: Config):
             prelude=prelude,
         ) as (of_place, low_place, high_place):
             T.annotate_min_blocks_per_sm(1)
+            if not halve_long:  # of 32 sequences at most
+                leaves = final_states == 0 or in_place != 0
+                # Of pieces by their sequences: where kernels/uncut.py is asked, `segments` may not be there yet.
+                leave_first(leaves and cut_pieces == 0 and rest_is_empty(segments, sequences))
+                leave_first(leaves and cut_pieces > 0 and rest_is_empty(bounds, cut_sequences, cuts))
             place = T.alloc_var("int32")  # among the sequences
             place = place_of(low_place, high_place)
             if halve_long:

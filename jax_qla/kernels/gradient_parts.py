@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from jax_qla.kernels.common import CHUNK, FAINT, MIN_LOG_DECAY
 from jax_qla.kernels.macros import call, macros, unfenced
-from jax_qla.kernels.preludes import CHUNK_PRELUDE, TILE_PRELUDE
+from jax_qla.kernels.preludes import BALANCE_PRELUDE, CHUNK_PRELUDE, TILE_PRELUDE
 
 if TYPE_CHECKING:
     from jax_qla.kernels.gradients import Config
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 PRELUDE = (
     TILE_PRELUDE
     + CHUNK_PRELUDE
+    + BALANCE_PRELUDE
     + f"constexpr float kFaint = {FAINT}f;"
     + r"""
 // Lanes that differ in bit 2 * left exchange halves of their 2 * left sums.

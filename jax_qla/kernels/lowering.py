@@ -52,7 +52,17 @@ def lower_program(program: Callable[[], Any], pass_configs: Mapping[str, object]
         prim_func = program()
         artifact = tilelang.lower(prim_func, target=target, enable_host_codegen=False, enable_device_compile=False)
     _refuse_equal_names(artifact.kernel_source)
-    return artifact.kernel_source, extract_plan(artifact, prim_func)
+    return _leave_first(artifact.kernel_source), extract_plan(artifact, prim_func)
+
+
+def _leave_first(source: str) -> str:
+    """The kernel's statements `jax_qla_leave_if(nothing);` (macros.py: leave_first) as the first that it executes. TileLang has all blocks initialise
+    the barriers, and meet, before what a program begins with. One that names a variable of the kernel's, or stands within
+    another statement, does not compile."""
+    statement = re.compile(r"^  jax_qla_leave_if\((.*)\);\n", re.MULTILINE)
+    kernel = re.compile(r'^extern "C" __global__ void __launch_bounds__.*\{\n', re.MULTILINE)
+    checks = [f"  if (__any_sync(0xffffffffu, {nothing})) return;\n" for nothing in statement.findall(source)]
+    return kernel.sub(lambda begun: begun.group() + "".join(checks), statement.sub("", source), count=1)
 
 
 def _refuse_equal_names(source: str) -> None:

@@ -35,6 +35,27 @@ def place_of(low, high):
     return high * PLACES + low
 
 
+def leave_first(nothing):
+    """A statement: all threads return if there is nothing to do, before all else, also before barriers are initialised (lowering.py). Of batches with many
+    places blocks that leave are most of all, and half of what they cost is what every kernel begins with. `nothing` may go by operands, scalars and
+    the block's place in the grid alone. Some block of the launch must stay, and wait."""
+    return call("jax_qla_leave_if", nothing)
+
+
+def rest_is_empty(segments, sequences, cuts=0):
+    """Whether nothing is at this block's place among the sequences, or among pieces of these with so many places for `cuts`, for `leave_first`."""
+    import tilelang.language as T
+
+    return T.call_extern("bool", "jax_qla_rest_is_empty", T.address_of(segments[0, 0]), sequences, cuts)
+
+
+def others_compute(only, balanced):
+    """What the macro `leave_unless` asks, for `leave_first`."""
+    import tilelang.language as T
+
+    return T.call_extern("bool", "jax_qla_others_compute", only, T.address_of(balanced[0]))
+
+
 def kept_first(firsts, sequences, sequence, piece):
     """The row of what lies between pieces where `compose` has kept what a sequence that is cut begins with, `piece` being its first one: that of its chain
     (jax_qla/segments.py: chain_table) from `firsts` on."""

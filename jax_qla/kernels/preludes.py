@@ -3,7 +3,7 @@
 Those of the inverse are in kernels/inverse.py and kernels/products.py, those of one kernel in its file.
 """
 
-from jax_qla.kernels.common import CHUNK, L2NORM_EPSILON, SLOW, STRETCHES
+from jax_qla.kernels.common import ALWAYS, BALANCED, CHUNK, L2NORM_EPSILON, PLACES, ROUND, SLOW, STRETCHES
 
 MATRIX_PRELUDE = r"""
 // Instructions, one a function.
@@ -240,6 +240,13 @@ __device__ __forceinline__ void jax_qla_find_chunk(void* found, const int* segme
   x[1] = min(max(end - start - chunk * kChunk, 0), kChunk);
   x[2] = chunk >= last ? min(max(gap_end - fill, 0), kChunk) : 0;
 }
+// Whether the slot is one of empty sequences at the end, with no rows behind it, to be asked before all else (macros.py: leave_first). Only where 32
+// sequences and all rows come before: others have rows, as a rule, and would wait for the answer.
+__device__ __forceinline__ bool jax_qla_slot_is_empty(const int* segments, int count, int tokens, int slot) {
+  if (slot <= tokens / kChunk + 32) return false;
+  const int end = segments[2 * count - 1], n = slot - end / kChunk - 1;
+  return n < count - 1 && segments[2 * n] == end;
+}
 """
 )
 
@@ -289,8 +296,8 @@ __device__ __forceinline__ int jax_qla_slow_first(const float* sums, int heads, 
 
 
 LENGTH_PRELUDE = (
-    NTH_PRELUDE
-    + r"""
+    NTH_PRELUDE + f"constexpr int kPlaces = {PLACES}, kRound = {ROUND};"
+    r"""
 // Which of `count` sequences (first row and end of each) comes at `place`, the longest first. Of more than 32 sequences those come first that are
 // longer than twice the mean of `tokens`, then those longer than it, then than half of it, among every 256 that follow one another. As they are where
 // the mean is less than a chunk. To be called by whole warps. Blocks begin as they are numbered, and take as long as their sequences: so the card need
@@ -338,6 +345,27 @@ __device__ __forceinline__ int jax_qla_long_first(const int* segments, int count
     before -= __popc(alike);
   }
   return found;
+}
+// Whether nothing is at the place of this block, of a grid `over` places, among `count` sequences, to be asked before all else (macros.py: leave_first): the
+// one of this number and all that follow it among the same 256 are empty, with no rows between them, so that all others are at places before. Not asked of
+// the first 32, whose order is found otherwise, of the last of 256, which rows of no sequence may follow, nor of blocks that run at once with the first
+// one: some of these must wait. Of pieces, of sequences with room for so many `cuts`, or of these if none is cut: what is at a place is of the sequence so
+// many before, or of a later one, and all later ones are empty, too.
+__device__ __forceinline__ bool jax_qla_rest_is_empty(const int* segments, int count, int cuts) {
+  const int place = blockIdx.z * kPlaces + blockIdx.y, n = place - cuts, last = cuts > 0 ? count - 1 : min(place | 255, count - 1);
+  if (place < 32 || n < 0 || n >= last || place * gridDim.x + blockIdx.x < kRound) return false;
+  return segments[2 * n] == segments[2 * last + 1];
+}
+"""
+)
+
+BALANCE_PRELUDE = (
+    f"constexpr int kAlways = {ALWAYS}, kBalanced = {BALANCED};"
+    r"""
+// Whether other kernels compute the batch, by what kernels/balance.py found, to be asked before all else (macros.py: leave_first); not of the first block,
+// which must wait.
+__device__ __forceinline__ bool jax_qla_others_compute(int only, const int* balanced) {
+  return only != kAlways && blockIdx.x + blockIdx.y + blockIdx.z > 0 && balanced[0] != (only == kBalanced);
 }
 """
 )

@@ -35,7 +35,7 @@ import jax.numpy as jnp
 from jax_qla.kernels.common import CHUNK, LOG2_E, LONG, MIN_LOG_DECAY, PASS_CONFIGS
 from jax_qla.kernels.inverse import KEPT
 from jax_qla.kernels.inversion import INVERSION_PRELUDE
-from jax_qla.kernels.macros import call, over, place_of, unfenced
+from jax_qla.kernels.macros import call, leave_first, over, place_of, unfenced
 from jax_qla.kernels.preludes import CHUNK_PRELUDE, NORM_PRELUDE
 from jax_qla.kernels.specification import (
     decay,
@@ -292,6 +292,12 @@ def program(config: Config):
             prelude=PRELUDE,
         ) as (number, low_slot, high_slot):
             T.annotate_min_blocks_per_sm(4)
+            leave_first(
+                T.call_extern(
+                    *("bool", "jax_qla_slot_is_empty", T.address_of(bounds[0, 0]), sequences, tokens),
+                    slots - 1 - place_of(low_slot, high_slot),
+                )
+            )
             # Neighbours work on the same rows: what they read and write together is contiguous. The first rows come last, for
             # `forward` begins with them, and finds in the second-level cache what has been read and written of late.
             slot = T.alloc_var("int32")

@@ -54,8 +54,8 @@ import jax.numpy as jnp
 from jax_qla.kernels import first_state
 from jax_qla.kernels.common import CHUNK, FAINT, PASS_CONFIGS, ROUND, SHORT
 from jax_qla.kernels.inverse import INVERSE_PRELUDE
-from jax_qla.kernels.macros import call, macros, over, place_of, unfenced
-from jax_qla.kernels.preludes import LENGTH_PRELUDE, P_PRELUDE
+from jax_qla.kernels.macros import call, leave_first, macros, others_compute, over, place_of, rest_is_empty, unfenced
+from jax_qla.kernels.preludes import BALANCE_PRELUDE, LENGTH_PRELUDE, P_PRELUDE
 from jax_qla.kernels.specification import (
     among_heads,
     decay,
@@ -81,7 +81,7 @@ STATE, NOTHING = range(2)
 there before that kernel let this one begin. Or all is there."""
 
 
-PRELUDE = P_PRELUDE + INVERSE_PRELUDE + LENGTH_PRELUDE
+PRELUDE = P_PRELUDE + INVERSE_PRELUDE + LENGTH_PRELUDE + BALANCE_PRELUDE
 
 
 @dataclass(frozen=True)
@@ -153,6 +153,8 @@ def program(config: Config):
             prelude=PRELUDE,
         ) as (of_place, low_place, high_place):
             T.annotate_min_blocks_per_sm(1)
+            leave_first(others_compute(only, balanced))
+            leave_first((initial_states == 0 or in_place != 0) and rest_is_empty(segments, sequences))
             place = T.alloc_var("int32")  # among the sequences
             place = place_of(low_place, high_place)
             block = place * (heads * tiles) + of_place

@@ -32,7 +32,7 @@ import jax.numpy as jnp
 
 from jax_qla.kernels import first_state
 from jax_qla.kernels.common import CHUNK, LOG2_E, LONG, PASS_CONFIGS, ROUND
-from jax_qla.kernels.macros import call, macros, over, place_of, unfenced
+from jax_qla.kernels.macros import call, leave_first, macros, over, place_of, rest_is_empty, unfenced
 from jax_qla.kernels.preludes import LENGTH_PRELUDE, TILE_PRELUDE
 from jax_qla.kernels.specification import (
     gather_chunks,
@@ -103,6 +103,7 @@ def program(config: Config):
             prelude=PRELUDE,
         ) as (of_place, low_place, high_place):
             T.annotate_min_blocks_per_sm(1)
+            leave_first(rest_is_empty(segments, sequences))
             if awaits == EVERYTHING:
                 T.pdl_sync()
                 T.pdl_trigger()  # `state_gradients` reads nothing of this and may run beside it
