@@ -21,7 +21,8 @@ have nothing to do, and let `forward` begin, which then uses nothing of theirs n
 pieces.
 
 What is said of the kernels here, tests/test_barriers.py sees in their programs (but of `backward`, whose blocks all
-wait first, and of `gradients` of split operands), and tests/test_overlap.py holds all sequences of calls against it.
+wait before they do more than ask whether they have anything to do, and of `gradients` of split operands), and
+tests/test_overlap.py holds all sequences of calls against it.
 """
 
 from __future__ import annotations
