@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from jax_qla.kernels import uncut
 from jax_qla.kernels.forward import HALVES_PRELUDE
 from jax_qla.kernels.macros import leave_first, over, place_of, rest_is_empty
 from jax_qla.kernels.preludes import LENGTH_PRELUDE
@@ -174,6 +175,28 @@ def leaving() -> Any:
                 stays[place_of(low, high), head] = 1
 
     return leaving
+
+
+def leaving_uncut() -> Any:
+    """Which blocks stay where some sequence is cut: all of them, or none."""
+    import tilelang.language as T
+
+    count, heads, blocks = T.dynamic("count, heads, blocks")
+    leave_if_uncut = uncut.macro()
+
+    @T.prim_func
+    def leaving_uncut(
+        bounds: T.Tensor((count, 2), "int32"), stays: T.Tensor((blocks, heads), "int32"), cut_beyond: T.int32
+    ):
+        with T.Kernel(blocks, heads, threads=32, prelude=uncut.UNCUT_PRELUDE) as (block, head):
+            met = T.alloc_barrier([32])
+            T.barrier_arrive(met[0])
+            T.barrier_wait(met[0], 0)
+            leave_if_uncut(bounds, count, cut_beyond, block + head == 0)
+            T.pdl_sync()
+            stays[block, head] = 1
+
+    return leaving_uncut
 
 
 def leaving_late() -> Any:

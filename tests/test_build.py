@@ -148,8 +148,14 @@ def test_blocks_that_have_nothing_to_do_leave_before_all_else() -> None:
     kernel = source[source.index("__launch_bounds__") :]
     assert kernel.splitlines()[1].startswith("  if (__any_sync(0xffffffffu, jax_qla_rest_is_empty(")
     assert kernel.index("return;") < kernel.index("met")
+    source, _ = lowering.lower_program(programs.leaving_uncut, programs.PASS_CONFIGS)
+    kernel = source[source.index("__launch_bounds__") :]
+    assert kernel.splitlines()[1].startswith("  if (__any_sync(0xffffffffu, jax_qla_others_uncut(")
     with pytest.raises(RuntimeError, match=r'"found" is undefined'):
         lowering.compile_program(programs.leaving_late, programs.PASS_CONFIGS)
+    for kernels in (0, 2):
+        with pytest.raises(ValueError, match=f"{kernels} kernels in the CUDA source"):
+            lowering._leave_first(kernels * 'extern "C" __global__ void __launch_bounds__(32) kernel() {\n}\n')
 
 
 def test_cubins() -> None:

@@ -808,6 +808,17 @@ def test_blocks_of_places_that_nobody_takes_leave_first(count: int, heads: int, 
         np.testing.assert_array_equal(stays == 0, asked & empty)
 
 
+@pytest.mark.parametrize("count", [1, 33, 256])
+def test_all_blocks_leave_where_no_sequence_is_cut(count: int) -> None:
+    kernel, lengths = emulator.Emulated(*lowering.lower_program(programs.leaving_uncut, {})), np.full(count, 100)
+    lengths[count // 2] = 200
+    bounds = np.stack([np.cumsum(lengths) - lengths, np.cumsum(lengths)], axis=1).astype(np.int32)
+    for beyond, stay in ((-1, True), (199, True), (200, False)):
+        stays = np.zeros((3, 2), np.int32)
+        kernel({"bounds": bounds, "stays": stays}, {"cut_beyond": beyond})
+        assert (stays == stay).all()
+
+
 @pytest.mark.parametrize("in_one", ["if balanced", rarely("always"), rarely("never")])
 @pytest.mark.parametrize("rows", ["0", rarely("64")])
 def test_places_that_nobody_takes_change_nothing(rows: str, in_one: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -47,7 +47,6 @@ from jax_qla.kernels.macros import (
     call,
     leave_first,
     macros,
-    others_compute,
     over,
     place_of,
     rest_is_empty,
@@ -437,7 +436,6 @@ def program(config: Config):
     ):
         with T.Kernel(heads, *over(sequences), threads=512, prelude=PRELUDE) as (number, low_place, high_place):
             T.annotate_min_blocks_per_sm(1)
-            leave_first(others_compute(only, balanced))
             leave_first((initial_states == 0 or in_place != 0) and rest_is_empty(segments, sequences))
             place = T.alloc_var("int32")  # among the sequences
             place = place_of(low_place, high_place)
@@ -450,7 +448,7 @@ def program(config: Config):
             target = T.alloc_var("int32")  # where the gradient of the initial state goes, if anywhere
             first_slot = T.alloc_var("int32")
             T.pdl_sync()
-            m.leave_unless(only, balanced, place + number)
+            m.leave_unless(only, balanced, place + number == 0)
             n = T.alloc_var("int32")
             start = T.alloc_var("int32")
             end = T.alloc_var("int32")

@@ -35,7 +35,7 @@ from jax_qla.kernels.gradient_parts import (
     key_head_writer,
     operations,
 )
-from jax_qla.kernels.macros import accumulator_layout, call, leave_first, macros, others_compute, unfenced
+from jax_qla.kernels.macros import accumulator_layout, call, macros, unfenced
 
 if TYPE_CHECKING:
     from jax_qla.kernels.gradients import Config
@@ -139,8 +139,7 @@ def program(config: "Config"):
             state_slots + 1, T.ceildiv(T.truncdiv(of_launch, ratio), group), threads=512, prelude=SPLIT_PRELUDE
         ) as (slot, part_of_heads):
             T.annotate_min_blocks_per_sm(1)
-            leave_first(others_compute(only, balanced))
-            m.leave_unless(only, balanced, slot + part_of_heads)
+            m.leave_unless(only, balanced, slot + part_of_heads == 0)
             row, rows, fill = find_chunk(segments, sequences, tokens, slot)
             first = T.alloc_var("int32")  # first key head of this block
             keys = T.alloc_var("int32")  # their number

@@ -39,7 +39,7 @@ def lower_program(program: Callable[[], Any], pass_configs: Mapping[str, object]
     Raises:
         ImportError: TileLang is not installed.
         NotImplementedError: its host module has something that a launch plan cannot hold.
-        ValueError: two of its buffers in shared memory have one name.
+        ValueError: two of its buffers in shared memory have one name, or its kernel's beginning is not found.
     """
     import tilelang
     import tvm
@@ -61,8 +61,12 @@ def _leave_first(source: str) -> str:
     another statement, does not compile."""
     statement = re.compile(r"^  jax_qla_leave_if\((.*)\);\n", re.MULTILINE)
     kernel = re.compile(r'^extern "C" __global__ void __launch_bounds__.*\{\n', re.MULTILINE)
-    checks = [f"  if (__any_sync(0xffffffffu, {nothing})) return;\n" for nothing in statement.findall(source)]
-    return kernel.sub(lambda begun: begun.group() + "".join(checks), statement.sub("", source), count=1)
+    found = statement.findall(source)
+    checks = [f"  if (__any_sync(0xffffffffu, {nothing})) return;\n" for nothing in found]
+    moved, kernels = kernel.subn(lambda begun: begun.group() + "".join(checks), statement.sub("", source))
+    if kernels != 1:
+        raise ValueError(f"{kernels} kernels in the CUDA source, not one that begins as is known")
+    return moved
 
 
 def _refuse_equal_names(source: str) -> None:

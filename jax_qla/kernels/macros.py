@@ -49,13 +49,6 @@ def rest_is_empty(segments, sequences, cuts=0):
     return T.call_extern("bool", "jax_qla_rest_is_empty", T.address_of(segments[0, 0]), sequences, cuts)
 
 
-def others_compute(only, balanced):
-    """What the macro `leave_unless` asks, for `leave_first`."""
-    import tilelang.language as T
-
-    return T.call_extern("bool", "jax_qla_others_compute", only, T.address_of(balanced[0]))
-
-
 def kept_first(firsts, sequences, sequence, piece):
     """The row of what lies between pieces where `compose` has kept what a sequence that is cut begins with, `piece` being its first one: that of its chain
     (jax_qla/segments.py: chain_table) from `firsts` on."""
@@ -107,10 +100,12 @@ def _read_by(language):
             T.thread_return()
 
     @T.macro
-    def leave_unless(only, balanced, block):
-        """`leave_if` the sequences are not as `only` says: balanced, or not."""
-        if only != ALWAYS:
-            leave_if(balanced[0] != T.Select(only == BALANCED, 1, 0), block == 0)
+    def leave_unless(only, balanced, first_block):
+        """All threads return if the sequences are not as `only` says, balanced or not: before all else, but for the first block's, which waits."""
+        leave_first(T.call_extern("bool", "jax_qla_others_compute", only, T.address_of(balanced[0])))
+        if first_block:
+            if only != ALWAYS:
+                leave_if(balanced[0] != T.Select(only == BALANCED, 1, 0), True)
 
     @T.macro
     def find_sequence(n: T.Ref, start: T.Ref, end: T.Ref, count: T.Ref, segments, sequences, tokens, place: T.Ref):

@@ -359,6 +359,7 @@ __device__ __forceinline__ bool jax_qla_rest_is_empty(const int* segments, int c
 """
 )
 
+
 BALANCE_PRELUDE = (
     f"constexpr int kAlways = {ALWAYS}, kBalanced = {BALANCED};"
     r"""

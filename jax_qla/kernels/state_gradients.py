@@ -54,7 +54,7 @@ import jax.numpy as jnp
 from jax_qla.kernels import first_state
 from jax_qla.kernels.common import CHUNK, FAINT, PASS_CONFIGS, ROUND, SHORT
 from jax_qla.kernels.inverse import INVERSE_PRELUDE
-from jax_qla.kernels.macros import call, leave_first, macros, others_compute, over, place_of, rest_is_empty, unfenced
+from jax_qla.kernels.macros import call, leave_first, macros, over, place_of, rest_is_empty, unfenced
 from jax_qla.kernels.preludes import BALANCE_PRELUDE, LENGTH_PRELUDE, P_PRELUDE
 from jax_qla.kernels.specification import (
     among_heads,
@@ -153,7 +153,6 @@ def program(config: Config):
             prelude=PRELUDE,
         ) as (of_place, low_place, high_place):
             T.annotate_min_blocks_per_sm(1)
-            leave_first(others_compute(only, balanced))
             leave_first((initial_states == 0 or in_place != 0) and rest_is_empty(segments, sequences))
             place = T.alloc_var("int32")  # among the sequences
             place = place_of(low_place, high_place)
@@ -161,7 +160,7 @@ def program(config: Config):
             number = of_place // tiles
             head = first_head + number
             T.pdl_trigger()  # `gradients` waits by itself
-            m.leave_unless(only, balanced, block)
+            m.leave_unless(only, balanced, block == 0)
             key_head = T.alloc_var("int32")
             target = T.alloc_var("int32")  # where the gradient of the initial state goes, if anywhere
             n = T.alloc_var("int32")
