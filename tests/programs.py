@@ -192,7 +192,9 @@ def leaving_uncut() -> Any:
             met = T.alloc_barrier([32])
             T.barrier_arrive(met[0])
             T.barrier_wait(met[0], 0)
-            leave_if_uncut(bounds, count, cut_beyond, block + head == 0)
+            leave_first(uncut.others_uncut(bounds, count, cut_beyond))
+            if block + head == 0:
+                leave_if_uncut(bounds, count, cut_beyond, True)
             T.pdl_sync()
             stays[block, head] = 1
 

@@ -40,7 +40,7 @@ import jax.numpy as jnp
 from jax_qla.kernels import uncut
 from jax_qla.kernels.common import CHUNK, FIRST, LAST, PASS_CONFIGS, map_blocks_shape
 from jax_qla.kernels.inverse import INVERSE_PRELUDE
-from jax_qla.kernels.macros import accumulator_layout, call, macros, unfenced
+from jax_qla.kernels.macros import accumulator_layout, call, leave_first, macros, unfenced
 from jax_qla.kernels.preludes import PRELUDE, REACH_PRELUDE
 from jax_qla.kernels.specification import (
     gather_chunks,
@@ -147,7 +147,9 @@ def program(config: Config):
             prelude=PRELUDE + INVERSE_PRELUDE + REACH_PRELUDE + ITEM_PRELUDE + uncut.UNCUT_PRELUDE + MAP_PRELUDE,
         ) as block:
             T.annotate_min_blocks_per_sm(2)
-            leave_if_uncut(bounds, sequences, cut_beyond, block == 0)
+            leave_first(uncut.others_uncut(bounds, sequences, cut_beyond))
+            if block == 0:
+                leave_if_uncut(bounds, sequences, cut_beyond, True)
             # `prepare` has ended; and so it has where this is launched for the second time, which the first allowed when it knew that
             if alone >= 0:
                 T.pdl_sync()

@@ -31,17 +31,20 @@ def macro():
     """The macro `leave_if_uncut`, built on demand so that importing this needs no TileLang."""
     import tilelang.language as T
 
-    from jax_qla.kernels.macros import leave_first
-
     @T.macro
     def leave_if_uncut(bounds, sequences, cut_beyond, first_block):
-        """Of a kernel that computes what lies between pieces: where there are none, all blocks return, before all else, but for the first one, which waits.
-        And the next kernel may begin at once."""
-        leave_first(T.call_extern("bool", "jax_qla_others_uncut", T.address_of(bounds[0, 0]), sequences, cut_beyond))
-        if first_block:
-            if T.call_extern("int32", "jax_qla_uncut", T.address_of(bounds[0, 0]), sequences, cut_beyond) != 0:
-                T.pdl_trigger()
-                T.pdl_sync()
-                T.thread_return()
+        """Of a kernel that computes what lies between pieces: where there are none, all blocks return, and the next kernel may begin at once."""
+        if T.call_extern("int32", "jax_qla_uncut", T.address_of(bounds[0, 0]), sequences, cut_beyond) != 0:
+            T.pdl_trigger()
+            if first_block:
+                T.pdl_sync()  # one block is enough
+            T.thread_return()
 
     return leave_if_uncut
+
+
+def others_uncut(bounds, sequences, cut_beyond):
+    """Whether blocks but the first, which must wait, have nothing to do for that, for `leave_first` (macros.py)."""
+    import tilelang.language as T
+
+    return T.call_extern("bool", "jax_qla_others_uncut", T.address_of(bounds[0, 0]), sequences, cut_beyond)
