@@ -135,7 +135,7 @@ def test_whole_and_in_pieces(
     assert max(end - start for start, end in PACKED.segments) > beyond
     monkeypatch.setenv(policy.OVERRIDE, str(rows))
     monkeypatch.setattr(policy, "room_for_both", lambda blocks: room)
-    monkeypatch.setattr(policy, "prepared_together", lambda *sizes: together)
+    monkeypatch.setattr(policy, "prepared_together", lambda *sizes, **places: together)
     stand_in.forget_traces()
     battery.check(case, cuda, LIMITS)
     assert used.count("compose") == (2 if rows else 0)
@@ -442,7 +442,7 @@ def test_a_shard_in_one(value_heads: int, monkeypatch: pytest.MonkeyPatch) -> No
 @only_thorough
 @pytest.mark.parametrize("precision", [None, "high"])
 def test_heads_with_keys_of_their_own(precision: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(policy, "prepared_together", lambda *sizes: 4)
+    monkeypatch.setattr(policy, "prepared_together", lambda *sizes, **places: 4)
     emulated = emulator.emulated
 
     def of_own_keys(name: str, config: Any) -> emulator.Emulated:

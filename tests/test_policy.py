@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import jax.numpy as jnp
 import pytest
 
 from jax_qla import policy
 from jax_qla import segments as tables
+from jax_qla.cuda.call import Call
+from jax_qla.cuda.steps import prepare_step
 from jax_qla.kernels.balance import balanced
 from jax_qla.kernels.forward import HALVES_PRELUDE
 from jax_qla.policy import card
@@ -792,6 +795,29 @@ def test_heads_of_a_block_of_prepare(
 ) -> None:
     slots = tables.slot_count(tokens, sequences)
     assert policy.prepared_together(slots, key_heads, value_heads) == together
+
+
+@pytest.mark.parametrize(
+    ("length", "sequences", "key_heads", "value_heads", "together"),
+    [
+        (18, 11, 2, 8, 4),  # 88 blocks of `forward`, 44 of two heads would leave none to spare
+        (128, 10, 2, 8, 4),
+        (64, 14, 2, 8, 2),  # 112 and 28: not all at once anyway
+        (64, 5, 4, 16, 2),  # 80 and 40
+        (64, 5, 16, 16, 2),  # 80 and 40, not of one head, 80
+        (33, 6, 16, 16, 4),
+        (64, 3, 16, 16, 1),  # blocks of `forward` have 64 columns
+        (2048, 1, 2, 8, 2),
+    ],
+)
+def test_heads_of_a_block_of_prepare_beside_forward(
+    length: int, sequences: int, key_heads: int, value_heads: int, together: int
+) -> None:
+    """Where multiprocessors are enough for both, none of `forward` waits for one."""
+    k = jnp.zeros((sequences, length, key_heads, 128), jnp.bfloat16)
+    v = jnp.zeros((sequences, length, value_heads, 128), jnp.bfloat16)
+    call = Call(k, k, v, None, l2norm=False, precision=None)
+    assert prepare_step(call).scalars["together"] == together
 
 
 def test_groups_of_heads_with_states() -> None:

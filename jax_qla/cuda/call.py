@@ -135,6 +135,11 @@ class Call:
         return policy.whole_heads(self.sequences, self.value_heads, self.value_dim)
 
     @property
+    def beside_prepare(self) -> int:
+        """Blocks of `forward` that begin while `prepare` runs and need a multiprocessor each."""
+        return 0 if self.is_cut or self.value_tile <= 64 else self.recurrences * self.value_heads
+
+    @property
     def measures(self) -> bool:
         """Whether `forward`, and not `prepare`, is to find lengths of queries."""
         return self.l2norm and not self.split and policy.measured_by_forward(self.ratio, self.value_tile)

@@ -54,7 +54,9 @@ UNMEASURED = "unmeasured"
 def prepare_step(call: Call, *, queries: bool = True) -> Step:
     """`prepare`, of all heads; with lengths of `queries` where q and k are to be normalised."""
     slots = tables.slot_count(call.tokens, call.sequences)
-    together = policy.prepared_together(slots, call.key_heads, call.value_heads)
+    chunks = call.sequences * -(-call.tokens // (call.sequences * CHUNK))
+    heads = call.key_heads, call.value_heads
+    together = policy.prepared_together(slots, *heads, chunks=chunks, beside=call.beside_prepare)
     keys = 1 if call.ratio % together == 0 else 2
     if together == 4 and call.key_heads == call.value_heads:
         keys = 4

@@ -224,16 +224,29 @@ def composed(chains: int, heads: int, value_dim: int, *, packed: bool) -> Compos
     return Composed(columns, max(most, min(chains, card.MULTIPROCESSORS // blocks(columns))))
 
 
-def prepared_together(slots: int, key_heads: int, value_heads: int) -> int:
+def prepared_together(slots: int, key_heads: int, value_heads: int, *, chunks: int = 0, beside: int = 0) -> int:
     """Value heads that a block of kernels/prepare.py computes: two, or one where each has a key head of its own, where
     blocks are then so few that each has much of a multiprocessor; else four, or two if these are so few.
+
+    Where blocks of kernels/forward.py begin beside them that need a multiprocessor each, as many heads as leave one to
+    each of these, if that is possible: a block that finds none begins when others have ended.
 
     Args:
         slots: of chunks (`segments.slot_count`), each of which has blocks.
         key_heads, value_heads: Hk and Hv.
+        chunks: slots that have one, if sequences are alike. Blocks of the others leave at once.
+        beside: blocks of kernels/forward.py that have 128 value columns, and so all registers of a multiprocessor; 0
+            where they wait for more than `prepare`.
     """
-    few = (1, 2) if key_heads == value_heads else (2,)
-    return next((n for n in few if slots * -(-value_heads // n) <= _PREPARED_ALONE * card.MULTIPROCESSORS), 4)
+    numbers = (1, 2, 4) if key_heads == value_heads else (2, 4)
+
+    def blocks(of: int, heads: int) -> int:
+        return of * -(-value_heads // heads)
+
+    for heads in numbers:
+        if beside > 0 and beside + blocks(chunks, heads) < card.MULTIPROCESSORS:
+            return heads
+    return next((n for n in numbers if blocks(slots, n) <= _PREPARED_ALONE * card.MULTIPROCESSORS), 4)
 
 
 def measured_by_forward(ratio: int, value_tile: int) -> bool:
