@@ -37,12 +37,9 @@ _PREPARED_ALONE = 2
 """Blocks of kernels/prepare.py that a multiprocessor gets up to which they take less time with half as many heads each
 (docs/performance_versions.md)."""
 
-_SHARED = 1.38
-"""Times as long as alone that a block of kernels/summaries.py takes where two share a multiprocessor, ..."""
-
 _LAUNCHED_TWICE = 12
-"""... and chunks of a piece from which on that is worth a launch more, if gates decide about it
-(docs/performance_policy.md, "Blocks that share a multiprocessor")."""
+"""Chunks of a piece from which on it is worth a launch more of kernels/summaries.py that its blocks share no
+multiprocessor, if gates decide about it (docs/performance_policy.md, "Blocks that share a multiprocessor")."""
 
 
 def value_tile(recurrences: int, value_dim: int) -> int:
@@ -186,7 +183,7 @@ def summarised(
         if sum(blocks) > card.MULTIPROCESSORS:  # short ones come one after the other, and the last may begin late
             steps = blocks[0] * length + blocks[1] * last
             alone = max(alone, steps / card.MULTIPROCESSORS + last)
-        return blocks[0] <= card.MULTIPROCESSORS and alone <= _SHARED * length
+        return blocks[0] <= card.MULTIPROCESSORS and alone <= costs.SHARED * length
 
     most = max((n for n in range(1, heads + 1) if end_sooner_alone(n)), default=0)
     if 4 * most < heads:

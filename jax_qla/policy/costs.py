@@ -77,10 +77,35 @@ def summary_blocks(length: int, cuts: int, slow: float, decaying: float) -> Summ
     return SummaryBlocks(length, cuts * slow / 4, cuts * 3 / 4 * decaying)
 
 
+SHARED = 1.38
+"""Times as long as alone that a block of kernels/summaries.py takes where two share a multiprocessor ("Blocks that
+share a multiprocessor")."""
+_SECOND_LAUNCH = 2.0
+"""us of kernels/summaries.py where it is launched twice (ibid.)."""
+
+
 def summaries(of: SummaryBlocks) -> float:
-    """kernels/summaries.py, of which a multiprocessor runs two blocks at once."""
+    """kernels/summaries.py, of which a multiprocessor runs two blocks at once, whether or not the longest share one."""
     shared = of.steps / (2 * card.MULTIPROCESSORS)
     return max(_SUMMARY_STEP * of.length, _SHARED_STEP * shared)
+
+
+def summaries_shared(of: SummaryBlocks) -> float:
+    """The same where the longest block shares a multiprocessor with another one."""
+    return max(SHARED * _SUMMARY_STEP * of.length, summaries(of))
+
+
+def summaries_alone(of: SummaryBlocks) -> float:
+    """The same where each block has a multiprocessor to itself. If they do not run all at once, a short one is last."""
+    steps = of.steps / card.MULTIPROCESSORS
+    if of.whole + of.short > card.MULTIPROCESSORS:
+        steps += min(of.length, FORGETFUL)
+    return _SUMMARY_STEP * max(of.length, steps)
+
+
+def summaries_by_gates(of: SummaryBlocks, *, shared: bool) -> float:
+    """The same where the device finds out which of the two it is: whether they are `shared`."""
+    return _SECOND_LAUNCH + (summaries_shared(of) if shared else summaries_alone(of))
 
 
 # kernels/compose.py, which goes from piece to piece.

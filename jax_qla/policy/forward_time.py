@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Callable
 
 from jax_qla.kernels.common import CHUNK
 from jax_qla.policy import card, costs
 from jax_qla.policy.batches import Alike, Batch, most_are_taken
-from jax_qla.policy.blocks import composed, halves, value_tile
+from jax_qla.policy.blocks import composed, halves, summarised, value_tile
 from jax_qla.segments import cut_count
 
 _ROWS_COMPOSED = 512
@@ -23,15 +24,23 @@ _UNLIKE = 1.125
 """Times their length, up to which sequences that are supposed to be alike may differ ("Fewer blocks, shorter
 pieces")."""
 
+_FEW_HEADS, _FEW_TOKENS = 8, 65536
+"""Value heads and tokens of one sequence up to which pieces of a forward pass alone are chosen by how blocks of
+kernels/summaries.py share multiprocessors. Of other calls the constants were fitted without that, and choices by it
+are no better (docs/performance_policy.md, "How near to the best")."""
+
 ASKED_AMONG = 256
 """Sequences up to which every block may find out for itself whether any is cut (kernels/uncut.py): two loads a lane."""
 
 
-def forward_time(batch: Batch, alike: Alike, length: int | None) -> float:
-    """The forward recurrence of these sequences of the batch, in pieces of `length` chunks or whole (None)."""
+def forward_time(batch: Batch, alike: Alike, length: int | None, *, alone: bool = False) -> float:
+    """The forward recurrence of these sequences of the batch, in pieces of `length` chunks or whole (None); `alone`:
+    not to be added to what the backward pass takes."""
     if length is None or (length >= alike.chunks and not batch.packed):
         return max(1.0, _whole(batch, alike))
-    return _left_whole(batch, alike, length) if stays_whole(batch, alike, length) else _cut(batch, alike, length)
+    if stays_whole(batch, alike, length):
+        return _left_whole(batch, alike, length)
+    return _cut(batch, alike, length, by_sharing=alone and _sharing_counts(batch))
 
 
 def shard_time(batch: Batch, alike: Alike, length: int) -> float:
@@ -40,7 +49,7 @@ def shard_time(batch: Batch, alike: Alike, length: int) -> float:
     pieces = pieces_of(alike, length)
     columns, _ = composed_in_turn(batch, alike, length)
     compose = costs.compose(2 * (pieces_each(alike, length) + 1), columns)
-    return _in_pieces(batch, pieces, pieces.number, compose)
+    return _in_pieces(batch, pieces, pieces.number, costs.summaries, compose)
 
 
 @functools.cache
@@ -99,21 +108,26 @@ def _whole(batch: Batch, alike: Alike) -> float:
     return costs.forward(alike.chunks, recurrences * (batch.value_dim // tile), tile)
 
 
-def _cut(batch: Batch, alike: Alike, length: int) -> float:
+def _cut(batch: Batch, alike: Alike, length: int, *, by_sharing: bool = False) -> float:
     """`forward_time` of sequences that are cut."""
     pieces = pieces_of(alike, length)
     columns, turns = composed_in_turn(batch, alike, length)
     compose = costs.compose(pieces_each(alike, length) * turns, columns)
-    return _in_pieces(batch, pieces, pieces.number - alike.number, compose)
+    cuts = pieces.number - alike.number
+    summaries = functools.partial(_summaries_by_sharing, batch, pieces, cuts) if by_sharing else costs.summaries
+    return _in_pieces(batch, pieces, cuts, summaries, compose)
 
 
-def _in_pieces(batch: Batch, pieces: Alike, cuts: int, compose: float) -> float:
+def _in_pieces(
+    batch: Batch, pieces: Alike, cuts: int, summaries: Callable[[costs.SummaryBlocks], float], compose: float
+) -> float:
     """The kernels of a forward pass in pieces.
 
     Args:
         batch: the batch.
         pieces: of all its sequences.
         cuts: pieces that are summarised.
+        summaries: us of kernels/summaries.py with such blocks.
         compose: us of kernels/compose.py.
     """
     key_dim, value_dim = batch.key_dim, batch.value_dim
@@ -121,7 +135,21 @@ def _in_pieces(batch: Batch, pieces: Alike, cuts: int, compose: float) -> float:
     blocks = costs.summary_blocks(pieces.chunks, cuts * batch.heads, (key_dim + value_dim) / 64, value_dim / 64)
     rounds = card.rounds(recurrences * (value_dim // value_tile(recurrences, value_dim)))
     rounds += card.rounds(blocks.whole + blocks.short, 2)
-    return costs.in_pieces(_whole(batch, pieces) + costs.summaries(blocks) + compose, rounds, recurrences)
+    return costs.in_pieces(_whole(batch, pieces) + summaries(blocks) + compose, rounds, recurrences)
+
+
+def _sharing_counts(batch: Batch) -> bool:
+    """Whether `_summaries_by_sharing` is known to make better choices."""
+    few = batch.sequences == 1 and batch.heads <= _FEW_HEADS and batch.tokens <= _FEW_TOKENS
+    return few and batch.key_dim == batch.value_dim == 128
+
+
+def _summaries_by_sharing(batch: Batch, pieces: Alike, cuts: int, blocks: costs.SummaryBlocks) -> float:
+    """kernels/summaries.py by how its blocks share multiprocessors."""
+    sharing, slow = summarised(cuts, cuts, pieces.chunks, batch.heads, batch.key_dim, batch.value_dim)
+    if sharing == "either":
+        return costs.summaries_by_gates(blocks, shared=batch.heads > 4 * slow)
+    return costs.summaries_shared(blocks) if sharing == "shared" else costs.summaries_alone(blocks)
 
 
 def _left_whole(batch: Batch, alike: Alike, length: int) -> float:

@@ -85,7 +85,7 @@ def _forward_rows(batch: Batch, wanted: int | None) -> int | None:
         return _even(wanted // CHUNK, batch.divided)
 
     def time(alike: Alike, length: int | None) -> float:
-        found = forward_time(batch, alike, length) + costs.prepare(batch.chunks, batch.heads)
+        found = forward_time(batch, alike, length, alone=True) + costs.prepare(batch.chunks, batch.heads)
         odd = length is not None and batch.several and not _is_power(length)
         return found / (1 - _GAIN_OF_ODD) if odd else found
 
