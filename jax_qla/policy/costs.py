@@ -80,8 +80,8 @@ def summary_blocks(length: int, cuts: int, slow: float, decaying: float) -> Summ
 SHARED = 1.38
 """Times as long as alone that a block of kernels/summaries.py takes where two share a multiprocessor ("Blocks that
 share a multiprocessor")."""
-_SECOND_LAUNCH = 2.0
-"""us of kernels/summaries.py where it is launched twice (ibid.)."""
+SECOND_LAUNCH = 2.0
+"""us of kernels/summaries.py where it is launched twice, and one launch leaves (ibid.)."""
 
 
 def summaries(of: SummaryBlocks) -> float:
@@ -101,11 +101,6 @@ def summaries_alone(of: SummaryBlocks) -> float:
     if of.whole + of.short > card.MULTIPROCESSORS:
         steps += min(of.length, FORGETFUL)
     return _SUMMARY_STEP * max(of.length, steps)
-
-
-def summaries_by_gates(of: SummaryBlocks, *, shared: bool) -> float:
-    """The same where the device finds out which of the two it is: whether they are `shared`."""
-    return _SECOND_LAUNCH + (summaries_shared(of) if shared else summaries_alone(of))
 
 
 # kernels/compose.py, which goes from piece to piece.

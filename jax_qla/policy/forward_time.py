@@ -145,11 +145,12 @@ def _sharing_counts(batch: Batch) -> bool:
 
 
 def _summaries_by_sharing(batch: Batch, pieces: Alike, cuts: int, blocks: costs.SummaryBlocks) -> float:
-    """kernels/summaries.py by how its blocks share multiprocessors."""
-    sharing, slow = summarised(cuts, cuts, pieces.chunks, batch.heads, batch.key_dim, batch.value_dim)
-    if sharing == "either":
-        return costs.summaries_by_gates(blocks, shared=batch.heads > 4 * slow)
-    return costs.summaries_shared(blocks) if sharing == "shared" else costs.summaries_alone(blocks)
+    """kernels/summaries.py by how its blocks share multiprocessors, if a quarter of the heads does not decay: then they
+    do not where the device finds out whether to."""
+    sharing, _ = summarised(cuts, cuts, pieces.chunks, batch.heads, batch.key_dim, batch.value_dim)
+    if sharing == "shared":
+        return costs.summaries_shared(blocks)
+    return costs.summaries_alone(blocks) + (costs.SECOND_LAUNCH if sharing == "either" else 0.0)
 
 
 def _left_whole(batch: Batch, alike: Alike, length: int) -> float:
