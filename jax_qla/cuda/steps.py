@@ -54,7 +54,8 @@ UNMEASURED = "unmeasured"
 def prepare_step(call: Call, *, queries: bool = True) -> Step:
     """`prepare`, of all heads; with lengths of `queries` where q and k are to be normalised."""
     slots = tables.slot_count(call.tokens, call.sequences)
-    chunks = call.sequences * -(-call.tokens // (call.sequences * CHUNK))
+    sequences = policy.if_alike(call.tokens, call.sequences)
+    chunks = sequences.number * sequences.chunks
     heads = call.key_heads, call.value_heads
     together = policy.prepared_together(slots, *heads, chunks=chunks, beside=call.beside_prepare)
     keys = 1 if call.ratio % together == 0 else 2

@@ -37,6 +37,7 @@ Who wants another choice has `piece_rows` of `chunk_gated_delta_rule`, and of th
 docs/performance_policy.md; tests/test_policy.py holds the choices to it.
 """
 
+from jax_qla.policy.batches import if_alike
 from jax_qla.policy.blocks import (
     NO_HALVES,
     Composed,
@@ -91,6 +92,7 @@ __all__ = [
     "groups_override",
     "halves",
     "head_groups",
+    "if_alike",
     "in_one",
     "in_one_override",
     "in_one_width",

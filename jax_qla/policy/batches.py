@@ -29,6 +29,11 @@ class Alike(NamedTuple):
     """Of each."""
 
 
+def if_alike(tokens: int, sequences: int) -> Alike:
+    """So many sequences, if all places for them are taken and all lengths the same."""
+    return Alike(sequences, -(-tokens // (sequences * CHUNK)))
+
+
 class Batch(NamedTuple):
     """What is known of a call when it is traced."""
 
@@ -63,21 +68,17 @@ class Batch(NamedTuple):
     @property
     def divided(self) -> int:
         """Chunks that are cut into equal pieces: those of each row of a dense batch, of all tokens of a packed one."""
-        return self.chunks if self.packed else self._chunks_each
-
-    @property
-    def _chunks_each(self) -> int:
-        return -(-self.tokens // (self.sequences * CHUNK))
+        return self.chunks if self.packed else self.equal.chunks
 
     @property
     def equal(self) -> Alike:
         """Its sequences, if all places are taken and all lengths the same."""
-        return Alike(self.sequences, self._chunks_each)
+        return if_alike(self.tokens, self.sequences)
 
     @property
     def half_as_many(self) -> Alike:
         """Half as many sequences of twice the length."""
-        return Alike(-(-self.sequences // 2), 2 * self._chunks_each)
+        return Alike(-(-self.sequences // 2), 2 * self.equal.chunks)
 
     @property
     def cases(self) -> list[tuple[float, Alike]]:

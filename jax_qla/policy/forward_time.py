@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
 
 from jax_qla.kernels.common import CHUNK
 from jax_qla.policy import card, costs
@@ -49,7 +48,7 @@ def shard_time(batch: Batch, alike: Alike, length: int) -> float:
     pieces = pieces_of(alike, length)
     columns, _ = composed_in_turn(batch, alike, length)
     compose = costs.compose(2 * (pieces_each(alike, length) + 1), columns)
-    return _in_pieces(batch, pieces, pieces.number, costs.summaries, compose)
+    return _in_pieces(batch, pieces, pieces.number, compose)
 
 
 @functools.cache
@@ -113,29 +112,26 @@ def _cut(batch: Batch, alike: Alike, length: int, *, by_sharing: bool = False) -
     pieces = pieces_of(alike, length)
     columns, turns = composed_in_turn(batch, alike, length)
     compose = costs.compose(pieces_each(alike, length) * turns, columns)
-    cuts = pieces.number - alike.number
-    summaries = functools.partial(_summaries_by_sharing, batch, pieces, cuts) if by_sharing else costs.summaries
-    return _in_pieces(batch, pieces, cuts, summaries, compose)
+    return _in_pieces(batch, pieces, pieces.number - alike.number, compose, by_sharing=by_sharing)
 
 
-def _in_pieces(
-    batch: Batch, pieces: Alike, cuts: int, summaries: Callable[[costs.SummaryBlocks], float], compose: float
-) -> float:
+def _in_pieces(batch: Batch, pieces: Alike, cuts: int, compose: float, *, by_sharing: bool = False) -> float:
     """The kernels of a forward pass in pieces.
 
     Args:
         batch: the batch.
         pieces: of all its sequences.
         cuts: pieces that are summarised.
-        summaries: us of kernels/summaries.py with such blocks.
         compose: us of kernels/compose.py.
+        by_sharing: whether blocks of kernels/summaries.py are counted by how they share multiprocessors.
     """
     key_dim, value_dim = batch.key_dim, batch.value_dim
     recurrences = pieces.number * batch.heads
     blocks = costs.summary_blocks(pieces.chunks, cuts * batch.heads, (key_dim + value_dim) / 64, value_dim / 64)
     rounds = card.rounds(recurrences * (value_dim // value_tile(recurrences, value_dim)))
     rounds += card.rounds(blocks.whole + blocks.short, 2)
-    return costs.in_pieces(_whole(batch, pieces) + summaries(blocks) + compose, rounds, recurrences)
+    summaries = _summaries_by_sharing(batch, pieces, cuts, blocks) if by_sharing else costs.summaries(blocks)
+    return costs.in_pieces(_whole(batch, pieces) + summaries + compose, rounds, recurrences)
 
 
 def _sharing_counts(batch: Batch) -> bool:
