@@ -95,13 +95,14 @@ def chosen(row: Row) -> Choice:
     of_kernel: dict[str, Any] = {"ratio": row.value_heads // row.key_heads, "split": False, "packed": True}
     alone = policy.piece_rows(*sizes, packed=True) or 0
     kept = policy.kept_rows(*sizes, **of_kernel) or 0
+    forward = kept or policy.piece_rows(*sizes, packed=True, differentiated=True) or 0
     back = kept or policy.backward_rows(*sizes, **of_kernel) or 0
     recurrences = cut_count(row.tokens, back) if back else row.places
     in_one = policy.in_one(recurrences, *sizes[2:], **of_kernel) != "never"
     by_lengths = policy.balance(row.value_heads, ratio=of_kernel["ratio"])
     lengths = [row.tokens // recurrences] * recurrences if back else row.lengths
     in_one = in_one and balanced(lengths, *by_lengths)
-    return Choice(alone, kept or alone, back, in_one)
+    return Choice(alone, forward, back, in_one)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

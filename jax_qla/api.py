@@ -357,7 +357,7 @@ def which_pieces(
         of_both: Any = {"ratio": v.shape[2] // k.shape[2], "split": splits(precision, q.dtype), **options}
         rows = policy.kept_rows(*sizes, **of_both, with_states=with_states)
     if rows is None and not with_states:
-        rows = policy.piece_rows(*sizes, **options)
+        rows = policy.piece_rows(*sizes, **options, differentiated=differentiated)
     if rows is None:
         return PieceChoice(0, sequences)
     return PieceChoice(rows, piece_count(tokens, sequences, rows, packed=checked.packed))

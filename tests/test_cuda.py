@@ -309,7 +309,7 @@ def test_sequences_in_halves_give_the_same_bits(
     assert case.segments
     assert policy.halves(len(case.segments), case.value_heads)
     found = battery.run(case, function)
-    monkeypatch.setattr(policy, "halves", lambda *_: None)
+    monkeypatch.setattr(policy, "halves", lambda *_, **__: None)
     stand_in.forget_traces()
     expected = battery.run(case, function)
     stand_in.forget_traces()
@@ -401,6 +401,48 @@ def test_places_that_are_not_taken(lengths: list[int], monkeypatch: pytest.Monke
         assert again[name].tobytes() == x.tobytes(), name
         error = np.linalg.norm(x.astype(np.float64) - whole[name].astype(np.float64))
         assert error <= 2e-2 * np.linalg.norm(whole[name].astype(np.float64)), name
+
+
+@pytest.mark.parametrize("_pieces", ["0"], ids=["whole"], indirect=True)
+@pytest.mark.parametrize(
+    ("key_heads", "value_heads", "l2norm", "lengths"),
+    [
+        (2, 8, False, [2048] * 4),
+        (2, 8, True, [2300, 1900, 2000, 1992]),
+        (2, 8, True, [3000, 1, 5190, 1]),
+        (16, 32, False, [8192, 8192]),  # in halves of 128 columns, or blocks of 64
+        (16, 32, False, [12000, 4384]),
+    ],
+    ids=str,
+)
+def test_few_sequences_that_may_be_cut(
+    key_heads: int, value_heads: int, l2norm: bool, lengths: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A forward pass by itself: of sequences that stay whole the bits are as if they could not be cut."""
+    tokens = sum(lengths)
+    sizes = (tokens, len(lengths), value_heads, 128, 128)
+    segments = tuple(itertools.pairwise((0, *np.cumsum(lengths).tolist())))
+    of_heads: Any = {"key_heads": key_heads, "value_heads": value_heads, "key_dim": 128, "value_dim": 128}
+    case = battery.Case("few", dtype="bfloat16", segments=segments, tokens=tokens, l2norm=l2norm, **of_heads)
+    x = jax.tree.map(jnp.asarray, battery.inputs(case))
+
+    def outcome() -> list[np.ndarray]:
+        stand_in.forget_traces()
+        found = jax.jit(functools.partial(cuda, scale=0.1, l2norm=l2norm))(*x[:5], x.initial_state, x.segments)
+        return [np.asarray(result) for result in found]
+
+    whole = outcome()
+    monkeypatch.setenv(policy.OVERRIDE, "")
+    rows = policy.piece_rows(*sizes, packed=True)
+    assert rows
+    for result, expected, again in zip(outcome(), whole, outcome(), strict=True):
+        assert result.tobytes() == again.tobytes()
+        if max(lengths) <= policy.cut_beyond_alone(rows, *sizes):
+            assert result.tobytes() == expected.tobytes()
+        else:
+            assert result.tobytes() != expected.tobytes()
+            error = np.linalg.norm(result.astype(np.float64) - expected.astype(np.float64))
+            assert error <= 2e-2 * np.linalg.norm(expected.astype(np.float64))
 
 
 @pytest.mark.parametrize("_pieces", ["0"], ids=["whole"], indirect=True)

@@ -40,11 +40,13 @@ class Call:
         rows: int | None = None,
         asked_rows: int | None = None,
         backward: bool = False,
+        differentiated: bool = False,
         in_place: bool = False,
     ) -> None:
         """Cut as `shard` says, not at all if `whole`, into pieces of `rows`, or as `policy` says to `asked_rows` of the
-        forward or the `backward` pass; `in_place`: final states take the memory of initial ones, in the backward pass
-        gradients of initial states that of those of final ones."""
+        forward or the `backward` pass; `differentiated`: a forward pass that the backward pass follows; `in_place`:
+        final states take the memory of initial ones, in the backward pass gradients of initial states that of those of
+        final ones."""
         self.batch, self.length, self.key_heads, self.key_dim = k.shape
         self.value_heads, self.value_dim = v.shape[2:]
         self.ratio = self.value_heads // self.key_heads
@@ -56,18 +58,21 @@ class Call:
         self.sequences = segments.shape[0] if segments is not None else self.batch
         self.sizes = (self.tokens, self.sequences, self.value_heads, self.key_dim, self.value_dim)
         """As `policy` takes them."""
+        alone = not (backward or differentiated) and rows is None and policy.wanted_rows(asked_rows) is None
         if rows is None and shard is None and not whole:
             options: dict[str, Any] = {"packed": packed, "asked_rows": asked_rows}
             if backward:
                 rows = policy.backward_rows(*self.sizes, ratio=self.ratio, split=self.split, **options)
             else:
-                rows = policy.piece_rows(*self.sizes, **options)
+                rows = policy.piece_rows(*self.sizes, **options, differentiated=differentiated)
         self.shard = shard
         """How the sequences, of a dense batch, are cut if their pieces have been summarised before."""
         self.rows = rows if shard is None else shard.rows
         """Of a piece, at the most; None for whole sequences."""
         self.is_cut = self.rows is not None
         self.parts = self.sequences
+        self.taken: int | None = None
+        """Sequences of a forward pass by itself, if these are supposed to stay whole though they may be cut."""
         self.between = 0
         """Rows of what lies between pieces: cuts, or all pieces of a shard."""
         self.chains = 0
@@ -100,13 +105,15 @@ class Call:
         elif rows is None:
             self.tables["segments"] = self.tables["bounds"]
         elif packed:
-            self._find_pieces(rows)
+            self._find_pieces(rows, alone=alone)
         else:
             self._list_pieces(rows)
 
-    def _find_pieces(self, rows: int) -> None:
-        """Leaves tables of a packed batch's pieces to the device."""
-        beyond = policy.cut_beyond(rows, *self.sizes)
+    def _find_pieces(self, rows: int, *, alone: bool) -> None:
+        """Leaves tables of a packed batch's pieces to the device; `alone`: of those of a forward pass by itself."""
+        beyond = (policy.cut_beyond_alone if alone else policy.cut_beyond)(rows, *self.sizes)
+        if alone and policy.if_alike(self.tokens, self.sequences).chunks * CHUNK <= beyond:
+            self.taken = self.sequences
         if not self.backward and self.sequences <= policy.ASKED_AMONG:
             self.asked_beyond = beyond
         places = tables.cut_count(self.tokens, rows)

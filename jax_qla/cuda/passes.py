@@ -78,6 +78,7 @@ def forward(
         shard=None if pieces is None else cut,
         rows=piece_rows,
         asked_rows=asked_rows,
+        differentiated=with_residuals,
         in_place=in_place,
     )
     inputs = call.flat(q=q, k=k, v=v, g=g, beta=beta) | call.tables | {"initial_state": call.states(initial_state)}

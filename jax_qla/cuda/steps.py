@@ -72,7 +72,9 @@ def forward_steps(call: Call, scale: float, *, keep: Keep = "nothing", measures:
     awaits, whole = forward_kernel.STATE if call.is_cut else forward_kernel.PREPARED, call.whole
     may_be_uneven = call.packed and call.sequences > 1 and whole == call.value_heads
     has_halves = call.value_tile > 64 and keep != "states"  # `forward`, in this form
-    halves = policy.halves(call.parts, call.value_heads) if may_be_uneven and has_halves else None
+    halves = None
+    if may_be_uneven and has_halves:
+        halves = policy.halves(call.parts, call.value_heads, taken=call.taken)
     rename = call.of_pieces("initial_state", "entering")
     options: dict[str, Any] = {"rename": rename, "scale": scale, "keep": keep, "measures": measures}
     options |= {"halve_long": halves is not None, **(halves or policy.NO_HALVES)._asdict()}

@@ -61,8 +61,7 @@ def _leave_first(source: str) -> str:
     another statement, does not compile."""
     statement = re.compile(r"^  jax_qla_leave_if\((.*)\);\n", re.MULTILINE)
     kernel = re.compile(r'^extern "C" __global__ void __launch_bounds__.*\{\n', re.MULTILINE)
-    found = statement.findall(source)
-    checks = [f"  if (__any_sync(0xffffffffu, {nothing})) return;\n" for nothing in found]
+    checks = [f"  if (__any_sync(0xffffffffu, {nothing})) return;\n" for nothing in statement.findall(source)]
     moved, kernels = kernel.subn(lambda begun: begun.group() + "".join(checks), statement.sub("", source))
     if kernels != 1:
         raise ValueError(f"{kernels} kernels in the CUDA source, not one that begins as is known")

@@ -103,9 +103,8 @@ def _read_by(language):
     def leave_unless(only, balanced, first_block):
         """All threads return if the sequences are not as `only` says, balanced or not: before all else, but for the first block's, which waits."""
         leave_first(T.call_extern("bool", "jax_qla_others_compute", only, T.address_of(balanced[0])))
-        if first_block:
-            if only != ALWAYS:
-                leave_if(balanced[0] != T.Select(only == BALANCED, 1, 0), True)
+        if first_block and only != ALWAYS:
+            leave_if(balanced[0] != T.Select(only == BALANCED, 1, 0), True)
 
     @T.macro
     def find_sequence(n: T.Ref, start: T.Ref, end: T.Ref, count: T.Ref, segments, sequences, tokens, place: T.Ref):

@@ -28,6 +28,7 @@ The files, each of which imports only those above it:
 | blocks.py | shapes of blocks |
 | one_kernel.py | whether one kernel computes the backward pass |
 | forward_time.py | microseconds of a forward pass by its pieces; which packed sequences are cut |
+| few_places.py | the same of few packed sequences, where the pass is by itself |
 | backward_time.py | microseconds of a backward pass by its pieces |
 | pieces.py | rows of pieces |
 | groups.py | groups of heads |
@@ -56,6 +57,7 @@ from jax_qla.policy.blocks import (
     whole_heads,
 )
 from jax_qla.policy.card import MORE_THAN_HALF, MULTIPROCESSORS
+from jax_qla.policy.few_places import cut_beyond_alone
 from jax_qla.policy.forward_time import ASKED_AMONG, cut_beyond
 from jax_qla.policy.groups import HeadGroups, head_groups
 from jax_qla.policy.one_kernel import Balance, InOne, balance, in_one, in_one_width
@@ -67,7 +69,7 @@ from jax_qla.policy.overrides import (
     in_one_override,
     rows_override,
 )
-from jax_qla.policy.pieces import Cut, backward_rows, kept_rows, piece_rows, shard_cut
+from jax_qla.policy.pieces import Cut, backward_rows, kept_rows, piece_rows, shard_cut, wanted_rows
 
 __all__ = [
     "ASKED_AMONG",
@@ -88,6 +90,7 @@ __all__ = [
     "balance",
     "composed",
     "cut_beyond",
+    "cut_beyond_alone",
     "gradients_in_place",
     "groups_override",
     "halves",
@@ -107,5 +110,6 @@ __all__ = [
     "shard_cut",
     "summarised",
     "value_tile",
+    "wanted_rows",
     "whole_heads",
 ]

@@ -91,7 +91,7 @@ NO_HALVES = Halves(0, 0, 0)
 """Where all blocks have as many value columns."""
 
 
-def halves(sequences: int, heads: int) -> Halves | None:
+def halves(sequences: int, heads: int, *, taken: int | None = None) -> Halves | None:
     """Which of several packed sequences, or of their pieces, are to be computed in halves where blocks have 128 value
     columns, or None: none.
 
@@ -105,10 +105,11 @@ def halves(sequences: int, heads: int) -> Halves | None:
     Args:
         sequences: places for sequences, or pieces.
         heads: value heads.
+        taken: places of few that are supposed to be; all if it is None.
     """
     share = math.ceil(64 * _LONG * heads / card.MULTIPROCESSORS)
     halved = min(sequences - 1, -(-64 // share) - 1)
-    full = most_are_taken(sequences) and sequences * heads > card.MULTIPROCESSORS
+    full = most_are_taken(sequences) and (taken or sequences) * heads > card.MULTIPROCESSORS
     return Halves(share, _LONG_CHUNKS, halved) if halved > 0 and sequences <= _HALVED_AMONG and not full else None
 
 

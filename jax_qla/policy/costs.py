@@ -32,9 +32,23 @@ _FORWARD_STEP = {64: 1.4, 128: 2.2}
 """us of a chunk step, by the block's value columns, one block on a multiprocessor ("Pieces")."""
 
 
+_HALF_STEP = 1.5
+"""us of a chunk step of half of a sequence's columns, in a block that has room for all of them ("Few places")."""
+
+
 def forward(chunks: int, blocks: int, columns: int) -> float:
     """kernels/forward.py, where each block goes through so many chunks."""
     return card.rounds(blocks) * chunks * _FORWARD_STEP[columns]
+
+
+def half(chunks: int) -> float:
+    """The same of long sequences in halves of their columns, all of which run at once."""
+    return chunks * _HALF_STEP
+
+
+def steps_of_half(us: float) -> int:
+    """Chunks of the longest sequence that takes no more, if it is computed in halves."""
+    return int(us / _HALF_STEP)
 
 
 # kernels/summaries.py and adjoint_summaries.py, which summarise pieces.

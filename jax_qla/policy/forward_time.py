@@ -39,7 +39,7 @@ def forward_time(batch: Batch, alike: Alike, length: int | None, *, alone: bool 
         return max(1.0, _whole(batch, alike))
     if stays_whole(batch, alike, length):
         return _left_whole(batch, alike, length)
-    return _cut(batch, alike, length, by_sharing=alone and _sharing_counts(batch))
+    return cut_time(batch, alike, length, by_sharing=alone and _sharing_counts(batch))
 
 
 def shard_time(batch: Batch, alike: Alike, length: int) -> float:
@@ -71,9 +71,25 @@ def cut_beyond(rows: int, tokens: int, sequences: int, heads: int, key_dim: int,
     beyond = max(rows, tokens * heads // card.MULTIPROCESSORS) + rows // 2 + _ROWS_COMPOSED
     batch, length = Batch(tokens, sequences, heads, key_dim, value_dim, packed=True), rows // CHUNK
     for alike in (batch.equal, batch.half_as_many):
-        if _left_whole(batch, alike, length) <= _cut(batch, alike, length):
+        if _left_whole(batch, alike, length) <= cut_time(batch, alike, length):
             beyond = max(beyond, math.ceil(_UNLIKE * alike.chunks) * CHUNK)
     return beyond
+
+
+def cut_time(batch: Batch, alike: Alike, length: int, *, by_sharing: bool = False) -> float:
+    """`forward_time` of sequences that are cut; `by_sharing`: as in `_in_pieces`."""
+    pieces = pieces_of(alike, length)
+    columns, turns = composed_in_turn(batch, alike, length)
+    compose = costs.compose(pieces_each(alike, length) * turns, columns)
+    return _in_pieces(batch, pieces, pieces.number - alike.number, compose, by_sharing=by_sharing)
+
+
+def nothing_to_cut(batch: Batch, alike: Alike, length: int) -> float:
+    """What summarises and composes pieces of `length` chunks, where none of these packed sequences is cut."""
+    cuts = cut_count(alike.number * alike.chunks, length)  # for which there is room
+    columns, together = composed(min(cuts, batch.sequences), batch.heads, batch.value_dim, packed=True)
+    each = (batch.key_dim + batch.value_dim) / 64
+    return costs.nothing_to_cut(batch.heads * (cuts * each + together * batch.value_dim / columns))
 
 
 def stays_whole(batch: Batch, alike: Alike, length: int) -> bool:
@@ -105,14 +121,6 @@ def _whole(batch: Batch, alike: Alike) -> float:
     recurrences = alike.number * batch.heads
     tile = value_tile(recurrences, batch.value_dim)
     return costs.forward(alike.chunks, recurrences * (batch.value_dim // tile), tile)
-
-
-def _cut(batch: Batch, alike: Alike, length: int, *, by_sharing: bool = False) -> float:
-    """`forward_time` of sequences that are cut."""
-    pieces = pieces_of(alike, length)
-    columns, turns = composed_in_turn(batch, alike, length)
-    compose = costs.compose(pieces_each(alike, length) * turns, columns)
-    return _in_pieces(batch, pieces, pieces.number - alike.number, compose, by_sharing=by_sharing)
 
 
 def _in_pieces(batch: Batch, pieces: Alike, cuts: int, compose: float, *, by_sharing: bool = False) -> float:
@@ -159,7 +167,4 @@ def _left_whole(batch: Batch, alike: Alike, length: int) -> float:
         recurrences = alike.number
     tile = value_tile(recurrences * heads, value_dim)
     whole = costs.forward(alike.chunks, alike.number * heads * (value_dim // tile), tile)
-    # What summarises and composes has room for so many cuts.
-    columns, together = composed(min(cuts, places), heads, value_dim, packed=True)
-    blocks = cuts * heads * (batch.key_dim + value_dim) / 64 + together * heads * value_dim / columns
-    return whole + (2 if few else 1) * costs.nothing_to_cut(blocks)
+    return whole + (2 if few else 1) * nothing_to_cut(batch, alike, length)

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from jax_qla.kernels.common import CHUNK
-from jax_qla.policy import costs, one_kernel, overrides
+from jax_qla.policy import costs, few_places, one_kernel, overrides
 from jax_qla.policy.backward_time import BackwardTime
 from jax_qla.policy.batches import Alike, Batch, most_are_taken
 from jax_qla.policy.forward_time import cut_beyond, forward_time, shard_time
@@ -34,6 +34,8 @@ kept takes the memory that it spares (a35810d)."""
 _GAIN_OF_ODD = 0.03
 """Of a forward pass of several packed sequences, for pieces that are not of 2^n rows. They fill the card only if the
 sequences are alike (docs/performance_policy.md, "Packed sequences in pieces of any length")."""
+_GAIN_OF_FEW = 0.02
+"""Of a forward pass by itself of few packed sequences, for any pieces ("Few places")."""
 _GAIN_OF_BOTH = 0.03
 """Of both passes of a dense batch, for cutting the forward pass where it would not be by itself
 (docs/performance_policy.md, "Both passes together"), ..."""
@@ -59,8 +61,9 @@ def piece_rows(
     *,
     packed: bool,
     asked_rows: int | None = None,
+    differentiated: bool = False,
 ) -> int | None:
-    """Rows of the pieces that sequences are cut into, or None to leave them whole.
+    """Rows of the pieces that sequences are cut into in the forward pass, or None to leave them whole.
 
     Args:
         tokens: of the whole batch, B T.
@@ -70,15 +73,32 @@ def piece_rows(
         packed: whether the lengths are values. One sequence may then have all tokens; if they turn out to be equal,
             a cut that was made for that finds nothing to do.
         asked_rows: what the caller wants, a multiple of 64, 0 for whole sequences, or None.
+        differentiated: whether a backward pass follows, which has other pieces (`kept_rows`).
 
     Raises:
         ValueError: the environment does not say a multiple of 64.
     """
-    return _forward_rows(Batch(tokens, sequences, heads, key_dim, value_dim, packed), _wanted(asked_rows))
+    batch, wanted = Batch(tokens, sequences, heads, key_dim, value_dim, packed), wanted_rows(asked_rows)
+    if not differentiated and wanted is None and tokens > 0 and few_places.has_few_places(batch):
+        return _rows_of_few(batch)
+    return _forward_rows(batch, wanted)
+
+
+def _rows_of_few(batch: Batch) -> int | None:
+    """`piece_rows` of a batch of few packed sequences."""
+
+    def time(alike: Alike, length: int | None) -> float:
+        found = few_places.few_time(batch, alike, length) + costs.prepare(batch.chunks, batch.heads)
+        if length is None:
+            return found
+        return found / (1 - _GAIN_OF_FEW) / (1 if _is_power(length) else 1 - _GAIN_OF_ODD)
+
+    best = _best((None, *_lengths(batch)), time, few_places.cases(batch))
+    return None if best is None else _even(best, batch.divided)
 
 
 def _forward_rows(batch: Batch, wanted: int | None) -> int | None:
-    """`piece_rows`, where `_wanted` has been found."""
+    """`piece_rows`, where `wanted_rows` has been found; of few packed sequences where a backward pass follows."""
     if batch.tokens == 0 or batch.sequences == 0 or wanted == 0:
         return None
     if wanted is not None:
@@ -89,7 +109,7 @@ def _forward_rows(batch: Batch, wanted: int | None) -> int | None:
         odd = length is not None and batch.several and not _is_power(length)
         return found / (1 - _GAIN_OF_ODD) if odd else found
 
-    best = _best((None, *_lengths(batch)), time, batch)
+    best = _best((None, *_lengths(batch)), time, batch.cases)
     return None if best is None else _even(best, batch.divided)
 
 
@@ -118,7 +138,7 @@ def backward_rows(
     Raises:
         ValueError: the environment says what cannot be.
     """
-    batch, wanted = Batch(tokens, sequences, heads, key_dim, value_dim, packed), _wanted(asked_rows)
+    batch, wanted = Batch(tokens, sequences, heads, key_dim, value_dim, packed), wanted_rows(asked_rows)
     rows = _forward_rows(batch, wanted)
     return rows if wanted is not None else _backward_rows(rows, BackwardTime(batch, ratio, split))
 
@@ -127,7 +147,7 @@ def _backward_rows(rows: int | None, backward: BackwardTime) -> int | None:
     """`rows`, of the forward pass, or None where the backward pass is faster with whole sequences."""
     if rows is None:
         return None
-    best = _best((None, rows // CHUNK), backward, backward.batch)
+    best = _best((None, rows // CHUNK), backward, backward.batch.cases)
     return None if best is None else rows
 
 
@@ -156,7 +176,7 @@ def kept_rows(
     """
     if tokens == 0 or sequences == 0:
         return None
-    batch, wanted = Batch(tokens, sequences, heads, key_dim, value_dim, packed), _wanted(asked_rows)
+    batch, wanted = Batch(tokens, sequences, heads, key_dim, value_dim, packed), wanted_rows(asked_rows)
     forward = _forward_rows(batch, wanted)
     if wanted is not None:
         return forward
@@ -182,7 +202,7 @@ def _rows_for_both(forward: int | None, back: int | None, backward: BackwardTime
             return of_passes(alike, forward and forward // CHUNK, back and back // CHUNK)
         return of_passes(alike, length, length) / (1 - gain)
 
-    best = _best((None, *fitting), time, batch)
+    best = _best((None, *fitting), time, batch.cases)
     return None if best is None else _even(best, batch.divided)
 
 
@@ -233,7 +253,7 @@ def shard_cut(
         ValueError: the environment does not say a multiple of 64.
     """
     chunks = max(-(-tokens // CHUNK), 1)
-    wanted = _wanted(asked_rows)
+    wanted = wanted_rows(asked_rows)
     if wanted is not None:
         length = min(wanted // CHUNK or chunks, chunks)
     else:
@@ -243,7 +263,7 @@ def shard_cut(
     return Cut(length * CHUNK, -(-chunks // length))
 
 
-def _wanted(asked_rows: int | None) -> int | None:
+def wanted_rows(asked_rows: int | None) -> int | None:
     """Rows of a piece as the caller says, else as the environment does, 0 for no pieces, None where neither says it."""
     return overrides.rows_override() if asked_rows is None else asked_rows
 
@@ -280,11 +300,13 @@ def _even(length: int, chunks: int) -> int | None:
     return None if pieces <= 1 else -(-chunks // pieces) * CHUNK
 
 
-def _best(lengths: Sequence[int | None], time: Callable[[Alike, int | None], float], batch: Batch) -> int | None:
+def _best(
+    lengths: Sequence[int | None], time: Callable[[Alike, int | None], float], cases: Sequence[tuple[float, Alike]]
+) -> int | None:
     """The one of `lengths` (chunks of a piece, None for whole sequences) with the least `time`, as a part of the least
     of each case and by the cases' weights."""
-    weights, cases = zip(*batch.cases, strict=True)
-    table = {length: [time(alike, length) for alike in cases] for length in lengths}
+    weights, batches = zip(*cases, strict=True)
+    table = {length: [time(alike, length) for alike in batches] for length in lengths}
     least = [min(times) for times in zip(*table.values(), strict=True)]
 
     def excess(length: int | None) -> float:
