@@ -21,12 +21,12 @@ from jax_qla.policy.forward_time import cut_beyond, cut_time, nothing_to_cut
 from jax_qla.segments import cut_count
 
 _MAY_BE_CUT = 4.0
-"""us that batches which are not cut are not to take longer because they might be, beside what the model says they do:
-short ones are left whole for it (docs/performance_policy.md, "Few places")."""
+"""us that a batch which might be cut, and is not, counts beside what it takes by the model, so that short ones are left
+whole (docs/performance_policy.md, "Few places")."""
 
 
 def has_few_places(batch: Batch) -> bool:
-    """Whether it is such a batch."""
+    """Whether it is packed, of two to eight sequences."""
     return batch.several and most_are_taken(batch.sequences)
 
 
