@@ -16,7 +16,7 @@ import functools
 from jax_qla.kernels.common import CHUNK
 from jax_qla.policy import costs
 from jax_qla.policy.batches import Alike, Batch, if_alike, most_are_taken
-from jax_qla.policy.blocks import halves, value_tile
+from jax_qla.policy.blocks import halves, value_tile, whole_heads
 from jax_qla.policy.forward_time import cut_beyond, cut_time, nothing_to_cut
 from jax_qla.segments import cut_count
 
@@ -85,4 +85,7 @@ def _whole(batch: Batch, alike: Alike, cuts: int) -> float:
     at_once = value_tile(alike.number * heads, value_dim) < tile
     if at_once and halves(places + cuts, heads, taken=places):
         return costs.half(alike.chunks)
+    full = whole_heads(places, heads, value_dim)
+    if cuts == 0 and full < heads and alike.number == places:  # the last round is of halves
+        return costs.forward(alike.chunks, alike.number * full, tile) + costs.half(alike.chunks)
     return costs.forward(alike.chunks, alike.number * heads * (value_dim // tile), tile)
