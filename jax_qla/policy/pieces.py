@@ -79,37 +79,27 @@ def piece_rows(
         ValueError: the environment does not say a multiple of 64.
     """
     batch, wanted = Batch(tokens, sequences, heads, key_dim, value_dim, packed), wanted_rows(asked_rows)
-    if not differentiated and wanted is None and tokens > 0 and few_places.has_few_places(batch):
-        return _rows_of_few(batch)
-    return _forward_rows(batch, wanted)
+    return _forward_rows(batch, wanted, by_itself=not differentiated)
 
 
-def _rows_of_few(batch: Batch) -> int | None:
-    """`piece_rows` of a batch of few packed sequences."""
-
-    def time(alike: Alike, length: int | None) -> float:
-        found = few_places.few_time(batch, alike, length) + costs.prepare(batch.chunks, batch.heads)
-        if length is None:
-            return found
-        return found / (1 - _GAIN_OF_FEW) / (1 if _is_power(length) else 1 - _GAIN_OF_ODD)
-
-    best = _best((None, *_lengths(batch)), time, few_places.cases(batch))
-    return None if best is None else _even(best, batch.divided)
-
-
-def _forward_rows(batch: Batch, wanted: int | None) -> int | None:
-    """`piece_rows`, where `wanted_rows` has been found; of few packed sequences where a backward pass follows."""
+def _forward_rows(batch: Batch, wanted: int | None, *, by_itself: bool = False) -> int | None:
+    """`piece_rows`, where `wanted_rows` has been found; `by_itself`: no backward pass follows."""
     if batch.tokens == 0 or batch.sequences == 0 or wanted == 0:
         return None
     if wanted is not None:
         return _even(wanted // CHUNK, batch.divided)
+    few = by_itself and few_places.has_few_places(batch)
 
     def time(alike: Alike, length: int | None) -> float:
-        found = forward_time(batch, alike, length, alone=True) + costs.prepare(batch.chunks, batch.heads)
-        odd = length is not None and batch.several and not _is_power(length)
-        return found / (1 - _GAIN_OF_ODD) if odd else found
+        kernels = few_places.few_time(batch, alike, length) if few else forward_time(batch, alike, length, alone=True)
+        found = kernels + costs.prepare(batch.chunks, batch.heads)
+        if length is None:
+            return found
+        if few:
+            found /= 1 - _GAIN_OF_FEW
+        return found / (1 - _GAIN_OF_ODD) if batch.several and not _is_power(length) else found
 
-    best = _best((None, *_lengths(batch)), time, batch.cases)
+    best = _best((None, *_lengths(batch)), time, few_places.cases(batch) if few else batch.cases)
     return None if best is None else _even(best, batch.divided)
 
 
