@@ -412,10 +412,11 @@ def test_places_that_are_not_taken(lengths: list[int], monkeypatch: pytest.Monke
         (2, 8, True, [3000, 1, 5190, 1]),
         (16, 32, False, [8192, 8192]),  # in halves of 128 columns, or blocks of 64
         (16, 32, False, [12000, 4384]),
+        (4, 16, False, [8000, *[1651] * 15]),  # whole, which it is not where a backward pass follows
     ],
     ids=str,
 )
-def test_few_sequences_that_may_be_cut(
+def test_sequences_that_may_be_cut(
     key_heads: int, value_heads: int, l2norm: bool, lengths: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A forward pass by itself: of sequences that stay whole the bits are as if they could not be cut."""

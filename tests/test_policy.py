@@ -224,8 +224,8 @@ def test_uneven_sequences_in_few_places_gain_more_than_even_ones_lose(
     assert sum(x * weight for x, weight in zip(ratios, LIKELY, strict=True)) <= LOSES.get(shape, 1.04)
 
 
-def test_what_few_places_are_cut_beyond() -> None:
-    """More than where a backward pass follows; of one sequence, and of many places, the same."""
+def test_what_a_forward_pass_by_itself_is_cut_beyond() -> None:
+    """More than where a backward pass follows, but of one sequence."""
     for tokens, sequences, heads in ((32768, 2, 32), (32768, 4, 16), (16384, 8, 8)):
         sizes = (tokens, sequences, heads, 128, 128)
         rows = policy.piece_rows(*sizes, packed=True)
@@ -236,6 +236,18 @@ def test_what_few_places_are_cut_beyond() -> None:
     for sequences in (1, 9):
         sizes = (32768, sequences, 8, 128, 128)
         assert policy.cut_beyond_alone(2048, *sizes) == policy.cut_beyond(2048, *sizes)
+    # Many: what takes as long whole, in halves of its columns or, with more places, in blocks of all.
+    for tokens, sequences, heads, beyond, alone in (
+        (32768, 16, 8, 4608, 5824),
+        (32768, 16, 16, 6656, 10240),
+        (32768, 16, 32, 10503, 18368),
+        (65536, 32, 16, 12800, 13120),
+        (65536, 64, 8, 6656, 7040),
+    ):
+        sizes = (tokens, sequences, heads, 128, 128)
+        rows = policy.piece_rows(*sizes, packed=True)
+        assert rows
+        assert (policy.cut_beyond(rows, *sizes), policy.cut_beyond_alone(rows, *sizes)) == (beyond, alone)
 
 
 PLACES = {

@@ -41,6 +41,11 @@ def forward(chunks: int, blocks: int, columns: int) -> float:
     return card.rounds(blocks) * chunks * _FORWARD_STEP[columns]
 
 
+def steps(us: float, columns: int) -> int:
+    """Chunks that a block goes through in that time."""
+    return int(us / _FORWARD_STEP[columns])
+
+
 def half(chunks: int) -> float:
     """The same of long sequences in halves of their columns, all of which run at once."""
     return chunks * _HALF_STEP

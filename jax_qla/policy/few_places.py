@@ -1,4 +1,5 @@
 """A forward pass by itself of a packed batch of two to eight sequences: what it takes, and which batches are cut.
+`cut_beyond_alone` has also those of more sequences.
 
 A batch that is not cut waits for its longest sequence, of which kernels/forward.py computes halves of the value columns
 side by side (`blocks.halves`). One that is cut takes about as long however its tokens are divided. So the device cuts
@@ -17,7 +18,7 @@ from jax_qla.kernels.common import CHUNK
 from jax_qla.policy import costs
 from jax_qla.policy.batches import Alike, Batch, if_alike, most_are_taken
 from jax_qla.policy.blocks import halves, value_tile, whole_heads
-from jax_qla.policy.forward_time import cut_beyond, cut_time, nothing_to_cut
+from jax_qla.policy.forward_time import cut_beyond, cut_time, longest_whole, nothing_to_cut
 from jax_qla.segments import cut_count
 
 _MAY_BE_CUT = 4.0
@@ -47,8 +48,8 @@ def few_time(batch: Batch, alike: Alike, length: int | None) -> float:
 
 @functools.cache
 def cut_beyond_alone(rows: int, tokens: int, sequences: int, heads: int, key_dim: int, value_dim: int) -> int:
-    """As `cut_beyond`, of a forward pass by itself whose pieces nobody asked for. Of few places it is what takes as
-    long whole as all sequences in pieces, unless sequences that are alike take less time in pieces.
+    """As `cut_beyond`, of a forward pass by itself whose pieces nobody asked for: no less than what takes as long whole
+    as all sequences in pieces, unless few places' sequences take less time in pieces if they are alike.
 
     Args:
         rows: of a piece.
@@ -56,12 +57,14 @@ def cut_beyond_alone(rows: int, tokens: int, sequences: int, heads: int, key_dim
     """
     beyond = cut_beyond(rows, tokens, sequences, heads, key_dim, value_dim)
     batch, length = Batch(tokens, sequences, heads, key_dim, value_dim, packed=True), rows // CHUNK
-    if not has_few_places(batch):
+    if not batch.several:
         return beyond
+    if not has_few_places(batch):
+        return max(beyond, CHUNK * longest_whole(batch, length))
     cut = cut_time(batch, Alike(1, batch.chunks), length)
     if _left_whole(batch, batch.equal, length) > cut:
         return beyond
-    longest = costs.steps_of_half(cut - nothing_to_cut(batch, batch.equal, length))
+    longest = longest_whole(batch, length)
     half = _half_as_many(batch)
     if _left_whole(batch, half, length) > cut_time(batch, half, length):  # other sequences may be nearly as long
         longest = min(longest, (batch.equal.chunks + half.chunks) // 2)

@@ -84,6 +84,16 @@ def cut_time(batch: Batch, alike: Alike, length: int, *, by_sharing: bool = Fals
     return _in_pieces(batch, pieces, pieces.number - alike.number, compose, by_sharing=by_sharing)
 
 
+def longest_whole(batch: Batch, length: int) -> int:
+    """Chunks of a sequence of the batch that takes as long whole, all others beside it, as all tokens do in pieces, as
+    those of one sequence; in halves of its columns if there are any (`blocks.halves`; of few places always)."""
+    places, cuts = batch.sequences, cut_count(batch.chunks, length)
+    time = cut_time(batch, Alike(1, batch.chunks), length) - nothing_to_cut(batch, batch.equal, length)
+    if most_are_taken(places) or halves(places + cuts, batch.heads):
+        return costs.steps_of_half(time)
+    return costs.steps(time, value_tile(max(places, cuts) * batch.heads, batch.value_dim))
+
+
 def nothing_to_cut(batch: Batch, alike: Alike, length: int) -> float:
     """What summarises and composes pieces of `length` chunks, where none of these packed sequences is cut."""
     cuts = cut_count(alike.number * alike.chunks, length)  # for which there is room
