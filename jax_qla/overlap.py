@@ -31,6 +31,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from jax_qla.kernels import forward, state_gradients, states
+from jax_qla.kernels.common import EARLIER
 
 if TYPE_CHECKING:
     from jax_qla.launch import Step
@@ -41,8 +42,12 @@ _HASTY = frozenset({"layout", "prepare", "adjoint_summaries", "state_gradients"}
 
 _OF_PREPARE = frozenset({"a", "gamma", "lengths", "query_lengths"})
 
-_OF_STATE = frozenset({"d_final_state", "leaving", "dh", "dv", "d_initial_state"})
-"""What `state_gradients` does not touch before it has the gradient that it begins with."""
+_OF_PIECES = frozenset({"leaving", "d_initial_state"})
+"""What `state_gradients` does not touch before it has waited for `compose`: but gradients of initial states of whole
+sequences, of which `compose` uses nothing."""
+
+_OF_EARLIER = frozenset({"leaving", "carried", "dh", "dv", "d_initial_state"})
+"""What it does not touch before `gradients` of the later window has ended."""
 
 _OF_OTHER_HEADS = frozenset({"o", "initial_state", "final_state", "h", "vd"})
 """What several launches of `forward` have, each of heads of its own."""
@@ -84,7 +89,9 @@ def uses_early(step: Step, operand: str) -> bool:
     if step.kernel in ("states", "states_from_vd"):
         return operand == "segments" or step.scalars["awaits"] == states.NOTHING
     if step.kernel == "state_gradients":
-        return step.scalars["awaits"] == state_gradients.NOTHING or operand not in _OF_STATE
+        if step.scalars["awaits"] == state_gradients.NOTHING:
+            return True
+        return operand not in (_OF_EARLIER if step.scalars["window"] == EARLIER else _OF_PIECES)
     if step.kernel in ("gradients", "backward"):
         return operand in ("segments", "balanced")  # where it looks its rows up, and whether it computes anything
     if step.kernel == "compose" and not step.config.reverse:

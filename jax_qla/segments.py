@@ -302,6 +302,30 @@ def state_count(tokens: int, sequences: int) -> int:
     return slot_count(tokens, sequences) - 1
 
 
+def window_count(tokens: int, sequences: int) -> int:
+    """Number of places for what is kept of every chunk of a window (`of_window`)."""
+    return tokens // CHUNK // 2 + sequences
+
+
+def of_window(segments: Any, *, later: bool) -> Any:
+    """The later half of every segment's chunks, of an odd number one more than half, or the earlier one, as segments,
+    int32 [N, 2], whose chunks have the slots that they have in the whole ones."""
+    xp: ModuleType = np if isinstance(segments, np.ndarray) else jnp
+    start, end = segments[:, 0], segments[:, 1]
+    border = xp.minimum(start + (end - start + CHUNK - 1) // CHUNK // 2 * CHUNK, end)
+    return xp.stack([border, end] if later else [start, border], axis=1)
+
+
+def slot_in_window(segments: Any, chunks: Any, *, later: bool) -> Any:
+    """Where the chunks of a window of `segments` lie among each other, int [slots], by their chunk table. Segment n
+    has places from (slot + n) // 2 on, `slot` being its first one counted from 0: as many as half of those that it
+    has there, and half a one more."""
+    xp: ModuleType = np if isinstance(segments, np.ndarray) else jnp
+    n = chunks[:, 0]
+    number = xp.arange(chunks.shape[0]) - first_slot(of_window(segments, later=later)[n, 0], n)
+    return (first_slot(segments[n, 0], n) - 1 + n) // 2 + number
+
+
 def chunk_table(segments: jax.Array | np.ndarray, tokens: int) -> Any:
     """Chunks of all sequences, one slot each, such that every row of [0, tokens) is covered exactly once.
 

@@ -370,6 +370,8 @@ class Language(types.ModuleType):
     def call_extern(self, dtype: str, name: str, *operands: Any) -> Any:
         if name == "jax_qla_find_chunk":
             operands[0].numbers = self._sizes["chunk"]
+        if name == "jax_qla_find_chunk_in_window":
+            operands[0].numbers = (*self._sizes["chunk"], 1)
         if name in ("jax_qla_slow_first", "jax_qla_long_first", "jax_qla_zero_first"):
             return operands[-1]
         if name == "jax_qla_item":

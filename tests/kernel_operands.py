@@ -16,7 +16,7 @@ RESULTS = {
     "forward": ("o", "final_state", "vd", "h"),
     "states": ("h", "vd"),
     "states_from_vd": ("h",),
-    "state_gradients": ("dh", "dv", "d_initial_state"),
+    "state_gradients": ("dh", "dv", "d_initial_state", "carried", "leaving"),
     "gradients": ("dq", "dk", "dv", "dg", "dbeta"),
     "backward": ("dq", "dk", "dv", "dg", "dbeta", "d_initial_state"),
     "recurrent": ("o", "final_state"),

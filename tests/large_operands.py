@@ -21,17 +21,7 @@ pytestmark = pytest.mark.gpu
 LENGTH, SEQUENCES, HEADS, DIM = 4160, 64, 64, 128
 TOKENS = LENGTH * SEQUENCES
 assert (TOKENS - LENGTH) * HEADS * DIM < 2**31 < TOKENS * HEADS * DIM, "the last sequence goes beyond"
-ENOUGH = 90 * 10**9
-"""Bytes of a card's memory."""
-
 Tree = Any
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _memory() -> None:
-    stats = jax.devices()[0].memory_stats() or {}
-    if stats.get("bytes_limit", 0) < ENOUGH:
-        pytest.skip(f"needs {ENOUGH // 10**9} GB of a card's memory")
 
 
 @functools.partial(jax.jit, static_argnames=("shape", "dtype"))

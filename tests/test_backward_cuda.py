@@ -201,7 +201,7 @@ def test_thousands_of_calls_repeat(key_heads: int, l2norm: bool, monkeypatch: py
 )
 def test_packed_batches(lengths: tuple[int, ...], balanced: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of sequences that keep the card busy to the end one kernel computes the gradients, of others two: whichever
-    would, and whether or not these two divide the heads."""
+    would, and whether or not these two go through one half of every sequence after the other."""
     assert found_balanced(lengths, *policy.balance(32, ratio=2)) == balanced
     monkeypatch.setenv(policy.OVERRIDE, "0")
     ends = np.cumsum((0, *lengths))
@@ -220,11 +220,11 @@ def test_packed_batches(lengths: tuple[int, ...], balanced: bool, monkeypatch: p
     assert {"state_gradients", "gradients", "backward"} <= set(used)
     of_heads = policy.head_groups
     with monkeypatch.context() as patch:
-        patch.setattr(policy, "head_groups", lambda *x, **options: of_heads(*x, **options)._replace(uneven=4))
+        patch.setattr(policy, "head_groups", lambda *x, **options: of_heads(*x, **options)._replace(windows=2))
         used.clear()
         for mine, other in zip(found, computed(None), strict=True):
             np.testing.assert_array_equal(mine, other)
-        assert used.count("gradients") == 4 * once
+        assert used.count("gradients") == 2 * once
     by_two, by_one = computed("0"), computed("1")
     for mine, other in zip(found, by_one if balanced else by_two, strict=True):
         np.testing.assert_array_equal(mine, other)

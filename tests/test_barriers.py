@@ -13,6 +13,7 @@ from thorough import THOROUGH, only_thorough
 
 from jax_qla import overlap
 from jax_qla.kernels import forward, state_gradients, states
+from jax_qla.kernels.common import ALL, EARLIER, LATER
 from jax_qla.launch import Step
 
 CHUNK = 64
@@ -26,7 +27,7 @@ def operands_of(chunks: int, rows: int, ratio: int) -> dict[str, Any]:
     pieces = np.array([[0, end, 0, 0], [0, end, 0, 2]])  # on either side of a cut, for one kernel looks at each
     spans = np.array([[0, chunks]])
     operands: dict[str, Any] = {"ratio": ratio, "heads": ratio, "scale": 1.0, "tokens": end, "cut_beyond": -1}
-    operands |= {"of_pieces": 0, "firsts": -1, "in_place": 0, "together": 1, "alone": 0}
+    operands |= {"of_pieces": 0, "firsts": -1, "in_place": 0, "together": 1, "alone": 0, "window": ALL}
     numbers = {"segments": segments, "pieces": pieces, "bounds": segments, "spans": spans, "balanced": np.zeros(1)}
     numbers |= {"cuts": np.array([[0, 1]]), "chains": np.array([[0, chunks, 0]])}
     return operands | {key: barrier_model.Value(x.shape, "int32", x) for key, x in numbers.items()}
@@ -111,11 +112,14 @@ def test_no_order_of_events_stops_a_kernel(
             "places": 1,
             "chain_places": 1,
             "state_slots": 1,
+            "window_slots": 1,
+            "carried_states": 1,
             "chunk": (0, rows, 0),
             "half": chunks % 2,  # that a block computes, with `halve_long`
         }
         barrier_model.replace_tilelang(monkeypatch, sizes)
         operands = operands_of(chunks, rows, ratio) | {"group": key_heads, "together": 2 + chunks % 2 * 2}
+        operands["window"] = EARLIER if chunks % 2 else ALL
         program = module.program(module.Config(**options))
         for late in range(threads // barrier_model.WARP):
             barrier_model.run(program, threads, operands, late=late)
@@ -143,14 +147,16 @@ WAITING = [
     ("compose", {"reverse": True}, {}),
     ("states", {}, {"awaits": states.EVERYTHING}),
     ("states", {}, {"awaits": states.NOTHING}),
-    ("state_gradients", {}, {"awaits": state_gradients.STATE}),
-    ("state_gradients", {}, {"awaits": state_gradients.NOTHING}),
+    ("state_gradients", {}, {"awaits": state_gradients.STATE, "window": ALL}),
+    ("state_gradients", {}, {"awaits": state_gradients.NOTHING, "window": ALL}),
+    ("state_gradients", {}, {"awaits": state_gradients.STATE, "window": LATER}),
+    ("state_gradients", {}, {"awaits": state_gradients.NOTHING, "window": EARLIER}),
     ("forward", {"value_tile": 64}, {"awaits": forward.STATE}),
     ("states", {"value_tile": 64}, {"awaits": states.NOTHING}),
     ("states_from_vd", {}, {"awaits": states.EVERYTHING}),
     ("states_from_vd", {}, {"awaits": states.NOTHING}),
     ("forward", {"value_tile": 64, "keep": "vd"}, {"awaits": forward.PREPARED}),
-    ("state_gradients", {"value_tile": 64}, {"awaits": state_gradients.STATE}),
+    ("state_gradients", {"value_tile": 64}, {"awaits": state_gradients.STATE, "window": ALL}),
     ("gradients", {}, {"group": 1}),
 ]
 """Kernels that wait for the one before them, with fields of their Config and values of scalars."""
@@ -186,6 +192,8 @@ def test_who_has_waited_when_the_next_kernel_may_begin(
         "places": 1,
         "chain_places": 1,
         "state_slots": 1,
+        "window_slots": 1,
+        "carried_states": 1,
         "chunk": (0, CHUNK, 0),
     }
     barrier_model.replace_tilelang(monkeypatch, sizes)

@@ -488,6 +488,29 @@ def test_groups_of_heads_give_the_same_bits(
             assert all(again[name].tobytes() == first[name].tobytes() for name in first)
 
 
+@pytest.mark.parametrize(
+    ("case", "function"), _in_ways([MANY_HEADS, CASES[-1], NORMALISED, ONE_LONG], "default", "high", "states kept")
+)
+def test_windows_give_the_same_bits(
+    case: battery.Case, function: battery.Function, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where three kernels compute gradients: of all chunks of a sequence at once, or of one half after the other, of
+    all heads or of groups of them; and whatever the memory held before."""
+    monkeypatch.setenv(policy.IN_ONE_OVERRIDE, "0")
+
+    def in_parts(groups: int, windows: int) -> dict[str, np.ndarray]:
+        found = policy.HeadGroups(groups, "never", windows)
+        monkeypatch.setattr(policy, "head_groups", lambda *_, **__: found)
+        stand_in.forget_traces()
+        return battery.run(case, function)
+
+    first = in_parts(1, 1)
+    for groups in (3, 1):
+        again = in_parts(groups, 2)
+        assert all(again[name].tobytes() == first[name].tobytes() for name in first)
+    same_in_poisoned_memory(case, function, first)
+
+
 def same_in_poisoned_memory(case: battery.Case, function: battery.Function, first: Mapping[str, np.ndarray]) -> None:
     """Results are the bits of the `first`, whatever the memory of workspaces and results held before."""
     for value in (np.nan, np.inf):

@@ -23,7 +23,7 @@ import programs
 import pytest
 import stand_in
 import test_recurrent_cuda as decoding
-from test_cuda import HIGH, IDENTICAL, LIMITS, MISSED, cuda, that_keeps, that_recomputes
+from test_cuda import HIGH, IDENTICAL, LIMITS, MISSED, cuda, in_high_precision, that_keeps, that_recomputes
 from thorough import THOROUGH, every_value, only_thorough, rarely
 
 from jax_qla import implementations, policy, store
@@ -163,6 +163,27 @@ def test_final_states_in_place_of_initial_ones(rows: str, monkeypatch: pytest.Mo
     for a, b in zip(in_place[:2], apart[:2], strict=True):
         np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
     np.testing.assert_array_equal(in_place[1][1], operands[5][1])
+
+
+@pytest.mark.parametrize(
+    ("case", "rows", "function"),
+    [
+        (PACKED, "128", cuda),
+        rarely(PACKED, "0", in_high_precision),
+        rarely(LONG, "0", cuda),
+        rarely(LONG, "320", that_keeps),
+        rarely(WIDE_NORMALISED, "0", cuda),
+    ],
+)
+def test_one_half_of_every_sequence_after_the_other(
+    case: battery.Case, rows: str, function: battery.Function, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What `state_gradients` and `gradients` keep of the chunks of one is written over by the other's."""
+    monkeypatch.setenv(policy.OVERRIDE, rows)
+    monkeypatch.setattr(policy, "head_groups", lambda *_, **__: policy.HeadGroups(1, "never", 2))
+    used = _used(monkeypatch)
+    battery.check(case, function, LIMITS)
+    assert used.count("gradients") == used.count("state_gradients") == 2
 
 
 @pytest.mark.parametrize("in_one", ["never", rarely("always")])

@@ -125,7 +125,7 @@ def chain(
     have = {name: x if name in STATES else x.reshape(tokens, *x.shape[2:]) for name, x in given.items()}
     have |= {"bounds": segments, "segments": segments, "chunks": jnp.asarray(tables.chunk_table(segments, tokens))}
     have |= {"pieces": jnp.zeros((0, 4), jnp.int32), "spans": jnp.zeros((0, 2), jnp.int32)}
-    have |= {"entering": have["initial_state"][:0], "leaving": have["d_final_state"][:0]}
+    have |= {"entering": have["initial_state"][:0]} | dict.fromkeys(("leaving", "carried"), have["d_final_state"][:0])
     kernels: Sequence[Any] = (
         (prepare, "q k g beta bounds -> a gamma lengths query_lengths"),
         (
@@ -137,8 +137,8 @@ def chain(
         *(() if split else ((states_from_vd, "k vd gamma initial_state segments pieces entering chunks -> h"),)),
         (
             state_gradients,
-            "q k do a gamma beta lengths query_lengths d_final_state segments pieces spans leaving chunks "
-            "-> dh dv d_initial_state",
+            "q k do a gamma beta lengths query_lengths d_final_state segments pieces spans leaving carried chunks "
+            "-> dh dv d_initial_state carried left",
         ),
         (gradients, "q k v g gamma beta lengths query_lengths do vd dv h dh segments -> dq dk dv dg dbeta"),
     )

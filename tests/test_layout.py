@@ -12,6 +12,7 @@ import pytest
 
 from jax_qla import segments as tables
 from jax_qla.kernels import common, layout, preludes, summaries
+from jax_qla.kernels.common import ALL, EARLIER, LATER
 
 # What the device code takes from CUDA, for one thread of a block of one; and for a warp, 32 threads that vote together.
 SHIM = r"""
@@ -94,6 +95,13 @@ extern "C" bool find_chunks(const int* segments, int* chunks, int count, int slo
     jax_qla_find_chunk(found, segments, count, tokens, slot);
   });
 }
+// [slots][4]
+extern "C" bool find_chunks_in_window(const int* segments, int* chunks, int count, int slots, int tokens, int step,
+                                      int window) {
+  return by_a_warp<4>(chunks, slots, step, [=](int slot, int* found) {
+    jax_qla_find_chunk_in_window(found, segments, count, tokens, slot, window);
+  });
+}
 // The head at every place of the order.
 extern "C" bool slow_first(const float* sums, int* order, int heads) {
   return by_a_warp<1>(order, heads, 1, [=](int index, int* found) { *found = jax_qla_slow_first(sums, heads, index); });
@@ -157,6 +165,43 @@ def test_chunks_are_the_definition(counts: tuple[int, int], tables_code: ctypes.
         assert tables_code.find_chunks(*device_code.pointers(bounds, found), count, slots, tokens, step)
         right = tables.chunk_table(bounds, tokens)[:, 1:]
         np.testing.assert_array_equal(found[::step], right[::step], err_msg=f"{bounds.tolist()}")
+        found = np.full((slots, 4), -1, np.int32)
+        sizes = (count, slots, tokens, step, ALL)
+        assert tables_code.find_chunks_in_window(*device_code.pointers(bounds, found), *sizes)
+        np.testing.assert_array_equal(found[::step, :3], right[::step])
+        taken = right[::step, 1] > 0
+        np.testing.assert_array_equal(found[::step, 3][taken], np.arange(slots)[::step][taken])
+        check_windows(bounds, tokens, tables_code, step)
+
+
+def check_windows(bounds: np.ndarray, tokens: int, code: ctypes.CDLL, step: int) -> None:
+    """Every chunk is of one window, at its place there, and in the later one is every row of no sequence."""
+    count, chunks = tables.window_count(tokens, len(bounds)) + 1, tables.chunk_table(bounds, tokens)
+    used, outside = np.zeros(len(chunks), bool), np.ones(tokens, bool)
+    for start, end in bounds:
+        outside[start:end] = False
+    sizes = (len(bounds), count, tokens, step)
+    for window in (LATER, EARLIER):
+        found = np.full((count, 4), -1, np.int32)
+        assert code.find_chunks_in_window(*device_code.pointers(bounds, found), *sizes, window)
+        of_window = tables.chunk_table(tables.of_window(bounds, later=window == LATER), tokens)
+        place = tables.slot_in_window(bounds, of_window, later=window == LATER)
+        right = np.zeros((count, 4), np.int32)
+        (slots,) = np.nonzero(of_window[:, 2])
+        right[place[slots] + 1] = np.stack([*of_window[slots, 1:3].T, 0 * slots, slots], axis=1)
+        right, found = right[::step], found[::step]
+        taken = right[:, 1] > 0
+        np.testing.assert_array_equal(found[:, 1], right[:, 1], err_msg=f"{bounds.tolist()}")
+        np.testing.assert_array_equal(found[taken][:, [0, 1, 3]], right[taken][:, [0, 1, 3]])
+        assert len(set(place[slots])) == len(slots)
+        assert not used[slots].any()
+        used[slots] = True
+        for row, rows, gap, _ in found[found[:, 2] > 0]:
+            assert window == LATER
+            assert outside[row + rows : row + rows + gap].all()
+            outside[row + rows : row + rows + gap] = False
+    np.testing.assert_array_equal(used, chunks[:, 2] > 0)
+    assert step > 1 or not outside.any()
 
 
 @pytest.mark.parametrize("heads", [1, 8, 31, 32, 33, 64, 96])

@@ -19,6 +19,7 @@ from jax_qla.cuda import rule
 from jax_qla.kernels import compose as compose_kernel
 from jax_qla.kernels import state_gradients as state_gradients_kernel
 from jax_qla.kernels import states as states_kernel
+from jax_qla.kernels.common import LATER
 from jax_qla.launch import Step
 from jax_qla.residuals import splits
 
@@ -82,6 +83,10 @@ def in_conflict(call: Launched) -> Iterator[str]:
         results = {*RESULTS[step.kernel], *({"o"} if step.kernel == "prepare" else ())}
         if step.kernel == "forward" and step.config.measures:
             results.add("query_lengths")
+        if step.kernel == "state_gradients" and (
+            step.scalars["window"] != LATER or step.in_call("leaving") not in call.outputs
+        ):
+            results.remove("leaving")
         names = [name for name in named(step.kernel) if (name in results) == written]
         buffers = [step.in_call(x) for x in names if not before_waiting or overlap.uses_early(step, x)]
         return {in_memory_of.get(buffer, buffer) for buffer in buffers}

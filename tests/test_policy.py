@@ -243,6 +243,7 @@ def test_what_a_forward_pass_by_itself_is_cut_beyond() -> None:
         (32768, 16, 32, 10503, 18368),
         (65536, 32, 16, 12800, 13120),
         (65536, 64, 8, 6656, 7040),
+        (32832, 12, 16, 6208, 11072),  # the last of 17 pieces is half as long
     ):
         sizes = (tokens, sequences, heads, 128, 128)
         rows = policy.piece_rows(*sizes, packed=True)
@@ -882,13 +883,13 @@ def test_key_heads_of_a_block(chunks: int, key_heads: int, value_heads: int, tog
         (512, 8, 16, 48, 1),  # nor do 192 in two rounds: 5 to 11 %
         (512, 4, 16, 32, 1),
         (512, 2, 16, 64, 1),
-        (128, 1, 16, 64, 2),  # h and dh take more than operands and results; 4 x 32 halves fill the card
-        (512, 1, 16, 64, 2),
+        (128, 1, 16, 64, 1),  # h and dh take more than operands and results: there are two windows
+        (512, 1, 16, 64, 1),
         (64, 1, 16, 64, 1),  # but calls are short: 0.42 instead of 0.38 ms
         (128, 1, 16, 48, 1),  # 4 x 24 do not
         (128, 1, 16, 32, 1),
         (512, 16, 2, 8, 1),
-        (1024, 8, 2, 8, 2),
+        (1024, 8, 2, 8, 1),
         (128, 8, 2, 8, 1),
         (1024, 8, 1, 8, 1),
         (0, 1, 16, 64, 1),
@@ -955,11 +956,11 @@ def test_groups_of_heads_with_states() -> None:
     ("chunks", "pieces", "key_heads", "value_heads", "found"),
     [
         (128, 8, 2, 8, (2, "never", 1)),  # 0.155 instead of 0.131 ms, in 0.87 instead of 1.28 of operands and results
-        (128, 4, 2, 8, (1, "never", 1)),  # each of two groups would take as long as one
+        (128, 4, 2, 8, (1, "never", 1)),  # each of two groups would take as long as one, and two windows do not suffice
         (512, 16, 2, 8, (1, "if balanced", 2)),
         (512, 16, 4, 8, (1, "if balanced", 1)),  # takes no more than it may
-        (512, 16, 1, 4, (1, "never", 1)),  # one key head is one group
-        (512, 8, 2, 8, (2, "never", 1)),
+        (512, 16, 1, 4, (1, "never", 2)),  # one key head is one group
+        (512, 8, 2, 8, (1, "never", 2)),
     ],
 )
 def test_groups_of_heads_for_their_memory(
@@ -968,7 +969,8 @@ def test_groups_of_heads_for_their_memory(
     """Of packed batches of four sequences, whose states are given and wanted, in pieces."""
     sizes = (chunks, pieces, key_heads, value_heads, 128, 128)
     parts = pieces + 4
-    assert policy.head_groups(*sizes, packed=True, parts=parts, of_parts=3 * parts, states=16) == found
+    options: Any = {"parts": parts, "sequences": 4, "of_parts": 3 * parts, "states": 16}
+    assert policy.head_groups(*sizes, packed=True, **options) == found
 
 
 @pytest.mark.parametrize(
@@ -989,7 +991,7 @@ def test_groups_of_heads_of_many_places(
     pieces = 32768 // (2048 if value_heads == 8 else 4096)
     given = 2 * sequences * 2 * states
     sizes = (512, max(pieces, sequences), key_heads, value_heads, 128, 128)
-    options: Any = {"parts": pieces + sequences, "of_parts": 3 * pieces, "states": given}
+    options: Any = {"parts": pieces + sequences, "sequences": sequences, "of_parts": 3 * pieces, "states": given}
     assert policy.head_groups(*sizes, packed=True, **options) == found
 
 
@@ -1033,12 +1035,23 @@ def test_groups_of_heads_of_many_places_with_states() -> None:
     assert policy.head_groups(*sizes, **options) == (2, "if balanced", 1)
 
 
-def test_whole_sequences_are_not_divided_again() -> None:
-    """Pieces are, where they are not alike, by kernels that then take no longer than they may."""
-    sizes = (2048, 16, 2, 8, 128, 128)
-    options: dict[str, Any] = {"packed": True, "parts": 20, "states": 16, "with_states": True}
-    assert policy.head_groups(*sizes, **options).uneven == 1
-    assert policy.head_groups(*sizes, **options, of_parts=48).uneven == 2
+@pytest.mark.parametrize(
+    ("chunks", "recurrences", "key_heads", "value_heads", "packed", "windows"),
+    [
+        (64, 1, 16, 64, False, 2),  # 358 -> 372 us, 1.05 -> 0.87 of operands and results
+        (512, 8, 2, 8, False, 2),  # 362 -> 376, the same
+        (512, 4, 8, 32, True, 2),  # if these are alike 1175 -> 1186, 1.07 -> 0.88
+        (128, 1, 16, 48, False, 1),  # 1.002
+        (512, 16, 2, 8, False, 1),  # one kernel computes all
+    ],
+)
+def test_windows_of_whole_sequences(
+    chunks: int, recurrences: int, key_heads: int, value_heads: int, packed: bool, windows: int
+) -> None:
+    """Where memory exceeds operands and results, and by more than what little time is worth."""
+    sizes = (chunks, recurrences, key_heads, value_heads, 128, 128)
+    options: Any = {"packed": packed, "parts": recurrences, "sequences": recurrences, "states": 4 * recurrences}
+    assert policy.head_groups(*sizes, **options).windows == windows
 
 
 def test_groups_of_heads_that_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:

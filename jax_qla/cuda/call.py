@@ -200,11 +200,13 @@ class Call:
         vd = shapes["vd"]
         return shapes | {"vd": vd.update(shape=(self.tokens, *vd.shape[2:]))}
 
-    def chunk_gradient_shape(self, v: jax.Array, precision: Any, *, groups: int) -> jax.ShapeDtypeStruct:
-        """dh, what `state_gradients` writes: as h, and where operands are split behind it what dv leaves of 64 rows."""
+    def chunk_gradient_shape(self, v: jax.Array, precision: Any, *, groups: int, windows: int) -> jax.ShapeDtypeStruct:
+        """dh, what `state_gradients` writes: as h, and where operands are split behind it what dv leaves of 64 rows; of
+        the chunks of one of so many `windows`."""
         h = self.chunk_state_shapes(v, precision, groups=groups)["h"]
         tiles = h.shape[2] + self.split * CHUNK // state_tile_rows(self.key_dim)
-        return h.update(shape=(*h.shape[:2], tiles, *h.shape[3:]))
+        places = h.shape[0] if windows == 1 else tables.window_count(self.tokens, self.parts)
+        return h.update(shape=(places, h.shape[1], tiles, *h.shape[3:]))
 
     def prepared(self, residuals: Residuals, *, queries: bool = True) -> dict[str, jax.Array]:
         """What `prepare` has written, as operands; without the lengths of `queries` for who does not read them."""

@@ -189,6 +189,7 @@ def backward(
         split=call.split,
         packed=segments is not None and call.sequences > 1,
         parts=call.parts,
+        sequences=call.sequences if pieces is None else call.parts,
         # `transition`, `entering` and `leaving`, which has more where gradients are in place
         of_parts=3 * call.between + (call.chains if call.firsts >= 0 else 0),
         states=2 * call.sequences * ((initial_state is not None) + (d_final_state is not None)),
@@ -196,7 +197,11 @@ def backward(
     )
     of_pieces |= call.chunk_state_shapes(v, precision, groups=found.groups)
     if found.in_one != "always":
-        of_pieces["dh"] = call.chunk_gradient_shape(v, precision, groups=found.groups * found.uneven)
+        of_pieces["dh"] = call.chunk_gradient_shape(v, precision, groups=found.groups, windows=found.windows)
+        if found.windows > 1:
+            of_pieces["carried"] = call.state_shape(True, whole=pieces is None)
+        else:
+            inputs["carried"] = call.states(None)
     if found.in_one == "if balanced":
         scalars = policy.balance(call.value_heads // found.groups, ratio=call.ratio)._asdict()
         steps = [Step("balance", balance_kernel.Config(), scalars), *steps]

@@ -40,7 +40,7 @@ from jax_qla.kernels import prepare as prepare_kernel
 from jax_qla.kernels import state_gradients as state_gradients_kernel
 from jax_qla.kernels import states as states_kernel
 from jax_qla.kernels import summaries as summaries_kernel
-from jax_qla.kernels.common import ALWAYS, BALANCED, CHUNK, UNBALANCED
+from jax_qla.kernels.common import ALL, ALWAYS, BALANCED, CHUNK, EARLIER, LATER, UNBALANCED
 from jax_qla.launch import Step
 from jax_qla.residuals import Keep
 
@@ -209,9 +209,8 @@ def gradient_steps(
     initial = call.of_pieces("initial_state", "entering")
     final = call.of_pieces("d_final_state", "leaving")
     heads = call.value_heads // found.groups
-    divided = heads // found.uneven
     chunks = -(-call.tokens // CHUNK)
-    together = policy.key_heads_together(chunks, divided // call.ratio, divided)
+    together = policy.key_heads_together(chunks // found.windows, heads // call.ratio, heads)
     tile = call.value_tile_of(heads)
     beside = policy.room_for_both(call.recurrences * heads * (call.value_dim // tile))
     of_two, of_one = (UNBALANCED, BALANCED) if found.in_one == "if balanced" else (ALWAYS, ALWAYS)
@@ -226,11 +225,12 @@ def gradient_steps(
             steps.insert(
                 place, kernel_step(call, of_h, rename=initial, first_head=first, awaits=awaits, value_tile=tile)
             )
-        for begin in range(first, first + heads, divided) if found.in_one != "always" else ():
-            behind = bool(steps) and steps[-1].kernel == "compose"  # which writes what it begins with
+        for window in ((ALL,) if found.windows == 1 else (LATER, EARLIER)) if found.in_one != "always" else ():
+            # `compose` writes what it begins with, and `gradients` of the later window reads what it writes.
+            behind = window == EARLIER or (bool(steps) and steps[-1].kernel == "compose")
             awaits = state_gradients_kernel.STATE if behind else state_gradients_kernel.NOTHING
-            of = common | {"first_head": begin, "only": of_two}
-            of_states = {"awaits": awaits, "value_tile": call.value_tile_of(divided)}
+            of = common | {"first_head": first, "window": window, "only": of_two}
+            of_states = {"awaits": awaits, "value_tile": tile}
             steps.append(kernel_step(call, state_gradients_kernel, rename=final, **of_states, **of))
             steps.append(kernel_step(call, gradients_kernel, rename={"d": "dv"}, group=together, **of))
         if found.in_one != "never":

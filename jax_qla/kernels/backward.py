@@ -332,7 +332,7 @@ def program(config: Config):
     ctype = {"bfloat16": "bfloat16_t", "float16": "half_t"}[dtype]
     l2norm, normed = config.l2norm, "true" if config.l2norm else "false"
     ops = operations(ctype, l2norm)
-    m, begin_with = macros(), first_state.macro()
+    m, begin_with = macros(), first_state.macros().begin_with
     write_gates, allocate_parts = gate_gradients(dtype, l2norm), gate_parts()
     tokens, key_heads, value_heads, sequences, state_slots = T.dynamic(
         "tokens, key_heads, value_heads, sequences, state_slots"
@@ -1015,8 +1015,8 @@ def specification(
     del width  # but for roundings, results do not go by it
     scalars: dict[str, Any] = {"ratio": ratio, "scale": scale, "l2norm": l2norm, "first_head": first_head, "only": only}
     of_keys = (gamma, beta, lengths, query_lengths)
-    tables = (segments, pieces, spans, leaving, chunks)
-    dh, d, d_initial_state = state_gradients.specification(
+    tables = (segments, pieces, spans, leaving, leaving[:0], chunks)
+    dh, d, d_initial_state, *_ = state_gradients.specification(
         q, k, do, a, *of_keys, d_final_state, *tables, heads=heads, firsts=firsts, **scalars
     )
     results = gradients.specification(q, k, v, g, *of_keys, do, vd, d, h, dh, segments, **scalars)

@@ -80,6 +80,10 @@ L2NORM_EPSILON = 1e-6
 ALWAYS, BALANCED, UNBALANCED = 0, 1, 2
 """When a kernel computes anything: always, only where sequences keep a card busy to the end (kernels/balance.py), only where they do not."""
 
+ALL, LATER, EARLIER = 0, 1, 2
+"""The window of every segment that a launch goes through: all of its chunks, or the later half of them, of an odd number one more, or the earlier one, to
+which the launch before has come. What two such launches keep of the chunks then takes the same memory in turn (jax_qla/segments.py: window_slots)."""
+
 PASS_CONFIGS: dict[str, object] = {
     "tl.disable_warp_specialized": True,  # roles are written by hand
     "tl.disable_thread_storage_sync": True,  # and so are barriers

@@ -429,15 +429,20 @@ def chunk_of_block():
     import tilelang.language as T
 
     @T.macro
-    def find_chunk(segments, sequences, tokens, slot):
-        """First row, rows (0: none) and, behind them, rows of no sequence of chunk slot `slot`, once what the kernel awaits has ended."""
+    def find_chunk(segments, sequences, tokens, slot, window):
+        """First row, rows (0: none) and, behind them, rows of no sequence, of what `slot` of the `window` is, and the chunk's slot among all, once what the
+        kernel awaits has ended."""
         # One warp for all, and by way of shared memory: registers are few.
         chunk_s = T.alloc_shared((4,), "int32")
         if T.get_thread_binding() < 32:
-            call("jax_qla_find_chunk", unfenced(chunk_s[0]), T.address_of(segments[0, 0]), sequences, tokens, slot)
+            call(
+                "jax_qla_find_chunk_in_window",
+                *(unfenced(chunk_s[0]), T.address_of(segments[0, 0]), sequences, tokens, slot, window),
+            )
         T.pdl_sync()  # `state_gradients` has ended, and with it `states`
+        T.pdl_trigger()  # that of the earlier window waits by itself before it writes what this one reads
         T.sync_threads()
-        return chunk_s[0], chunk_s[1], chunk_s[2]
+        return chunk_s[0], chunk_s[1], chunk_s[2], chunk_s[3]
 
     return find_chunk
 

@@ -20,7 +20,8 @@ before they leave.
 What dg would add and subtract again (the diagonal of R, <Y_j, K_j> of the rows from i on) is left out: where the decay is
 strong, dg is smaller than the rounding of these. R is summed in float32 and never rounded.
 
-Plan, of the value heads that dh has, from `first_head` on (policy.head_groups), h and Vd each having these or all: one block per (chunk slot, `group` key heads:
+Plan, of the value heads that dh has, from `first_head` on (policy.head_groups), h and Vd each having these or all, and of chunks of one `window` of every
+sequence, for which dh has slots, or of all: one block per (chunk slot, `group` key heads:
 policy.key_heads_together), 512 threads, a loop over the key heads and their value heads. K, Vd and D have two
 stages of tiles, Q, dO, h and dh one each, loaded for the next head as soon as their last reader is done. Warpgroup 1 has most to do: what
 it needs first of a head, K, Vd and D, is there before, and what must wait for a free tile it needs last or not at all.
@@ -67,7 +68,7 @@ from types import SimpleNamespace
 import jax
 import jax.numpy as jnp
 
-from jax_qla.kernels.common import CHUNK, FAINT, MIN_LOG_DECAY, PASS_CONFIGS, SHORT
+from jax_qla.kernels.common import ALL, CHUNK, FAINT, LATER, MIN_LOG_DECAY, PASS_CONFIGS, SHORT
 from jax_qla.kernels.gradient_parts import (
     PRELUDE,
     SCANTY,
@@ -83,6 +84,7 @@ from jax_qla.kernels.macros import accumulator_layout, call, macros
 from jax_qla.kernels.specification import (
     among_heads,
     decay,
+    from_window_slots,
     gather_chunks,
     gather_lengths,
     gather_parts,
@@ -90,11 +92,12 @@ from jax_qla.kernels.specification import (
     of_all_slots,
     of_heads,
     of_part_tiles,
+    rows_of,
     scatter_chunks,
     states_of_tiles,
     tiles_as_rows,
 )
-from jax_qla.segments import chunk_table
+from jax_qla.segments import chunk_table, of_window
 
 __all__ = ["PASS_CONFIGS", "Config", "program", "specification"]
 
@@ -131,6 +134,7 @@ def program(config: Config):
     )
     of_launch = T.dynamic("heads")  # value heads, from first_head on
     kept_heads, vd_heads = T.dynamic("kept_heads, vd_heads")  # these, or all, of h and of Vd
+    window_slots = T.dynamic("window_slots")  # of dh
 
     @T.macro
     def load_states(states, tile, slot, head, loaded):
@@ -158,7 +162,7 @@ def program(config: Config):
         vd: T.Tensor((tokens, vd_heads, V), dtype),
         d: T.Tensor((tokens, value_heads, V), dtype),  # D; may be dv itself
         h: T.Tensor((state_slots, kept_heads, K // 64, V, 64), dtype),
-        dh: T.Tensor((state_slots, of_launch, K // 64, V, 64), dtype),
+        dh: T.Tensor((window_slots, of_launch, K // 64, V, 64), dtype),
         segments: T.Tensor((sequences, 2), "int32"),
         balanced: T.Tensor((1,), "int32"),  # needed unless ALWAYS
         dq: T.Tensor((tokens, key_heads, K), dtype),
@@ -170,14 +174,15 @@ def program(config: Config):
         scale: T.float32,
         group: T.int32,  # key heads of a block
         first_head: T.int32,
+        window: T.int32,  # ALL, LATER or EARLIER chunks of a sequence, for which dh has slots
         only: T.int32,  # ALWAYS, or sequences for which it computes anything, BALANCED or UNBALANCED
     ):
         with T.Kernel(
-            state_slots + 1, T.ceildiv(T.truncdiv(of_launch, ratio), group), threads=512, prelude=PRELUDE
-        ) as (slot, part_of_heads):
+            window_slots + 1, T.ceildiv(T.truncdiv(of_launch, ratio), group), threads=512, prelude=PRELUDE
+        ) as (place, part_of_heads):
             T.annotate_min_blocks_per_sm(1)
-            m.leave_unless(only, balanced, slot + part_of_heads == 0)
-            row, rows, fill = find_chunk(segments, sequences, tokens, slot)
+            m.leave_unless(only, balanced, place + part_of_heads == 0)
+            row, rows, fill, slot = find_chunk(segments, sequences, tokens, place, window)
             first = T.alloc_var("int32")  # first key head of this block
             keys = T.alloc_var("int32")  # their number
             heads = T.alloc_var("int32")  # and that of their value heads
@@ -244,7 +249,7 @@ def program(config: Config):
                         m.load_rows(q, row, first, 0, K, q_s, 0, q_loaded)
                         T.barrier_arrive(q_loaded[0])
                         load_states(h, h_s, slot, kept, h_loaded)
-                        load_states(dh, dh_s, slot, held, dh_loaded)
+                        load_states(dh, dh_s, place, held, dh_loaded)
                         if heads > 1:
                             m.load_rows(vd, row, of_vd + 1, 0, V, vd_s, 1, rows_loaded)
                             m.load_rows(d, row, first * ratio + 1, 0, V, dv_s, 1, rows_loaded)
@@ -262,7 +267,7 @@ def program(config: Config):
                                     T.barrier_wait(h_free[0], n % 2)
                                     load_states(h, h_s, slot, kept + n + 1, h_loaded)
                                     T.barrier_wait(dh_free[0], n % 2)
-                                    load_states(dh, dh_s, slot, held + n + 1, dh_loaded)
+                                    load_states(dh, dh_s, place, held + n + 1, dh_loaded)
                                 if r_l + 1 == ratio and key_l + 1 < keys:
                                     T.barrier_wait(q_free[0], key_l % 2)
                                     m.load_rows(q, row, first + key_l + 1, 0, K, q_s, 0, q_loaded)
@@ -527,16 +532,22 @@ def specification(
     l2norm: int = 0,
     first_head: int = 0,
     only: int = 0,
+    window: int = ALL,
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array]:
     """(dq, dk [tokens, Hk, K], dv [tokens, Hv, V], dg, dbeta [tokens, Hv]); rows of no sequence are zero; not a number in other heads than those
-    of dh, from `first_head` on. h and vd each have these heads, or all."""
+    of dh, from `first_head` on, and in rows of the other `window`. h and vd each have these heads, or all."""
     del group, only  # results do not go by them
     heads, all_key_heads, all_heads = dh.shape[1], q.shape[1], v.shape[1]
     h, vd = (of_heads(x, first_head, heads) if x.shape[1] == all_heads else x for x in (h, vd))
     q, k = (of_heads(x, first_head // ratio, heads // ratio) for x in (q, k))
     v, g, gamma, beta, do, d = (of_heads(x, first_head, heads) for x in (v, g, gamma, beta, do, d))
     tokens, key_heads = q.shape[:2]
+    of_all = segments
+    if window != ALL:
+        segments = of_window(segments, later=window == LATER)
     chunks = jnp.asarray(chunk_table(segments, tokens))
+    if window != ALL:
+        dh = from_window_slots(dh, of_all, chunks, later=window == LATER)
     keys, queries = (jnp.repeat(gather_chunks(x, chunks), ratio, axis=2) for x in (k, q))
     values, gates, strength, output, d = (gather_chunks(x, chunks) for x in (v, gamma, beta, do, d))
     corrected = gather_parts(vd, chunks, v.shape[-1])
@@ -583,7 +594,12 @@ def specification(
     dg = jnp.where(gather_chunks(g, chunks) >= MIN_LOG_DECAY, dg, 0)
 
     def to_tokens(x, dtype):
-        return scatter_chunks(x, chunks, tokens, dtype)
+        found = scatter_chunks(x, chunks, tokens, dtype)
+        if window == ALL:
+            return found
+        others = rows_of(of_window(of_all, later=window != LATER), tokens)
+        here = ~others if window == LATER else rows_of(segments, tokens)
+        return jnp.where(here.reshape(-1, *(1,) * (found.ndim - 1)), found, jnp.nan)
 
     def over_value_heads(x, given, lengths):
         """The sum; where r `given` counts, without what the change of r takes away."""

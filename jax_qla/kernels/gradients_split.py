@@ -78,6 +78,7 @@ def program(config: "Config"):
     )
     of_launch = T.dynamic("heads")  # value heads, from first_head on
     kept_heads, vd_heads = T.dynamic("kept_heads, vd_heads")  # these, or all, of h and of Vd
+    window_slots = T.dynamic("window_slots")  # of dh
 
     @T.macro
     def load_tile(source, slot, head, tile, column, target, stage, loaded, turn):
@@ -121,7 +122,7 @@ def program(config: "Config"):
         vd: T.Tensor((tokens, vd_heads, V * 2), dtype),
         d: T.Tensor((tokens, value_heads, V), dtype),  # D's high part; may be dv itself
         h: T.Tensor((state_slots, kept_heads, of_k * 2, V, 64), dtype),
-        dh: T.Tensor((state_slots, of_launch, of_k * 2 + 1, V, 64), dtype),
+        dh: T.Tensor((window_slots, of_launch, of_k * 2 + 1, V, 64), dtype),
         segments: T.Tensor((sequences, 2), "int32"),
         balanced: T.Tensor((1,), "int32"),  # needed unless ALWAYS
         dq: T.Tensor((tokens, key_heads, K), dtype),
@@ -133,14 +134,15 @@ def program(config: "Config"):
         scale: T.float32,
         group: T.int32,  # key heads of a block
         first_head: T.int32,
+        window: T.int32,  # ALL, LATER or EARLIER chunks of a sequence, for which dh has slots
         only: T.int32,  # ALWAYS, or sequences for which it computes anything, BALANCED or UNBALANCED
     ):
         with T.Kernel(
-            state_slots + 1, T.ceildiv(T.truncdiv(of_launch, ratio), group), threads=512, prelude=SPLIT_PRELUDE
-        ) as (slot, part_of_heads):
+            window_slots + 1, T.ceildiv(T.truncdiv(of_launch, ratio), group), threads=512, prelude=SPLIT_PRELUDE
+        ) as (place, part_of_heads):
             T.annotate_min_blocks_per_sm(1)
-            m.leave_unless(only, balanced, slot + part_of_heads == 0)
-            row, rows, fill = find_chunk(segments, sequences, tokens, slot)
+            m.leave_unless(only, balanced, place + part_of_heads == 0)
+            row, rows, fill, slot = find_chunk(segments, sequences, tokens, place, window)
             first = T.alloc_var("int32")  # first key head of this block
             keys = T.alloc_var("int32")  # their number
             heads = T.alloc_var("int32")  # and that of their value heads
@@ -211,7 +213,7 @@ def program(config: "Config"):
                                     m.load_rows(vd, row, of_vd + n, v_l * 64, 64, vd_s, at_l, rows_loaded)
                                     m.load_rows(vd, row, of_vd + n, V + v_l * 64, 64, vd_low_s, at_l, rows_loaded)
                                     m.load_rows(d, row, first * ratio + n, v_l * 64, 64, d_s, at_l, rows_loaded)
-                                    load_tile(dh, slot, held + n, 2 * of_k, v_l * 64, d_low_s, at_l, rows_loaded, at_l)
+                                    load_tile(dh, place, held + n, 2 * of_k, v_l * 64, d_low_s, at_l, rows_loaded, at_l)
                                     T.barrier_arrive(rows_loaded[at_l])
                                     if n * of_v + v_l >= 2:
                                         T.barrier_wait(do_free[at_l], ((n * of_v + v_l) // 2 + 1) % 2)
@@ -242,7 +244,7 @@ def program(config: "Config"):
                                             T.barrier_wait(dh_free[turn % 2], (turn // 2 + 1) % 2)
                                         for x in T.unroll(2):
                                             load_tile(
-                                                *(dh, slot, held + n, x * of_k + k_l, v_l * 64),
+                                                *(dh, place, held + n, x * of_k + k_l, v_l * 64),
                                                 *(dh_s, turn % 2 * 2 + x, dh_loaded, turn % 2),
                                             )
                                         T.barrier_arrive(dh_loaded[turn % 2])

@@ -3,7 +3,20 @@
 import functools
 from types import SimpleNamespace
 
-from jax_qla.kernels.common import ALWAYS, BALANCED, CHUNK, FAINT, FORGOTTEN, LOG2_E, LONG, PLACES, SHORT, cut_behind
+from jax_qla.kernels.common import (
+    ALL,
+    ALWAYS,
+    BALANCED,
+    CHUNK,
+    FAINT,
+    FORGOTTEN,
+    LATER,
+    LOG2_E,
+    LONG,
+    PLACES,
+    SHORT,
+    cut_behind,
+)
 from jax_qla.kernels.inverse import KEPT
 
 
@@ -116,6 +129,22 @@ def _read_by(language):
         start = segments[n, 0]
         end = segments[n, 1]
         count = (end - start + C - 1) // C  # noqa: F841
+
+    @T.macro
+    def take_window(start: T.Ref, end: T.Ref, count: T.Ref, slot: T.Ref, n: T.Ref, window):
+        """Of segment n, which has `count` chunks from `start` on, those of the `window` that a launch goes through, and the `slot` of the first of them in
+        what it keeps of these (jax_qla/segments.py: window_slots)."""
+        slot = start // C + n
+        if window != ALL:
+            earlier = T.alloc_var("int32")
+            earlier = T.truncdiv(count, 2)
+            slot = T.truncdiv(slot + n, 2)
+            if window == LATER:
+                start = start + earlier * C
+                count = count - earlier
+            else:
+                end = T.min(end, start + earlier * C)
+                count = earlier
 
     @T.macro
     def find_target(target: T.Ref, n: T.Ref, pieces, spans, cut_pieces):
@@ -623,6 +652,7 @@ def _read_by(language):
         leave_unless=leave_unless,
         leave_if=leave_if,
         find_sequence=find_sequence,
+        take_window=take_window,
         find_target=find_target,
         chunks_that_matter=chunks_that_matter,
         fetch_gates=fetch_gates,

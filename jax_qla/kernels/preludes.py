@@ -3,7 +3,19 @@
 Those of the inverse are in kernels/inverse.py and kernels/products.py, those of one kernel in its file.
 """
 
-from jax_qla.kernels.common import ALWAYS, BALANCED, CHUNK, L2NORM_EPSILON, PLACES, ROUND, SLOW, STRETCHES
+from jax_qla.kernels.common import (
+    ALL,
+    ALWAYS,
+    BALANCED,
+    CHUNK,
+    EARLIER,
+    L2NORM_EPSILON,
+    LATER,
+    PLACES,
+    ROUND,
+    SLOW,
+    STRETCHES,
+)
 
 MATRIX_PRELUDE = r"""
 // Instructions, one a function.
@@ -206,21 +218,24 @@ __device__ __forceinline__ void jax_qla_store_decayed(const void* product, const
 
 
 CHUNK_PRELUDE = (
-    f"constexpr int kChunk = {CHUNK};"
+    f"constexpr int kChunk = {CHUNK}, kAll = {ALL}, kLater = {LATER}, kEarlier = {EARLIER};"
     r"""
-// A chunk slot's {first row, rows, rows of no sequence that follow} (jax_qla/segments.py: chunk_table), from the `count` sequences' [start, end).
+// What a launch that goes through a `window` of every sequence (kernels/common.py) does at a slot of it (jax_qla/segments.py: chunk_table, window_count):
+// {first row, rows, rows of no sequence that follow, slot among all chunks}, from the `count` sequences' [start, end). Rows of no sequence are of the later
+// window, which has half of the slots, and so twice the rows in each.
 // To be called by whole warps, whose lanes look for the slot's sequence together; up to 30 sequences take one load, which goes by no number of the
 // block, so that it is under way while these are computed.
-__device__ __forceinline__ void jax_qla_find_chunk(void* found, const int* segments, int count, int tokens, int slot) {
+__device__ __forceinline__ int4 jax_qla_chunk_at(const int* segments, int count, int tokens, int slot, int window) {
   const int2* bounds = reinterpret_cast<const int2*>(segments);
   const int lane = threadIdx.x & 31;
   const auto at = [=](int i) { return i < 0 ? make_int2(0, 0) : i < count ? bounds[i] : make_int2(tokens, tokens); };
+  const auto first = [=](int start, int i) { return (window == kAll ? start / kChunk + i : (start / kChunk + 2 * i) / 2) + 1; };  // of a sequence's slots
   int n = -1, beyond = count;  // a sequence that begins at the slot or before, -1 being the rows before them all; one that does not
   int2 mine = at(n + lane);
   if (beyond - n > 31) {
     do {
       const int step = (beyond - n + 30) / 32, candidate = n + 1 + lane * step;
-      const bool begun = candidate < beyond && bounds[candidate].x / kChunk + candidate + 1 <= slot;
+      const bool begun = candidate < beyond && first(bounds[candidate].x, candidate) <= slot;
       const int steps = __popc(__ballot_sync(0xffffffffu, begun));
       beyond = min(beyond, n + 1 + steps * step);
       if (steps > 0) n += 1 + (steps - 1) * step;
@@ -228,17 +243,33 @@ __device__ __forceinline__ void jax_qla_find_chunk(void* found, const int* segme
     mine = at(n + lane);
   }
   const int candidate = n + lane;
-  const bool begun = lane == 0 || (candidate < beyond && mine.x / kChunk + candidate + 1 <= slot);
+  const bool begun = lane == 0 || (candidate < beyond && first(mine.x, candidate) <= slot);
   const int last_begun = __popc(__ballot_sync(0xffffffffu, begun)) - 1;
   n += last_begun;
   const int start = __shfl_sync(0xffffffffu, mine.x, last_begun), end = __shfl_sync(0xffffffffu, mine.y, last_begun);
   const int gap_end = __shfl_sync(0xffffffffu, mine.x, last_begun + 1);
-  const int chunk = slot - (n < 0 ? 0 : start / kChunk + n + 1), last = max((end - start + kChunk - 1) / kChunk, 1) - 1;
-  const int fill = min(end + max(chunk - last, 0) * kChunk, gap_end);
+  const int chunks = (end - start + kChunk - 1) / kChunk, earlier = window == kAll ? 0 : chunks / 2, rows_apart = window == kAll ? kChunk : 2 * kChunk;
+  const int before = window == kLater ? earlier : 0, those = window == kEarlier ? earlier : chunks - earlier, last = max(those, 1) - 1;
+  const int number = slot - (n < 0 ? 0 : first(start, n)), chunk = before + number;
+  const int fill = min(end + max(number - last, 0) * rows_apart, gap_end);
+  return make_int4(number <= last ? start + chunk * kChunk : fill, number < those ? min(end - start - chunk * kChunk, kChunk) : 0,
+                   number >= last && window != kEarlier ? min(max(gap_end - fill, 0), rows_apart) : 0, start / kChunk + n + 1 + chunk);
+}
+// All but the last of these, of all chunks; and all of them.
+__device__ __forceinline__ void jax_qla_find_chunk(void* found, const int* segments, int count, int tokens, int slot) {
+  const int4 chunk = jax_qla_chunk_at(segments, count, tokens, slot, kAll);
   int* x = static_cast<int*>(found);
-  x[0] = chunk <= last ? start + chunk * kChunk : fill;
-  x[1] = min(max(end - start - chunk * kChunk, 0), kChunk);
-  x[2] = chunk >= last ? min(max(gap_end - fill, 0), kChunk) : 0;
+  x[0] = chunk.x;
+  x[1] = chunk.y;
+  x[2] = chunk.z;
+}
+__device__ __forceinline__ void jax_qla_find_chunk_in_window(void* found, const int* segments, int count, int tokens, int slot, int window) {
+  const int4 chunk = jax_qla_chunk_at(segments, count, tokens, slot, window);
+  int* x = static_cast<int*>(found);
+  x[0] = chunk.x;
+  x[1] = chunk.y;
+  x[2] = chunk.z;
+  x[3] = chunk.w;
 }
 // Whether the slot is one of empty sequences at the end, with no rows behind it, to be asked before all else (macros.py: leave_first). Only where 32
 // sequences and all rows come before: others have rows, as a rule, and would wait for the answer.

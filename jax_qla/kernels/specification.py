@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_qla import l2norm as l2norm_module
+from jax_qla import segments as tables
 from jax_qla.kernels.common import (
     CHUNK,
     FIRST,
@@ -146,6 +147,25 @@ def states_given(
     return jnp.where(cut[:, None, None, None], between[firsts + chain], found)
 
 
+def states_kept(
+    state: jax.Array, cuts: int, pieces: jax.Array, spans: jax.Array, firsts: int = -1
+) -> tuple[jax.Array, jax.Array]:
+    """`states_given` in `reverse` undone, of the `state` of every segment [segments, heads, K, V]: those of sequences, [N, ...], and those between, [cuts,
+    ...], not a number in what none is of."""
+    if not pieces.shape[0]:
+        return state, jnp.full((cuts, *state.shape[1:]), jnp.nan, state.dtype)
+    piece, sequence, position = jnp.arange(pieces.shape[0]), pieces[:, 2], pieces[:, 3]
+    first = spans[sequence, 0]
+    used = (piece >= first) & (piece < first + spans[sequence, 1])
+    row = jnp.where(position < LAST, cut_behind(piece, sequence), cuts)
+    if firsts >= 0:
+        chain = sequence if spans.shape[0] <= firsts else cut_behind(first, sequence)
+        row = jnp.where(position == LAST, firsts + chain, row)
+    of_sequence, between = (jnp.full((n, *state.shape[1:]), jnp.nan, state.dtype) for n in (spans.shape[0], cuts))
+    given = jnp.where(used & (row == cuts), sequence, spans.shape[0])
+    return of_sequence.at[given].set(state, mode="drop"), between.at[row].set(state, mode="drop")
+
+
 def part_columns(x: jax.Array) -> jax.Array:
     """[..., columns] -> [..., 2 columns]: bf16's part of each, and what that leaves."""
     return jnp.concatenate(_parts(x), axis=-1)
@@ -243,6 +263,25 @@ def of_chunk_slots(x: jax.Array) -> jax.Array:
 def of_all_slots(x: jax.Array) -> jax.Array:
     """`of_chunk_slots` undone, with zeros."""
     return jnp.concatenate([jnp.zeros_like(x[:1]), x])
+
+
+def window_slots(x: jax.Array, segments: jax.Array, chunks: jax.Array, tokens: int, *, later: bool) -> jax.Array:
+    """[slots - 1, ...] of `of_chunk_slots` -> [window_count, ...], those of a window of all `segments`, whose `chunks` are given; zero where there is none."""
+    count = tables.window_count(tokens, segments.shape[0])
+    place = jnp.where(chunks[1:, 2] > 0, tables.slot_in_window(segments, chunks, later=later)[1:], count)
+    return jnp.zeros((count, *x.shape[1:]), x.dtype).at[place].set(x, mode="drop")
+
+
+def from_window_slots(x: jax.Array, segments: jax.Array, chunks: jax.Array, *, later: bool) -> jax.Array:
+    """`window_slots` undone, with anything in slots of no chunk."""
+    place = tables.slot_in_window(segments, chunks, later=later)
+    return of_chunk_slots(x[jnp.clip(place, 0, x.shape[0] - 1)])
+
+
+def rows_of(segments: jax.Array, tokens: int) -> jax.Array:
+    """bool [tokens]: rows of any of these."""
+    row = jnp.arange(tokens)[:, None]
+    return jnp.any((row >= segments[:, 0]) & (row < segments[:, 1]), axis=1)
 
 
 def chunk_in_piece(pieces: jax.Array, chunks: jax.Array) -> jax.Array:

@@ -37,7 +37,11 @@ dX is not needed as such outside: kernels/gradients.py takes dv, and writes the 
 
 A launch computes as many value heads as dh has room for, from `first_head` on (policy.head_groups). Where the sequences are pieces of
 longer ones, only the gradient before a sequence's first piece is one of an initial state, and pieces begin with what kernels/compose.py has found, but
-for those that are whole sequences; blocks begin, but for the state's warpgroups, while that still runs (STATE).
+for those that are whole sequences; blocks begin, but for the state's warpgroups of other pieces, while that still runs (STATE).
+
+Where dh is to take half of the memory, a launch goes through a `window` of every sequence: the later half of its chunks, which leaves the gradient
+where it began with one between pieces, or else at `carried`, and, once kernels/gradients.py has used that half, the earlier one, which begins with it. No
+sequence waits for another so, as heads do that are computed one group after the other.
 
 The diagonal of a^T dVd is dVd itself, which stays in the accumulator in float32.
 
@@ -52,7 +56,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_qla.kernels import first_state
-from jax_qla.kernels.common import CHUNK, FAINT, PASS_CONFIGS, ROUND, SHORT
+from jax_qla.kernels.common import ALL, CHUNK, EARLIER, FAINT, LATER, PASS_CONFIGS, ROUND, SHORT
 from jax_qla.kernels.inverse import INVERSE_PRELUDE
 from jax_qla.kernels.macros import call, leave_first, macros, over, place_of, rest_is_empty, unfenced
 from jax_qla.kernels.preludes import BALANCE_PRELUDE, LENGTH_PRELUDE, P_PRELUDE
@@ -66,19 +70,24 @@ from jax_qla.kernels.specification import (
     of_heads,
     part_tiles,
     rows_as_tiles,
+    rows_of,
     scan_slots,
     scatter_chunks,
     state_tiles,
     states_given,
+    states_kept,
     unpack_inverses,
+    window_slots,
 )
+from jax_qla.segments import chunk_table, of_window
 
 __all__ = ["NOTHING", "PASS_CONFIGS", "STATE", "Config", "program", "specification"]
 
 
 STATE, NOTHING = range(2)
-"""What a block awaits of the kernel launched before. It is `compose`, and has the gradient that the state's warpgroups begin with: all else was
-there before that kernel let this one begin. Or all is there."""
+"""What a block awaits of the kernel launched before. It is `compose`, and has the gradient that the state's warpgroups of a piece begin with, if it is not its
+sequence's last: all else was there before that kernel let this one begin. So sequences that are not cut wait neither for it nor for the states before it.
+Or it is `gradients` of the later window, which reads what this kernel will write. Or all is there."""
 
 
 PRELUDE = P_PRELUDE + INVERSE_PRELUDE + LENGTH_PRELUDE + BALANCE_PRELUDE
@@ -109,7 +118,7 @@ def program(config: Config):
     stages = 2 if split and K > 64 else 3
     sends = W == 64  # a warp of its own sends dh and dv
     S = 2 * W  # threads that hold the gradient: one warpgroup for every 64 value columns
-    m, begin_with = macros(), first_state.macro()
+    m, begin = macros(), first_state.macros()
     by_rows = T.GemmWarpPolicy.FullRow  # a warpgroup has 64 rows, not columns, of a product
     tokens, key_heads, value_heads, sequences, state_slots = T.dynamic(
         "tokens, key_heads, value_heads, sequences, state_slots"
@@ -118,6 +127,7 @@ def program(config: Config):
     initial_states, final_states = T.dynamic("initial_states, final_states")  # sequences, or 0: not wanted, not given
     cut_sequences, cut_pieces = T.dynamic("cut_sequences, cut_pieces")  # or 0: each of `segments` has an initial state
     cuts = T.dynamic("cuts")  # places for them, or 0
+    carried_states = T.dynamic("carried_states")  # as sequences, or 0 where a launch goes through all of each
 
     @T.prim_func
     def state_gradients(
@@ -135,6 +145,9 @@ def program(config: Config):
         pieces: T.Tensor((cut_pieces, 4), "int32"),
         spans: T.Tensor((cut_sequences, 2), "int32"),
         leaving: T.Tensor((cuts, value_heads, K, V), "float32"),  # gradients of the states between pieces
+        carried: T.Tensor(
+            (carried_states, value_heads, K, V), "float32"
+        ),  # from the later half of a sequence to the earlier one
         dh: T.Tensor((state_slots, heads, K // 64 * (1 + split) + split, V, 64), dtype),
         dv: T.Tensor((tokens, value_heads, V), dtype),
         d_initial_state: T.Tensor((initial_states, value_heads, K, V), "float32"),
@@ -142,6 +155,7 @@ def program(config: Config):
         scale: T.float32,
         first_head: T.int32,
         awaits: T.int32,
+        window: T.int32,  # ALL, LATER or EARLIER chunks of a sequence, dh having slots for these
         only: T.int32,  # ALWAYS, or sequences for which it computes anything, BALANCED or UNBALANCED
         in_place: T.int32,  # 1: gradients of initial states take the place of those of final ones, where those of empty sequences lie already
         firsts: T.int32,  # row of `leaving` from which on it has gradients of final states of sequences that are cut (kernels/compose.py), or -1
@@ -173,6 +187,8 @@ def program(config: Config):
             first = (of_place % tiles) * W  # first value column of this block
             m.find_target(target, n, pieces, spans, cut_pieces)
             m.leave_if(count == 0 and target < 0, block < ROUND)
+            held = T.alloc_var("int32")  # slot of the first chunk in dh
+            m.take_window(start, end, count, held, n, window)
             tx = T.get_thread_binding()
 
             shared = m.tiles_last_first(K, W, stages, dtype, split, l2norm, gives_dv=True, readers=S)
@@ -197,7 +213,7 @@ def program(config: Config):
                 if sends:
                     if tx < S + 288:
                         m.send_results(
-                            *(dh, dv, None, start, end, count, start // C + n, number, head, first),
+                            *(dh, dv, None, start, end, count, held, number, head, first),
                             *(True, tx - (S + 256), sent, d_low_s if split else None),
                         )
             elif tx >= S + 128:
@@ -246,17 +262,23 @@ def program(config: Config):
                 line = T.alloc_var("int32")
                 lines = T.alloc_var("int32")
                 slot = T.alloc_var("int32")
-                if awaits == STATE:
+                source = T.alloc_var("int32")
+                of_piece = T.alloc_var("int32")
+                begin.find_source(source, of_piece, pieces, cut_pieces, n, (spans, cut_sequences, firsts))
+                if awaits == STATE and (window == EARLIER or of_piece != 0):
                     T.pdl_sync()
-                begin_with(
-                    *(d, d_final_state, leaving, pieces, final_states, cut_pieces),
-                    *(n, head, first, (spans, cut_sequences, firsts)),
-                )
+                if window == EARLIER:
+                    begin.begin_from(d, carried, leaving, 1, source, of_piece, head, first)
+                else:
+                    begin.begin_from(d, d_final_state, leaving, final_states, source, of_piece, head, first)
+                    if window == LATER:
+                        # Where it came from: from 0 on in `carried`, and below between pieces. One variable, for registers are few.
+                        target = T.Select(of_piece != 0, -1 - source, source)
                 for c in T.serial(count):
                     at = c % stages
                     line = start + (count - 1 - c) * C
                     lines = T.min(end - line, C)
-                    slot = start // C + n + (count - 1 - c)
+                    slot = held + (count - 1 - c)
                     T.barrier_wait(shared.ready[at], (c // stages) % 2)
                     # dVd = exp(gamma_C - gamma) K dS + P^T dO
                     if not split:
@@ -337,7 +359,14 @@ def program(config: Config):
                             T.tma_store_wait(0)  # one group less than the waits above count on
                         T.wait_wgmma(0)
                 T.tma_store_wait(0)
-                if initial_states > 0 and target >= 0:
+                if window == LATER:
+                    if target < 0:
+                        for i, j in T.Parallel(W, K):
+                            leaving[-1 - target, head, j, first + i] = d[i, j]
+                    else:
+                        for i, j in T.Parallel(W, K):
+                            carried[target, head, j, first + i] = d[i, j]
+                elif initial_states > 0 and target >= 0:
                     for i, j in T.Parallel(W, K):
                         d_initial_state[target, head, j, first + i] = d[i, j]
             T.pdl_sync()  # ends after `states`, for `gradients` waits for this kernel alone
@@ -359,6 +388,7 @@ def specification(
     pieces: jax.Array,
     spans: jax.Array,
     leaving: jax.Array,
+    carried: jax.Array,
     chunks: jax.Array,
     *,
     ratio: int,
@@ -368,19 +398,27 @@ def specification(
     heads: int | None = None,
     only: int = 0,
     firsts: int = -1,
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """(dh [slots - 1, heads, K / 64, V, 64], or where `a` has two parts [.., 2 K / 64 + 1, V, 64], in do's dtype, dv [tokens, Hv, V] in do's dtype, d_initial_state [N, Hv, K, V]), of so many value heads from
-    `first_head` on, or of all; dv and d_initial_state are not a number in others.
+    window: int = ALL,
+) -> tuple[jax.Array, ...]:
+    """(dh [slots - 1, heads, K / 64, V, 64], or where `a` has two parts [.., 2 K / 64 + 1, V, 64], in do's dtype, dv [tokens, Hv, V] in do's dtype, d_initial_state [N, Hv, K, V],
+    carried [N, Hv, K, V], leaving), of so many value heads from `first_head` on, or of all; all but dh are not a number in others. Of a `window` dh has the
+    slots, and dv is not a number in rows of none of its chunks; nor are, but of LATER, which leaves them for EARLIER, carried and leaving, nor of LATER
+    d_initial_state.
 
     `segments` are sequences or, with `pieces`, `spans` and `leaving`, their pieces; without, these are empty. dh of a slot without rows is not defined.
     """
     del only  # results do not go by it
+    of_all, tokens = segments, do.shape[0]
+    if window != ALL:
+        segments = of_window(segments, later=window == LATER)
+        chunks = jnp.asarray(chunk_table(segments, tokens))
     all_heads = do.shape[1]
     heads = all_heads if heads is None else heads
     q, k = (of_heads(x, first_head // ratio, heads // ratio) for x in (q, k))
     inverse = unpack_inverses(a, chunks, k.dtype)[:, :, first_head : first_head + heads]
     do, gamma, beta = (of_heads(x, first_head, heads) for x in (do, gamma, beta))
-    begin = of_heads(states_given(d_final_state, leaving, pieces, spans, firsts, reverse=True), first_head, heads)
+    given = carried if window == EARLIER else d_final_state
+    begin = of_heads(states_given(given, leaving, pieces, spans, firsts, reverse=True), first_head, heads)
     keys, queries = (jnp.repeat(gather_chunks(x, chunks), ratio, axis=2) for x in (k, q))
     output, gates, strength = (gather_chunks(x, chunks) for x in (do, gamma, beta))
     factor, scales = jnp.where(jnp.abs(strength) < FAINT, 1, strength), jnp.full_like(strength, scale)
@@ -402,13 +440,19 @@ def specification(
         return jnp.exp(end)[:, None, None] * ds + update, (state_tiles(ds), factor[..., None] * dx)
 
     xs = (queries, keys, output, inverse, p, gates, strength, factor, scales, last_row(gates, chunks))
-    d_initial_state, (dh, dv) = scan_slots(step, begin, segments, chunks, xs, reverse=True)
-    if pieces.shape[0] > 0:
-        d_initial_state = d_initial_state[spans[:, 0]]
+    last, (dh, dv) = scan_slots(step, begin, segments, chunks, xs, reverse=True)
+    d_initial_state = last[spans[:, 0]] if pieces.shape[0] > 0 else last
+    carried, between = states_kept(last, leaving.shape[0], pieces, spans, firsts)
+    if window == LATER:
+        d_initial_state = jnp.full_like(d_initial_state, jnp.nan)
+    else:
+        carried, between = (jnp.full_like(x, jnp.nan) for x in (carried, between))
     if a.shape[-1] > CHUNK:
         left = dv - dv.astype(do.dtype).astype(dv.dtype)
         dh = jnp.concatenate([part_tiles(dh), rows_as_tiles(left, k.shape[2])], axis=2)
     dh = of_chunk_slots(dh).astype(do.dtype)
-    dv = scatter_chunks(dv, chunks, do.shape[0], do.dtype)
-    dv, d_initial_state = (among_heads(x, first_head, all_heads) for x in (dv, d_initial_state))
-    return dh, dv, d_initial_state
+    dv = scatter_chunks(dv, chunks, tokens, do.dtype)
+    if window != ALL:
+        dh = window_slots(dh, of_all, chunks, tokens, later=window == LATER)
+        dv = jnp.where(rows_of(segments, tokens)[:, None, None], dv, jnp.nan)
+    return dh, *(among_heads(x, first_head, all_heads) for x in (dv, d_initial_state, carried, between))

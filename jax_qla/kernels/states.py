@@ -86,7 +86,7 @@ def program(config: Config):
     stages = 3
     sends = W == 64  # a warp of its own sends h and Vd
     S = 2 * W  # threads that hold the state: one warpgroup for every 64 value columns
-    m, begin_with = macros(), first_state.macro()
+    m, begin_with = macros(), first_state.macros().begin_with
     by_rows = T.GemmWarpPolicy.FullRow  # a warpgroup has 64 rows, not columns, of a product
     tokens, key_heads, value_heads, sequences, state_slots = T.dynamic(
         "tokens, key_heads, value_heads, sequences, state_slots"

@@ -72,7 +72,7 @@ def program(config: Config):
     parts = W // 64  # warpgroups that hold the state
     stages = 4
     S = 128 * parts  # their threads
-    m, begin_with = macros(), first_state.macro()
+    m, begin_with = macros(), first_state.macros().begin_with
     by_rows = T.GemmWarpPolicy.FullRow  # a warpgroup has 64 rows, not columns, of a product
     tokens, key_heads, value_heads, sequences, state_slots = T.dynamic(
         "tokens, key_heads, value_heads, sequences, state_slots"

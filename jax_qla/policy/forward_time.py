@@ -88,10 +88,28 @@ def longest_whole(batch: Batch, length: int) -> int:
     """Chunks of a sequence of the batch that takes as long whole, all others beside it, as all tokens do in pieces, as
     those of one sequence; in halves of its columns if there are any (`blocks.halves`; of few places always)."""
     places, cuts = batch.sequences, cut_count(batch.chunks, length)
-    time = cut_time(batch, Alike(1, batch.chunks), length) - nothing_to_cut(batch, batch.equal, length)
-    if most_are_taken(places) or halves(places + cuts, batch.heads):
+    few = most_are_taken(places)  # of which choices were measured with all pieces counted as alike
+    time = cut_time(batch, Alike(1, batch.chunks), length) if few else _all_in_pieces(batch, length)
+    time -= nothing_to_cut(batch, batch.equal, length)
+    if few or halves(places + cuts, batch.heads):
         return costs.steps_of_half(time)
     return costs.steps(time, value_tile(max(places, cuts) * batch.heads, batch.value_dim))
+
+
+def _all_in_pieces(batch: Batch, length: int) -> float:
+    """`cut_time` of one sequence with all tokens, the last of whose pieces is shorter, so that its blocks may end with
+    others though they begin when these have ended, or one behind the other where some multiprocessors have nothing to
+    do in the last round."""
+    whole, rest = divmod(batch.chunks, length)
+    time = cut_time(batch, Alike(1, batch.chunks), length)
+    if whole == 0 or rest == 0:
+        return time
+    blocks_each = batch.heads * (batch.value_dim // value_tile((whole + 1) * batch.heads, batch.value_dim))
+    rounds, part = card.rounds(whole * blocks_each), rest / length
+    idle = rounds * card.MULTIPROCESSORS - whole * blocks_each
+    in_turn = math.ceil(blocks_each / idle) * part - 1 if idle > 0 else part
+    without = cut_time(batch, Alike(1, whole * length), length)
+    return without + min(max(in_turn, 0.0), part) * (time - without)
 
 
 def nothing_to_cut(batch: Batch, alike: Alike, length: int) -> float:

@@ -1,8 +1,8 @@
-"""Groups of heads that the backward pass computes one after another, so that they take the same memory in turn."""
+"""Groups of heads that the backward pass computes one after another, and windows of sequences, so that they take the
+same memory in turn."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -15,12 +15,9 @@ from jax_qla.policy.blocks import divisors, value_tile
 from jax_qla.policy.one_kernel import InOne
 
 _LITTLE_FOR_MEMORY = 0.09
-"""The part of the time of the backward pass that may be given, in any case, for less memory than operands and results
-(docs/performance_policy.md, "Groups of heads in the backward pass")."""
-
-_OF_UNEVEN = 2.0
-"""Times as much time may be given where only batches take it whose pieces are not alike ("Several packed sequences,
-counted as one")."""
+"""The part of the time of the backward pass that may be given for less memory than operands and results, but no more
+than four times as large a part as what exceeds these (docs/performance_policy.md, "Groups of heads in the backward
+pass")."""
 
 _NEARLY_FULL = 0.88
 """The part of the multiprocessors, over all rounds of blocks, that is enough where groups of heads spare memory, of
@@ -28,16 +25,16 @@ operands that are not split ("Several packed sequences, counted as one")."""
 
 
 class HeadGroups(NamedTuple):
-    """How the backward pass divides the value heads. Most of its memory, the states before every chunk and their
-    gradients, is that of one group."""
+    """How the backward pass divides the value heads and the sequences. Most of its memory, the states before every
+    chunk and their gradients, is that of one group, and the gradients those of one window."""
 
     groups: int
-    """That are computed one after the other."""
+    """Of heads, that are computed one after the other."""
     in_one: InOne
     """Whether kernels/backward.py computes each of them (`in_one`)."""
-    uneven: int
-    """Groups into which each is divided again where "if balanced" pieces are not, by the kernels that then compute it:
-    their gradients of states take memory of every batch, and no time of one whose pieces are."""
+    windows: int
+    """Of every sequence, where kernels/state_gradients.py and gradients.py compute it: 2 if these take the later half
+    of its chunks and then the earlier one (kernels/state_gradients.py)."""
 
 
 def head_groups(
@@ -51,22 +48,22 @@ def head_groups(
     split: bool = False,
     packed: bool = False,
     parts: int = 0,
+    sequences: int = 0,
     of_parts: int = 0,
     states: int = 0,
     with_states: bool = False,
 ) -> HeadGroups:
-    """The groups of heads of the backward pass.
+    """The groups of heads of the backward pass, and the windows.
 
-    Of a dense batch, as many as each fill the card, once or several times. Of a packed batch, whose sequences may be
-    uneven so that each group waits for the longest of them, as few of these as bring temporary memory below that of
-    operands and results.
+    Of a dense batch, as many groups as each fill the card, once or several times. Of a packed batch, whose sequences
+    may be uneven so that each group waits for the longest of them, as few of these as bring temporary memory below that
+    of operands and results.
 
-    If memory still exceeds that, and three kernels compute, or may have to because pieces are not alike, more groups
-    are worth some time: 9 % of it, or as large a part as memory exceeds operands and results by with one group. There
-    are then as few as bring it below, of those that nearly fill the card or whose halves fill it; if none does, as many
-    as that time allows. Where only pieces that are not alike take the time, the kernels for these alone divide the
-    heads first (`HeadGroups.uneven`), for up to twice the time. Whole sequences that are not alike are not divided
-    again.
+    If memory still exceeds that, and three kernels compute, or may have to because sequences or pieces are not alike,
+    two windows, or more groups of those that nearly fill the card or whose halves fill it, or both are worth some time:
+    as large a part of it as memory exceeds operands and results by with one group, or up to four times as large a part
+    if that is no more than 9 %. It is then the way that
+    takes the least time of those that bring it below; if none does, the one that spares the most memory for its time.
 
     Args:
         chunks: of all sequences.
@@ -74,6 +71,7 @@ def head_groups(
         key_heads, value_heads, key_dim, value_dim: Hk, Hv, K and V.
         split, packed: as in `in_one`.
         parts: places for pieces, or sequences, of which each has a state more than chunks.
+        sequences: of which each has a gradient that goes from window to window, but where it goes between pieces.
         of_parts: states [K, V] of a head, in float32, that are in memory for pieces.
         states: such states of a head among the operands and results of both passes.
         with_states: whether the states before every chunk have been kept, of all heads, so that nothing computes them.
@@ -82,21 +80,20 @@ def head_groups(
         ValueError: the environment says what cannot be.
     """
     sizes = (chunks, recurrences, key_heads, value_heads, key_dim, value_dim)
-    heads = _Heads(*sizes, split=split, packed=packed, parts=parts, of_parts=of_parts, states=states)
+    of_memory = {"parts": parts, "sequences": sequences, "of_parts": of_parts, "states": states}
+    heads = _Heads(*sizes, split=split, packed=packed, **of_memory, with_states=with_states)
     if (most := overrides.groups_override()) is not None:
         groups = max(n for n in divisors(key_heads) if n <= most)
         return HeadGroups(groups, heads.in_one(groups), 1)
     filling = heads.filling()
-    groups = filling[-1]
+    groups, windows = filling[-1], 1
     if packed:
-        groups = next((n for n in filling if heads.excess(1 if with_states else n, n) <= 0), groups)
-    chosen, uneven = heads.in_one(groups), 1
-    of_pieces = chosen == "if balanced" and of_parts > 0
-    if of_pieces and groups == 1:
-        uneven = heads.in_less_memory(1, lambda n: heads.excess(1, n), _OF_UNEVEN)
-    if (of_pieces or chosen == "never") and not with_states and heads.excess(groups, groups * uneven) > 0:
-        groups, uneven = heads.in_less_memory(groups, lambda n: heads.excess(n, n)), 1
-    return HeadGroups(groups, heads.in_one(groups), uneven)
+        groups = next((n for n in filling if heads.excess(n) <= 0), groups)
+    chosen = heads.in_one(groups)
+    if chosen != "always" and heads.excess(groups) > 0:
+        may_divide = not with_states and (chosen == "never" or of_parts > 0)
+        groups, windows = heads.in_less_memory(groups, may_divide=may_divide)
+    return HeadGroups(groups, heads.in_one(groups), windows)
 
 
 @dataclass(frozen=True)
@@ -112,8 +109,10 @@ class _Heads:
     split: bool
     packed: bool
     parts: int
+    sequences: int
     of_parts: int
     states: int
+    with_states: bool
 
     @property
     def _together(self) -> int:
@@ -131,7 +130,7 @@ class _Heads:
         ratio = self.value_heads // self.key_heads
         return one_kernel.in_one(*sizes, ratio=ratio, split=self.split, packed=self.packed)
 
-    def time(self, groups: int) -> float:
+    def time(self, groups: int, windows: int = 1) -> float:
         """Microseconds of what computes states, their gradients and all others, by three kernels."""
         keys, values = self.key_heads // groups, self.value_heads // groups
         tile = value_tile(self.recurrences * values, self.value_dim)
@@ -139,7 +138,8 @@ class _Heads:
         of = self._recurrences
         between = (groups - 1) * costs.GROUP + (longest * of.step_of_groups if groups > 1 else 0)
         parts = Alike(self.recurrences, longest)
-        return groups * three_kernels(self.chunks, parts, keys, values, tile, self.value_dim, of) + between
+        found = groups * three_kernels(self.chunks, parts, keys, values, tile, self.value_dim, of) + between
+        return found if windows == 1 else (1 + costs.PART_OF_WINDOWS) * found + groups * costs.WINDOWS
 
     def filling(self) -> list[int]:
         """Numbers of groups, one first, that each fill the card, where what is between them is little."""
@@ -161,31 +161,37 @@ class _Heads:
         rows = 4 * (self.key_heads * self.key_dim + self.value_heads * self.value_dim) + 8 * self.value_heads
         return CHUNK * self.chunks * rows + 2 * self.value_heads * self.states * self.key_dim * self.value_dim
 
-    def excess(self, of_states: int, of_gradients: int) -> float:
-        """Of temporary memory over that, in the same elements, with so many groups for states before all chunks and so
-        many for their gradients. Vd, as a rule kept, is of all heads."""
+    def excess(self, groups: int, windows: int = 1) -> float:
+        """Of temporary memory over that, in the same elements. Vd, as a rule kept, is of all heads, and so are kept
+        states before all chunks."""
         state, places = self.key_dim * self.value_dim, self.chunks + self.parts
-        of_vd = CHUNK * self.chunks * self.value_dim
-        in_states, in_gradients = places * state / of_states, places * state / of_gradients
+        of_vd, of_states = CHUNK * self.chunks * self.value_dim, 1 if self.with_states else groups
+        of_window = places if windows == 1 else self.chunks // 2 + self.parts
+        in_states, in_gradients = places * state / of_states, of_window * state / groups
         if self.split:  # into two; Vd is computed again, and behind dh is what dv leaves
             in_states, in_gradients = 2 * (in_states + of_vd / of_states), 2 * in_gradients
-            in_gradients += places * CHUNK * self.value_dim / of_gradients
+            in_gradients += of_window * CHUNK * self.value_dim / groups
             of_vd = 0
         of_inverses = CHUNK * self.chunks * CHUNK * (1 + self.split)
-        of_all = of_inverses + of_vd + in_states + in_gradients + 2 * self.of_parts * state
+        carried = self.sequences if windows > 1 else 0
+        of_all = of_inverses + of_vd + in_states + in_gradients + 2 * (self.of_parts + carried) * state
         return self.value_heads * of_all - self._given
 
-    def in_less_memory(self, groups: int, excess: Callable[[int], float], weight: float = 1.0) -> int:
-        """As few groups, no fewer than `groups`, as do not exceed the memory of operands and results, of those that are
-        worth the time; or, where all exceed it, as many as these are.
+    def in_less_memory(self, groups: int, *, may_divide: bool) -> tuple[int, int]:
+        """Groups, at least `groups`, and more only if it `may_divide` them, and windows, as `head_groups` says."""
+        exceeds = self.excess(1) / self._given
+        worth = max(exceeds, min(4 * exceeds, _LITTLE_FOR_MEMORY))
+        limit = worth * (self.time(1) + costs.BETWEEN_BACK)
+        more = [n for n in divisors(self.key_heads) if n > groups and self._nearly_fill(n)] if may_divide else []
+        ways = [(n, windows) for n in (groups, *more) for windows in (1, 2)]
+        worth_it = [way for way in ways if self.time(*way) - self.time(1) <= limit]
+        enough = [way for way in worth_it if self.excess(*way) <= 0]
+        if enough:
+            return min(enough, key=lambda way: self.time(*way))
 
-        Args:
-            groups: from which on.
-            excess: of so many groups.
-            weight: times as much time may be given as otherwise.
-        """
-        worth = max(self.excess(1, 1) / self._given, _LITTLE_FOR_MEMORY)
-        limit = weight * worth * (self.time(1) + costs.BETWEEN_BACK)
-        more = [n for n in divisors(self.key_heads) if n > groups and self._nearly_fill(n)]
-        enough = [groups, *(n for n in more if self.time(n) - self.time(1) <= limit)]
-        return next((n for n in enough if excess(n) <= 0), enough[-1])
+        def given_and_spared(way: tuple[int, int]) -> float:
+            """Parts of the time that it takes more and of the memory that it takes less, one for the other."""
+            time, memory = self.time(1) + costs.BETWEEN_BACK, self._given + self.excess(1)
+            return (self.time(*way) - self.time(1)) / time + (self.excess(*way) - self.excess(1)) / memory
+
+        return min([(groups, 1), *worth_it], key=given_and_spared)
