@@ -3,8 +3,8 @@
 Memory of the backward besides its operands and results, in elements of v's dtype: h and dh (h alone where it is known
 here that one kernel computes all gradients), ceil(T / 64) * Hv * K * V each, and, unless it has been kept, Vd, as v
 (twice v where operands are split); of one group of heads at a time (policy.head_groups), whose kernels take the memory
-of the group before. (Kept Vd and h are operands, of all heads. Where the device finds out which kernels compute a
-batch, dh may be of fewer heads than h.) Rows of dv where |beta| is tiny are dX until the gradients kernel scales them.
+of the group before. (Kept Vd and h are operands, of all heads.) dh may be of half of the chunks at a time, and K V in
+float32 a sequence and head more. Rows of dv where |beta| is tiny are dX until the gradients kernel scales them.
 `backward` counts chunks, in 4 bytes a sequence or piece and head, where a key head has three value heads or more. In
 pieces: K V in float32 per cut and value head, and K (K + V) more unless the forward pass has kept that, which is what
 it has itself; 2 K (K + V) per piece in `summary`.

@@ -329,7 +329,7 @@ BETWEEN_BACK = 25.0
 passes together")."""
 TWO_MORE_KERNELS = 8.0
 """us of a backward pass that has `adjoint_summaries` and `compose`, beside what these take (e924255)."""
-WINDOWS, PART_OF_WINDOWS = 16.0, 0.02
+WINDOWS, PART_OF_WINDOWS = 12.0, 0.02
 """us that two windows of a group take more than one, and the part of the time, which is of last rounds of blocks
 ("Windows")."""
 GROUP = 15.0
