@@ -29,5 +29,7 @@ def named(kernel: str) -> tuple[str, ...]:
     """Names of what a kernel reads and writes, of its specification."""
     signature = inspect.signature(importlib.import_module(f"jax_qla.kernels.{kernel}").specification)
     read = [name for name, x in signature.parameters.items() if x.kind != inspect.Parameter.KEYWORD_ONLY]
-    unspecified = {"prepare": ["o"]} | {kernel: ["bounds"] for kernel in ("forward", "compose", "summaries")}
+    unspecified = {"prepare": ["o"]} | {
+        kernel: ["bounds"] for kernel in ("forward", "compose", "summaries", "states_from_vd")
+    }
     return (*read, *unspecified.get(kernel, []), *RESULTS[kernel])

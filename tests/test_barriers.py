@@ -113,7 +113,8 @@ def test_no_order_of_events_stops_a_kernel(
             "chain_places": 1,
             "state_slots": 1,
             "window_slots": 1,
-            "carried_states": 1,
+            **dict.fromkeys(("carried_states", "whole_sequences"), 1),
+            "uncut": chunks % 2 if name == "states_from_vd" else 0,
             "chunk": (0, rows, 0),
             "half": chunks % 2,  # that a block computes, with `halve_long`
         }
@@ -193,7 +194,7 @@ def test_who_has_waited_when_the_next_kernel_may_begin(
         "chain_places": 1,
         "state_slots": 1,
         "window_slots": 1,
-        "carried_states": 1,
+        **dict.fromkeys(("carried_states", "whole_sequences"), 1),
         "chunk": (0, CHUNK, 0),
     }
     barrier_model.replace_tilelang(monkeypatch, sizes)

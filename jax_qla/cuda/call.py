@@ -79,7 +79,7 @@ class Call:
         """Places for sequences that are cut (segments.chain_table)."""
         self.in_place = in_place
         self.backward = backward
-        self.asked_beyond = -1
+        self.cut_beyond = -1
         """Rows beyond which sequences are cut, where kernels find out themselves whether any is (kernels/uncut.py)."""
         if rows is not None:
             self.parts = tables.piece_count(self.tokens, self.sequences, rows, packed=packed)
@@ -114,8 +114,8 @@ class Call:
         beyond = (policy.cut_beyond_alone if alone else policy.cut_beyond)(rows, *self.sizes)
         if alone and policy.if_alike(self.tokens, self.sequences).chunks * CHUNK <= beyond:
             self.taken = self.sequences
-        if not self.backward and self.sequences <= policy.ASKED_AMONG:
-            self.asked_beyond = beyond
+        if self.sequences <= policy.ASKED_AMONG:
+            self.cut_beyond = beyond
         places = tables.cut_count(self.tokens, rows)
         self.chains = min(self.sequences, places)
         shapes = {"segments": (self.parts, 2), "pieces": (self.parts, 4), "spans": (self.sequences, 2)}

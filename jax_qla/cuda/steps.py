@@ -39,6 +39,7 @@ from jax_qla.kernels import gradients as gradients_kernel
 from jax_qla.kernels import prepare as prepare_kernel
 from jax_qla.kernels import state_gradients as state_gradients_kernel
 from jax_qla.kernels import states as states_kernel
+from jax_qla.kernels import states_from_vd as states_from_vd_kernel
 from jax_qla.kernels import summaries as summaries_kernel
 from jax_qla.kernels.common import ALL, ALWAYS, BALANCED, CHUNK, EARLIER, LATER, UNBALANCED
 from jax_qla.launch import Step
@@ -186,7 +187,9 @@ def kernel_step(call: Call, kernel: Any, *, rename: Mapping[str, str] | None = N
     fields = [field.name for field in dataclasses.fields(kernel.Config)]
     config = kernel.Config(**{field: values[field] for field in fields})
     scalars = {name: x for name, x in options.items() if name not in fields}
-    of_call = {"cut_beyond": call.asked_beyond, "in_place": int(call.in_place), "firsts": call.firsts}
+    # Kernels of the backward pass but `states_from_vd` go by tables, which are not there before they have waited.
+    asked = -1 if call.backward and kernel is not states_from_vd_kernel else call.cut_beyond
+    of_call = {"cut_beyond": asked, "in_place": int(call.in_place), "firsts": call.firsts}
     scalars = {"ratio": call.ratio, **of_call, **scalars}
     name = kernel.__name__.rpartition(".")[2]
     neighbours = policy.neighbours(name, getattr(config, "value_tile", call.value_dim), call.value_dim)

@@ -44,11 +44,12 @@ from jax_qla.kernels.specification import (
     states_given,
 )
 from jax_qla.kernels.states import EVERYTHING, NOTHING
+from jax_qla.kernels.uncut import UNCUT_PRELUDE
 
 __all__ = ["EVERYTHING", "NOTHING", "PASS_CONFIGS", "Config", "program", "specification"]
 
 
-PRELUDE = TILE_PRELUDE + LENGTH_PRELUDE
+PRELUDE = TILE_PRELUDE + LENGTH_PRELUDE + UNCUT_PRELUDE
 
 
 @dataclass(frozen=True)
@@ -81,6 +82,7 @@ def program(config: Config):
     initial_states = T.dynamic("initial_states")  # sequences, or 0: not given
     cut_pieces = T.dynamic("cut_pieces")  # or 0: each of `segments` has an initial state
     cuts = T.dynamic("cuts")  # places for them, or 0
+    whole_sequences = T.dynamic("whole_sequences")  # or 0
 
     @T.prim_func
     def states_from_vd(
@@ -92,9 +94,11 @@ def program(config: Config):
         pieces: T.Tensor((cut_pieces, 4), "int32"),
         entering: T.Tensor((cuts, value_heads, K, V), "float32"),  # the states between pieces
         h: T.Tensor((state_slots, heads, K // 64, V, 64), dtype),
+        bounds: T.Tensor((whole_sequences, 2), "int32"),
         ratio: T.int32,
         first_head: T.int32,
         awaits: T.int32,
+        cut_beyond: T.int32,  # rows, or -1 (kernels/uncut.py)
     ):
         with T.Kernel(
             heads * tiles,
@@ -160,10 +164,17 @@ def program(config: Config):
                     if count > 1:
                         fetched[0] = gamma[start + row, head]
                         fetched[1] = gamma[start + C - 1, head]
+                    # Where no sequence is cut nothing is waited for either way, and `state_gradients` is to run where blocks of this end.
+                    uncut = T.alloc_var("int32")
+                    uncut = 0
+                    if awaits == NOTHING:
+                        uncut = T.call_extern(
+                            *("int32", "jax_qla_uncut", T.address_of(bounds[0, 0]), whole_sequences, cut_beyond)
+                        )
                     for c in T.serial(count - 1):
                         at = c % stages
                         if awaits == NOTHING:
-                            if c == count // 2:
+                            if c == T.Select(uncut != 0, 0, count // 2):
                                 T.pdl_sync()
                                 T.pdl_trigger()
                         if c >= stages:
