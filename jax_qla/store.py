@@ -59,7 +59,7 @@ _OWN_SOURCES = {  # of other kernels the file of their name
     "summaries": ("summaries.py", "uncut.py"),
     "compose": ("compose.py", "uncut.py"),
     "states": ("states.py", "first_state.py"),
-    "states_from_vd": ("states_from_vd.py", "states.py", "first_state.py"),
+    "states_from_vd": ("states_from_vd.py", "states.py", "first_state.py", "uncut.py"),
     "state_gradients": ("state_gradients.py", "first_state.py"),
     "convolution": ("convolution.py", "sigmoid.py"),
     "convolution_gradients": ("convolution_gradients.py", "convolution.py", "sigmoid.py"),

@@ -22,6 +22,7 @@ from jax.sharding import PartitionSpec as P
 
 import jax_qla
 from jax_qla import implementations, policy, vjp
+from jax_qla import launch as launching
 from jax_qla.dispatch import Settings
 from jax_qla.residuals import keeping
 
@@ -497,18 +498,30 @@ def test_windows_give_the_same_bits(
     """Where three kernels compute gradients: of all chunks of a sequence at once, or of one half after the other, of
     all heads or of groups of them; and whatever the memory held before."""
     monkeypatch.setenv(policy.IN_ONE_OVERRIDE, "0")
+    steps: list[str] = []
+    launch = launching.launch
+
+    def recording(of_call: Any, *operands: Any) -> Any:
+        steps.extend(step.kernel for step in of_call)
+        return launch(of_call, *operands)
+
+    monkeypatch.setattr(launching, "launch", recording)
 
     def in_parts(groups: int, windows: int) -> dict[str, np.ndarray]:
         found = policy.HeadGroups(groups, "never", windows)
         monkeypatch.setattr(policy, "head_groups", lambda *_, **__: found)
         stand_in.forget_traces()
-        return battery.run(case, function)
+        steps.clear()
+        results = battery.run(case, functools.partial(function))  # another function, for that one may be compiled
+        assert steps.count("gradients") == groups * windows
+        return results
 
     first = in_parts(1, 1)
     for groups in (3, 1):
         again = in_parts(groups, 2)
         assert all(again[name].tobytes() == first[name].tobytes() for name in first)
-    same_in_poisoned_memory(case, function, first)
+    stand_in.forget_traces()
+    same_in_poisoned_memory(case, functools.partial(function), first)
 
 
 def same_in_poisoned_memory(case: battery.Case, function: battery.Function, first: Mapping[str, np.ndarray]) -> None:
