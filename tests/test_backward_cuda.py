@@ -23,13 +23,13 @@ from test_cuda import (
     MISSED,
     OWN_KEYS,
     cuda,
+    kernels_of_calls,
     same_in_poisoned_memory,
     that_keeps,
     that_recomputes,
 )
 
 import jax_qla
-from jax_qla import launch as launching
 from jax_qla import policy
 from jax_qla.kernels.balance import balanced as found_balanced
 
@@ -72,19 +72,6 @@ def _traced_anew() -> Iterator[None]:
 @pytest.fixture
 def _in_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(policy.IN_ONE_OVERRIDE, "1")
-
-
-def _kernels(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Names of the kernels of all calls that are traced from here on."""
-    launch = launching.launch
-    names: list[str] = []
-
-    def recording(steps: Any, *operands: Any) -> Any:
-        names.extend(step.kernel for step in steps)
-        return launch(steps, *operands)
-
-    monkeypatch.setattr("jax_qla.launch.launch", recording)
-    return names
 
 
 def _parameter(case: battery.Case) -> Any:
@@ -175,7 +162,7 @@ def test_thousands_of_calls_repeat(key_heads: int, l2norm: bool, monkeypatch: py
     fence before the barrier that says so, three of 2000 calls, as given, differed. And what a cluster adds to,
     with four, is what the one before it has written."""
     monkeypatch.setenv(policy.OVERRIDE, "0")
-    used = _kernels(monkeypatch)
+    used = kernels_of_calls(monkeypatch)
     function, operands = _gradients(use_qk_l2norm_in_kernel=l2norm), _operands(4, 2048, key_heads, 32)
     first = function(*operands)
     assert "backward" in used
@@ -206,7 +193,7 @@ def test_packed_batches(lengths: tuple[int, ...], balanced: bool, monkeypatch: p
     monkeypatch.setenv(policy.OVERRIDE, "0")
     ends = np.cumsum((0, *lengths))
     operands = _operands(1, max(2000, sum(lengths)), 16, 32)
-    used = _kernels(monkeypatch)
+    used = kernels_of_calls(monkeypatch)
 
     def computed(in_one: str | None) -> list[np.ndarray]:
         if in_one is not None:

@@ -89,6 +89,19 @@ that_recomputes = functools.partial(cuda, save=False)
 """The same with these and Vd computed again in the backward pass."""
 
 
+def kernels_of_calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Names of the kernels of all calls that are traced from here on."""
+    launch = launching.launch
+    names: list[str] = []
+
+    def recording(steps: Any, *operands: Any) -> Any:
+        names.extend(step.kernel for step in steps)
+        return launch(steps, *operands)
+
+    monkeypatch.setattr("jax_qla.launch.launch", recording)
+    return names
+
+
 def _cases() -> Iterator[battery.Case]:
     for case in battery.CASES:
         if case.dtype != "float32":
@@ -498,22 +511,15 @@ def test_windows_give_the_same_bits(
     """Where three kernels compute gradients: of all chunks of a sequence at once, or of one half after the other, of
     all heads or of groups of them; and whatever the memory held before."""
     monkeypatch.setenv(policy.IN_ONE_OVERRIDE, "0")
-    steps: list[str] = []
-    launch = launching.launch
-
-    def recording(of_call: Any, *operands: Any) -> Any:
-        steps.extend(step.kernel for step in of_call)
-        return launch(of_call, *operands)
-
-    monkeypatch.setattr(launching, "launch", recording)
+    used = kernels_of_calls(monkeypatch)
 
     def in_parts(groups: int, windows: int) -> dict[str, np.ndarray]:
         found = policy.HeadGroups(groups, "never", windows)
         monkeypatch.setattr(policy, "head_groups", lambda *_, **__: found)
         stand_in.forget_traces()
-        steps.clear()
+        used.clear()
         results = battery.run(case, functools.partial(function))  # another function, for that one may be compiled
-        assert steps.count("gradients") == groups * windows
+        assert used.count("gradients") == groups * windows
         return results
 
     first = in_parts(1, 1)

@@ -39,7 +39,6 @@ from jax_qla.kernels import gradients as gradients_kernel
 from jax_qla.kernels import prepare as prepare_kernel
 from jax_qla.kernels import state_gradients as state_gradients_kernel
 from jax_qla.kernels import states as states_kernel
-from jax_qla.kernels import states_from_vd as states_from_vd_kernel
 from jax_qla.kernels import summaries as summaries_kernel
 from jax_qla.kernels.common import ALL, ALWAYS, BALANCED, CHUNK, EARLIER, LATER, UNBALANCED
 from jax_qla.launch import Step
@@ -187,8 +186,8 @@ def kernel_step(call: Call, kernel: Any, *, rename: Mapping[str, str] | None = N
     fields = [field.name for field in dataclasses.fields(kernel.Config)]
     config = kernel.Config(**{field: values[field] for field in fields})
     scalars = {name: x for name, x in options.items() if name not in fields}
-    # Kernels of the backward pass but `states_from_vd` go by tables, which are not there before they have waited.
-    asked = -1 if call.backward and kernel is not states_from_vd_kernel else call.cut_beyond
+    # Kernels of the backward pass go by tables, which are not there before they have waited.
+    asked = -1 if call.backward else call.cut_beyond
     of_call = {"cut_beyond": asked, "in_place": int(call.in_place), "firsts": call.firsts}
     scalars = {"ratio": call.ratio, **of_call, **scalars}
     name = kernel.__name__.rpartition(".")[2]
@@ -216,6 +215,7 @@ def gradient_steps(
     together = policy.key_heads_together(chunks // found.windows, heads // call.ratio, heads)
     tile = call.value_tile_of(heads)
     beside = policy.room_for_both(call.recurrences * heads * (call.value_dim // tile))
+    windows = [] if found.in_one == "always" else [ALL] if found.windows == 1 else [LATER, EARLIER]
     of_two, of_one = (UNBALANCED, BALANCED) if found.in_one == "if balanced" else (ALWAYS, ALWAYS)
     common: dict[str, Any] = {"scale": scale}
     for first in range(0, call.value_heads, heads):
@@ -225,16 +225,15 @@ def gradient_steps(
             ahead = first == 0 and h_ahead and not beside
             awaits = states_kernel.NOTHING if ahead else states_kernel.EVERYTHING
             place = len(steps) - 1 if ahead else len(steps)
-            steps.insert(
-                place, kernel_step(call, of_h, rename=initial, first_head=first, awaits=awaits, value_tile=tile)
-            )
-        for window in ((ALL,) if found.windows == 1 else (LATER, EARLIER)) if found.in_one != "always" else ():
+            of_states = {"awaits": awaits, "value_tile": tile, "cut_beyond": call.cut_beyond}
+            steps.insert(place, kernel_step(call, of_h, rename=initial, first_head=first, **of_states))
+        for window in windows:
             # `compose` writes what it begins with, and `gradients` of the later window reads what it writes.
             behind = window == EARLIER or (bool(steps) and steps[-1].kernel == "compose")
             awaits = state_gradients_kernel.STATE if behind else state_gradients_kernel.NOTHING
             of = common | {"first_head": first, "window": window, "only": of_two}
-            of_states = {"awaits": awaits, "value_tile": tile}
-            steps.append(kernel_step(call, state_gradients_kernel, rename=final, **of_states, **of))
+            step = kernel_step(call, state_gradients_kernel, rename=final, awaits=awaits, value_tile=tile, **of)
+            steps.append(step)
             steps.append(kernel_step(call, gradients_kernel, rename={"d": "dv"}, group=together, **of))
         if found.in_one != "never":
             width = policy.in_one_width(call.ratio)

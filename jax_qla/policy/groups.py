@@ -62,8 +62,8 @@ def head_groups(
     If memory still exceeds that, and three kernels compute, or may have to because sequences or pieces are not alike,
     two windows, or more groups of those that nearly fill the card or whose halves fill it, or both are worth some time:
     as large a part of it as memory exceeds operands and results by with one group, or up to four times as large a part
-    if that is no more than 9 %. It is then the way that
-    takes the least time of those that bring it below; if none does, the one that spares the most memory for its time.
+    if that is no more than 9 %. It is then the way that takes the least time of those that bring it below; if none
+    does, the one that spares the most memory for its time.
 
     Args:
         chunks: of all sequences.
