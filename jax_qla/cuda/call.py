@@ -105,13 +105,15 @@ class Call:
         elif rows is None:
             self.tables["segments"] = self.tables["bounds"]
         elif packed:
-            self._find_pieces(rows, alone=alone)
+            self._find_pieces(rows, alone=alone, asked=policy.wanted_rows(asked_rows) is not None)
         else:
             self._list_pieces(rows)
 
-    def _find_pieces(self, rows: int, *, alone: bool) -> None:
-        """Leaves tables of a packed batch's pieces to the device; `alone`: of those of a forward pass by itself."""
-        beyond = (policy.cut_beyond_alone if alone else policy.cut_beyond)(rows, *self.sizes)
+    def _find_pieces(self, rows: int, *, alone: bool, asked: bool) -> None:
+        """Leaves tables of a packed batch's pieces to the device; `alone`: of those of a forward pass by itself;
+        `asked`: which somebody asked for."""
+        of_both = policy.cut_beyond if asked or self.split else policy.cut_beyond_in_both
+        beyond = (policy.cut_beyond_alone if alone else of_both)(rows, *self.sizes)
         if alone and policy.if_alike(self.tokens, self.sequences).chunks * CHUNK <= beyond:
             self.taken = self.sequences
         if self.sequences <= policy.ASKED_AMONG:

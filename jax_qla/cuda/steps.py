@@ -9,7 +9,7 @@
   `adjoint_summaries` and `compose` in reverse. What follows takes pieces for sequences.
 - A forward pass that keeps what it finds of the pieces (`residuals.Between`) spares the backward one `summaries` and
   the first `compose`. `states_from_vd` then goes ahead of the other `compose`, unless the card has room for it beside
-  `state_gradients`.
+  `state_gradients`, or it may well be that no sequence is cut (`policy.composed_first`).
 - `keep` (`residuals.Keep`) says what `forward` writes for the backward pass. "vd": Vd, from which `states_from_vd`
   computes h. "states": h too, of whole sequences or of the forward pass's pieces; the backward pass computes no h then.
   "nothing": neither, and `states` computes both. Where operands are split there is no "vd".
@@ -39,6 +39,7 @@ from jax_qla.kernels import gradients as gradients_kernel
 from jax_qla.kernels import prepare as prepare_kernel
 from jax_qla.kernels import state_gradients as state_gradients_kernel
 from jax_qla.kernels import states as states_kernel
+from jax_qla.kernels import states_from_vd as states_from_vd_kernel
 from jax_qla.kernels import summaries as summaries_kernel
 from jax_qla.kernels.common import ALL, ALWAYS, BALANCED, CHUNK, EARLIER, LATER, UNBALANCED
 from jax_qla.launch import Step
@@ -205,7 +206,7 @@ def gradient_steps(
         steps: that find the tables, and what enters and leaves the pieces.
         found: the groups, and which kernels compute them.
         of_h: the kernel that computes h, None where that is kept.
-        h_ahead: whether it may begin before what `steps` end with.
+        h_ahead: whether it may begin before what `steps` end with has ended.
         scale: factor of q.
     """
     initial = call.of_pieces("initial_state", "entering")
@@ -215,16 +216,17 @@ def gradient_steps(
     together = policy.key_heads_together(chunks // found.windows, heads // call.ratio, heads)
     tile = call.value_tile_of(heads)
     beside = policy.room_for_both(call.recurrences * heads * (call.value_dim // tile))
+    composed_first = of_h is states_from_vd_kernel and policy.composed_first(call.cut_beyond, *call.sizes)
     windows = [] if found.in_one == "always" else [ALL] if found.windows == 1 else [LATER, EARLIER]
     of_two, of_one = (UNBALANCED, BALANCED) if found.in_one == "if balanced" else (ALWAYS, ALWAYS)
     common: dict[str, Any] = {"scale": scale}
     for first in range(0, call.value_heads, heads):
         if of_h is not None:
             # Unless there is room for it beside `state_gradients`, what computes h begins where blocks of
-            # `adjoint_summaries` end, before `compose`, which begins where its own end.
-            ahead = first == 0 and h_ahead and not beside
-            awaits = states_kernel.NOTHING if ahead else states_kernel.EVERYTHING
-            place = len(steps) - 1 if ahead else len(steps)
+            # `adjoint_summaries` end, before `compose`, which begins where its own end; or behind that.
+            early = first == 0 and h_ahead and not beside
+            awaits = states_kernel.NOTHING if early else states_kernel.EVERYTHING
+            place = len(steps) - 1 if early and not composed_first else len(steps)
             of_states = {"awaits": awaits, "value_tile": tile, "cut_beyond": call.cut_beyond}
             steps.insert(place, kernel_step(call, of_h, rename=initial, first_head=first, **of_states))
         for window in windows:

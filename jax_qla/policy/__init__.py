@@ -11,12 +11,12 @@ What is decided of a call, in this order:
 1. Pieces. `piece_rows` says how a forward pass by itself is cut. Where gradients are wanted, `kept_rows` says how both
    passes are, and where that is None each is cut for itself, the backward pass by `backward_rows`. A shard of a
    sequence must be summarised anyway, and is always cut: `shard_cut`. A packed batch is cut only if one of its
-   sequences is longer than `cut_beyond`, or, in a forward pass by itself, `cut_beyond_alone`, which the device finds
-   out.
+   sequences is longer than `cut_beyond`, or, in a forward pass by itself, `cut_beyond_alone`, or, if nobody asked for
+   the pieces, in both passes `cut_beyond_in_both`, which the device finds out.
 2. Blocks. `value_tile`, `whole_heads`, `halves`, `composed` and the others of blocks.py say what a block computes.
 3. Kernels and memory of the backward pass. `head_groups` says how many groups of heads are computed one after another,
    and by which kernels, for which it asks `in_one`; `balance` is what the device goes by where these depend on the
-   lengths of packed sequences.
+   lengths of packed sequences. `composed_first` says in which order they begin.
 
 The files, each of which imports only those above it:
 
@@ -31,6 +31,7 @@ The files, each of which imports only those above it:
 | forward_time.py | microseconds of a forward pass by its pieces; which packed sequences are cut |
 | few_places.py | the same of few packed sequences, where the pass is by itself |
 | backward_time.py | microseconds of a backward pass by its pieces |
+| uneven.py | pieces of both passes, and which batches are cut, where sequences would fill the card if they were alike |
 | pieces.py | rows of pieces |
 | groups.py | groups of heads |
 
@@ -71,6 +72,7 @@ from jax_qla.policy.overrides import (
     rows_override,
 )
 from jax_qla.policy.pieces import Cut, backward_rows, kept_rows, piece_rows, shard_cut, wanted_rows
+from jax_qla.policy.uneven import composed_first, cut_beyond_in_both
 
 __all__ = [
     "ASKED_AMONG",
@@ -90,8 +92,10 @@ __all__ = [
     "backward_rows",
     "balance",
     "composed",
+    "composed_first",
     "cut_beyond",
     "cut_beyond_alone",
+    "cut_beyond_in_both",
     "gradients_in_place",
     "groups_override",
     "halves",

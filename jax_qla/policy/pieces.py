@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from jax_qla.kernels.common import CHUNK
-from jax_qla.policy import costs, few_places, one_kernel, overrides
+from jax_qla.policy import costs, few_places, one_kernel, overrides, uneven
 from jax_qla.policy.backward_time import BackwardTime
 from jax_qla.policy.batches import Alike, Batch, most_are_taken
 from jax_qla.policy.forward_time import cut_beyond, forward_time, shard_time
@@ -173,7 +173,10 @@ def kept_rows(
     backward = BackwardTime(batch, ratio, split)
     back = _backward_rows(forward, backward)
     considered = (_rows_for_both(forward, back, backward), back, forward if with_states else None)
-    return next((rows for rows in considered if rows is not None), None)
+    rows = next((rows for rows in considered if rows is not None), None)
+    if rows is None or split or (length := uneven.piece_length(batch)) is None:
+        return rows
+    return _even(length, batch.divided)
 
 
 def _rows_for_both(forward: int | None, back: int | None, backward: BackwardTime) -> int | None:
