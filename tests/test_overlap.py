@@ -210,3 +210,42 @@ def test_what_launches_have_of_other_heads_makes_none_wait(measures: bool, monke
     assert [step.kernel for step in call.steps] == ["prepare", "forward", "forward"]
     assert [step.config.measures for step in call.steps[1:]] == [measures] * 2
     assert call.early() == [False, True, True]
+
+
+@pytest.mark.parametrize(
+    ("heads", "places", "asked", "first"),
+    [
+        (8, 16, None, True),
+        (16, 8, None, True),
+        (8, 8, None, False),  # by which no card is kept busy, so that they are cut as a rule
+        (8, 512, 1024, False),  # blocks do not ask whether so many are whole
+    ],
+)
+def test_what_leaves_pieces_is_computed_first_where_there_may_be_none(
+    heads: int, places: int, asked: int | None, first: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`state_gradients` then begins where blocks of the states end, and waits for nothing."""
+    calls = launched(monkeypatch)
+    shape: Any = jax.ShapeDtypeStruct
+    module: Any = rule
+    q, v = (shape((1, 32768, count, 128), jnp.bfloat16) for count in (heads // 4, heads))
+    gates, segments = shape((1, 32768, heads), jnp.float32), shape((places, 2), jnp.int32)
+    options: Any = {"scale": 1.0, "asked_rows": asked}
+    options["piece_rows"] = policy.kept_rows(
+        *(32768, places, heads, 128, 128), ratio=4, split=False, packed=True, asked_rows=asked
+    )
+    forward = functools.partial(module.forward, output_final_state=False, with_residuals=True, keep="vd", **options)
+    residuals = jax.eval_shape(forward, q, q, v, gates, gates, None, segments)[2]
+    calls.clear()
+    given = (q, q, v, gates, gates, None, segments, residuals, v, None)
+    jax.eval_shape(functools.partial(module.backward, **options), *given)
+    (call,) = calls
+    kernels = [step.kernel for step in call.steps]
+    at = kernels.index("adjoint_summaries") + 1
+    behind = ["compose", "states_from_vd"] if first else ["states_from_vd", "compose"]
+    assert kernels[at : at + 3] == [*behind, "state_gradients"]
+    awaits = {step.kernel: step.scalars["awaits"] for step in call.steps[at : at + 3] if step.kernel != "compose"}
+    of_gradients = state_gradients_kernel.NOTHING if first else state_gradients_kernel.STATE
+    assert awaits == {"states_from_vd": states_kernel.NOTHING, "state_gradients": of_gradients}
+    assert call.early()[at : at + 3] == [not first, True, True]
+    assert not [*in_conflict(call)]
