@@ -476,7 +476,7 @@ LENGTHS = (1, 15, 63, 64, 65, 127, 129, 1000)
 _GAPS = ((5, 70), (70, 70), (80, 208), (208, 209), (209, 209), (250, 290))
 _UNEVEN = ((3, 3), (3, 300), (300, 364), (370, 400))
 """In pieces of 128 tokens the second has three; none is cut where none is longer than one and a half
-(policy.cut_beyond)."""
+(policy.cut_beyond_in_both)."""
 _MANY = tuple(itertools.pairwise(itertools.accumulate((66, 0, 1, 190) * 9, initial=0)))
 """More than a warp has lanes, and long enough for an order by length (kernels/preludes.py: LENGTH_PRELUDE)."""
 _TIGHT = ((0, 0), (0, 64), (64, 64), (64, 193), (193, 193), (193, 300))

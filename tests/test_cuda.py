@@ -388,7 +388,7 @@ def test_sequences_that_are_not_cut_have_the_same_bits(
     found = battery.run(case, function)
     cut, *others = case.segments
     sizes = (case.tokens, len(case.segments), case.value_heads, case.key_dim, case.value_dim)
-    assert cut[1] - cut[0] > policy.cut_beyond(128, *sizes)
+    assert cut[1] - cut[0] > policy.cut_beyond_in_both(128, *sizes)
     rows = np.concatenate([np.arange(*bounds) for bounds in others])
     for name in expected:
         x, y = (a[1:] if name.endswith("state") else a[:, rows] for a in (found[name], expected[name]))

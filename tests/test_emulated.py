@@ -131,7 +131,7 @@ def test_whole_and_in_pieces(
     used = _used(monkeypatch)
     assert PACKED.segments
     sizes = (PACKED.tokens, len(PACKED.segments), PACKED.value_heads, PACKED.key_dim, PACKED.value_dim)
-    beyond = policy.cut_beyond(128, *sizes)
+    beyond = policy.cut_beyond_in_both(128, *sizes)
     assert max(end - start for start, end in PACKED.segments) > beyond
     monkeypatch.setenv(policy.OVERRIDE, str(rows))
     monkeypatch.setattr(policy, "room_for_both", lambda blocks: room)
@@ -226,7 +226,7 @@ def test_sequences_that_are_not_cut_have_the_same_bits(
     assert case.segments
     longest = max(end - start for start, end in case.segments)
     sizes = (case.tokens, len(case.segments), case.value_heads, case.key_dim, case.value_dim)
-    some = longest > policy.cut_beyond(pieces, *sizes)
+    some = longest > policy.cut_beyond_in_both(pieces, *sizes)
     assert some == (pieces == 128)
     results = []
     for rows in ("0", str(pieces)):
@@ -846,7 +846,7 @@ def test_all_blocks_leave_where_no_sequence_is_cut(count: int) -> None:
 def test_places_that_nobody_takes_change_nothing(rows: str, in_one: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The bits of a call without them: whole sequences, pieces, slots of chunks, states in place or none at all."""
     monkeypatch.setenv(policy.OVERRIDE, rows)
-    monkeypatch.setattr(policy, "cut_beyond", lambda rows, *_: rows)  # which goes by how many places there are
+    monkeypatch.setattr(policy, "cut_beyond_in_both", lambda rows, *_: rows)  # which goes by how many places there are
     monkeypatch.setattr(one_kernel, "in_one", lambda *_, **__: in_one)
     taken = ((0, 100), (100, 100), (110, 180))
     case = battery.Case("emulated, places", dtype="bfloat16", segments=taken, tokens=200, key_dim=128, value_dim=128)

@@ -249,3 +249,26 @@ def test_what_leaves_pieces_is_computed_first_where_there_may_be_none(
     assert awaits == {"states_from_vd": states_kernel.NOTHING, "state_gradients": of_gradients}
     assert call.early()[at : at + 3] == [not first, True, True]
     assert not [*in_conflict(call)]
+
+
+def test_both_passes_cut_the_same_sequences(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the environment says by the time of the backward pass: of the length of the longest that stays whole
+    nothing is kept."""
+    calls = launched(monkeypatch)
+    shape: Any = jax.ShapeDtypeStruct
+    module: Any = rule
+    q, v = (shape((1, 32768, count, 128), jnp.bfloat16) for count in (4, 16))
+    gates, segments = shape((1, 32768, 16), jnp.float32), shape((8, 2), jnp.int32)
+    sizes = (32768, 8, 16, 128, 128)
+    rows = policy.kept_rows(*sizes, ratio=4, split=False, packed=True)
+    assert rows
+    assert policy.cut_beyond_in_both(rows, *sizes) != policy.cut_beyond(rows, *sizes)
+    options: Any = {"scale": 1.0, "piece_rows": rows}
+    forward = functools.partial(module.forward, output_final_state=False, with_residuals=True, keep="vd", **options)
+    residuals = jax.eval_shape(forward, q, q, v, gates, gates, None, segments)[2]
+    monkeypatch.setenv(policy.OVERRIDE, "128")
+    given = (q, q, v, gates, gates, None, segments, residuals, v, None)
+    jax.eval_shape(functools.partial(module.backward, **options), *given)
+    limits = [step.scalars for call in calls for step in call.steps if step.kernel == "layout"]
+    assert len(limits) == 2
+    assert limits[0] == limits[1]

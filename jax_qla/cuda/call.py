@@ -105,14 +105,16 @@ class Call:
         elif rows is None:
             self.tables["segments"] = self.tables["bounds"]
         elif packed:
-            self._find_pieces(rows, alone=alone, asked=policy.wanted_rows(asked_rows) is not None)
+            self._find_pieces(rows, alone=alone)
         else:
             self._list_pieces(rows)
 
-    def _find_pieces(self, rows: int, *, alone: bool, asked: bool) -> None:
-        """Leaves tables of a packed batch's pieces to the device; `alone`: of those of a forward pass by itself;
-        `asked`: which somebody asked for."""
-        of_both = policy.cut_beyond if asked or self.split else policy.cut_beyond_in_both
+    def _find_pieces(self, rows: int, *, alone: bool) -> None:
+        """Leaves tables of a packed batch's pieces to the device; `alone`: of those of a forward pass by itself.
+
+        Of two passes both must cut alike, whatever the environment says by the time of the second.
+        """
+        of_both = policy.cut_beyond if self.split else policy.cut_beyond_in_both
         beyond = (policy.cut_beyond_alone if alone else of_both)(rows, *self.sizes)
         if alone and policy.if_alike(self.tokens, self.sequences).chunks * CHUNK <= beyond:
             self.taken = self.sequences

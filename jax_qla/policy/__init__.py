@@ -11,8 +11,8 @@ What is decided of a call, in this order:
 1. Pieces. `piece_rows` says how a forward pass by itself is cut. Where gradients are wanted, `kept_rows` says how both
    passes are, and where that is None each is cut for itself, the backward pass by `backward_rows`. A shard of a
    sequence must be summarised anyway, and is always cut: `shard_cut`. A packed batch is cut only if one of its
-   sequences is longer than `cut_beyond`, or, in a forward pass by itself, `cut_beyond_alone`, or, if nobody asked for
-   the pieces, in both passes `cut_beyond_in_both`, which the device finds out.
+   sequences is longer than `cut_beyond_in_both`, where operands are split `cut_beyond`, or, in a forward pass by itself
+   whose pieces nobody asked for, `cut_beyond_alone`, which the device finds out.
 2. Blocks. `value_tile`, `whole_heads`, `halves`, `composed` and the others of blocks.py say what a block computes.
 3. Kernels and memory of the backward pass. `head_groups` says how many groups of heads are computed one after another,
    and by which kernels, for which it asks `in_one`; `balance` is what the device goes by where these depend on the

@@ -15,6 +15,10 @@ MORE_THAN_HALF = 116 * 1024
 FULL = 0.95
 """The part of the multiprocessors, over all rounds of blocks, that has to be busy for a card to count as full."""
 
+NEARLY_FULL = 0.88
+"""The part that is enough where more would cost memory, or where sequences are uneven
+(docs/performance_policy.md, "Several packed sequences, counted as one", "Uneven sequences in both passes")."""
+
 
 def rounds(blocks: float, together: int = 1) -> float:
     """Rounds in which blocks that are alike are computed, one at the least.

@@ -19,10 +19,6 @@ _LITTLE_FOR_MEMORY = 0.09
 than four times as large a part as what exceeds these (docs/performance_policy.md, "Groups of heads in the backward
 pass")."""
 
-_NEARLY_FULL = 0.88
-"""The part of the multiprocessors, over all rounds of blocks, that is enough where groups of heads spare memory, of
-operands that are not split ("Several packed sequences, counted as one")."""
-
 
 class HeadGroups(NamedTuple):
     """How the backward pass divides the value heads and the sequences. Most of its memory, the states before every
@@ -152,7 +148,7 @@ class _Heads:
         in_halves = tile < self.value_dim
         if in_halves and card.fills(2 * self._together * (self.value_dim // tile) / groups):
             return True
-        return card.fills(self._together / groups, card.FULL if self.split else _NEARLY_FULL)
+        return card.fills(self._together / groups, card.FULL if self.split else card.NEARLY_FULL)
 
     @cached_property
     def _given(self) -> int:

@@ -157,6 +157,8 @@ def kept_rows(
     """Rows of the pieces of both passes, with the arguments of `backward_rows`, if what the forward pass finds of the
     pieces can be kept for the backward pass; else None. Each then cuts as it is faster by itself.
 
+    Where sequences would fill the card if they were alike, they have the length that suits uneven ones (uneven.py).
+
     The backward pass finds out from their number how long they are (`segments.rows_of_pieces`). It is not kept where
     the backward pass leaves the sequences whole, unless `with_states`, where the states before all chunks are kept too,
     which are those of the pieces of the forward pass and more than what is found of these.

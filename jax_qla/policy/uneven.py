@@ -13,9 +13,6 @@ from jax_qla.policy import card
 from jax_qla.policy.batches import Batch, most_are_taken
 from jax_qla.policy.forward_time import cut_beyond
 
-_NEARLY_BUSY = 0.88
-"""The part of the multiprocessors that sequences keep busy if they are alike."""
-
 _HEADS, _MOST_PLACES = range(8, 17), 32
 """Value heads with which pieces were measured, and places for sequences up to which they were."""
 
@@ -31,7 +28,8 @@ supposed that it may not be."""
 
 
 def _keeps_busy(batch: Batch) -> bool:
-    return batch.several and batch.sequences * batch.heads >= _NEARLY_BUSY * card.MULTIPROCESSORS
+    """Whether sequences that are alike nearly fill the card, in the first round if there are several."""
+    return batch.several and batch.sequences * batch.heads >= card.NEARLY_FULL * card.MULTIPROCESSORS
 
 
 def _is_measured(batch: Batch) -> bool:
@@ -47,7 +45,7 @@ def piece_length(batch: Batch) -> int | None:
 
 
 def cut_beyond_in_both(rows: int, tokens: int, sequences: int, heads: int, key_dim: int, value_dim: int) -> int:
-    """As `cut_beyond`, where a backward pass follows and nobody asked for the pieces.
+    """As `cut_beyond`, of pieces of both passes, whoever chose them.
 
     Args:
         rows: of a piece.
