@@ -1221,6 +1221,29 @@ def test_what_both_passes_are_cut_for(sizes: tuple[int, ...], options: dict[str,
     assert found(*sizes, **{"split": False} | options) == rows
 
 
+UNEVEN = {
+    (32768, 8, 16, 4): {8192: 1.0, 4096: 0.903},
+    (65536, 8, 16, 4): {16384: 1.0, 8192: 0.884},
+    (32832, 12, 16, 4): {1984: 1.0, 4160: 0.924},
+    (65536, 32, 16, 4): {8192: 1.0, 4096: 0.952},
+    (32768, 8, 16, 1): {8192: 1.0, 4096: 0.935},
+    (32768, 32, 16, 4): {2048: 1.0, 4096: 0.944},
+    (32768, 32, 16, 1): {2048: 1.0, 4096: 1.039},
+    (16384, 32, 16, 4): {1024: 1.0, 2048: 0.926},
+    (16384, 32, 16, 1): {1024: 1.0, 2048: 1.036},
+}
+"""By tokens, sequences, value heads and these of a key head, parts of a time that both passes took with pieces of so
+many rows: means of batches of eight or eleven distributions of lengths, with states (H200, kernels of 7cbfa04,
+2026-12-03)."""
+
+
+@pytest.mark.parametrize("shape", UNEVEN, ids=str)
+def test_pieces_of_uneven_sequences_are_those_that_were_best(shape: tuple[int, int, int, int]) -> None:
+    tokens, sequences, heads, ratio = shape
+    rows = policy.kept_rows(tokens, sequences, heads, 128, 128, ratio=ratio, split=False, packed=True)
+    assert rows == min(UNEVEN[shape], key=UNEVEN[shape].__getitem__)
+
+
 def test_states_are_kept_of_the_pieces_of_the_forward_pass() -> None:
     """Whatever the backward pass would do."""
     whole, short = (32768, 4, 32, 128, 128), (2048, 1, 8, 128, 128)

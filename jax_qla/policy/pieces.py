@@ -176,7 +176,7 @@ def kept_rows(
     back = _backward_rows(forward, backward)
     considered = (_rows_for_both(forward, back, backward), back, forward if with_states else None)
     rows = next((rows for rows in considered if rows is not None), None)
-    if rows is None or split or (length := uneven.piece_length(batch)) is None:
+    if rows is None or split or (length := uneven.piece_length(batch, ratio)) is None:
         return rows
     return _even(length, batch.divided)
 

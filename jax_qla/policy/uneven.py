@@ -19,6 +19,11 @@ _HEADS, _MOST_PLACES = range(8, 17), 32
 _MOST_OF_MEAN = 2
 """Of the sequences' mean length, that a piece has at the most."""
 
+_SHARED, _SHORT = 3, 32
+"""Value heads of a key head from which on, and chunks of the sequences' mean length below which, pieces that are not
+much longer than the sequences have so much memory beside operands and results that the backward pass would have to
+spare as much (groups.py), which takes longer than they gain."""
+
 _PIECES_WHOLE = 2.25
 """Pieces that a sequence has which takes as long whole, in a batch that is not cut, as all tokens do in pieces."""
 
@@ -36,12 +41,16 @@ def _is_measured(batch: Batch) -> bool:
     return _keeps_busy(batch) and batch.heads in _HEADS and batch.sequences <= _MOST_PLACES
 
 
-def piece_length(batch: Batch) -> int | None:
-    """Chunks of a piece of both passes: as many pieces as multiprocessors have heads, but none much longer than the
-    sequences are. None of other batches."""
+def piece_length(batch: Batch, ratio: int) -> int | None:
+    """Chunks of a piece of both passes, with `ratio` value heads of a key head: as many pieces as multiprocessors have
+    heads, but none much longer than the sequences are. None of other batches, and where that would take too much
+    memory."""
     if not _is_measured(batch):
         return None
-    return min(-(-batch.chunks // (card.MULTIPROCESSORS // batch.heads)), _MOST_OF_MEAN * batch.equal.chunks)
+    filling, longest = -(-batch.chunks // (card.MULTIPROCESSORS // batch.heads)), _MOST_OF_MEAN * batch.equal.chunks
+    if longest < filling and ratio >= _SHARED and batch.equal.chunks < _SHORT:
+        return None
+    return min(filling, longest)
 
 
 def cut_beyond_in_both(rows: int, tokens: int, sequences: int, heads: int, key_dim: int, value_dim: int) -> int:
